@@ -1,0 +1,368 @@
+"""
+Supervised fine-tuning. Every rank builds the model on meta and reads only its own slice of the weights.
+
+    torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
+    torchrun --nproc_per_node 8 recipes/finetune.py --model DIR --dataset chat.jsonl --output_dir runs/first
+    torchrun --nproc_per_node 8 recipes/finetune.py --config configs/llama3_8b_full_8x80gb.yaml --lr 1e-5
+    python recipes/finetune.py --help
+
+Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do.
+The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
+"""
+
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+
+import torch
+import transformers
+
+from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.config import parse_cli, save_config
+from utils.data import GlobalBatches, divide_global_batch, load_examples, split_by_hash
+from utils.distributed import World, all_reduce_sum, init_distributed, print0, same_on_all_ranks
+from utils.distributed import gather, stop_distributed, together
+from utils.errors import ConfigError, act, check, report_errors
+from utils.hf_format import check_output_folder, save_model
+from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
+from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
+from utils.memory import estimate_states, plan_lines
+from utils.mesh import build_mesh, mesh_sentence
+from utils.metrics import RunLog, check_trackers, flops_per_token, matmul_parameters
+from utils.model_folder import check_model_config, check_vocab, open_weights
+from utils.optim import build_optimizer, clip_gradients, learning_rate
+from utils.run_folder import (
+    claim_output,
+    differences,
+    find_checkpoint,
+    find_output,
+    finished_steps,
+    write_plan,
+)
+from utils.sharding import shard_model, sync_gradients
+from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
+
+TINY = Path(__file__).resolve().parent / "tiny"
+TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3}  # what it needs where a flag is left at its default
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "original": None}
+
+
+@dataclass
+class Config:
+    # What
+    model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
+    tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
+    dataset: str = ""  # .json or .jsonl file of chat or alpaca rows; empty: the tiny model's task
+    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    max_rows: int = 0  # read only the first rows; 0: all
+    eval_dataset: str = ""  # held-out file
+    eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
+    eval_every: int = 0  # steps between held-out losses; 0: at the end only
+
+    # How much
+    epochs: int = 1  # times through the data
+    steps: int = 0  # optimizer steps; 0: whatever --epochs gives
+    global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
+    batch_size: int = 1  # sequences per rank and micro-batch
+    grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
+    seq_len: int = 2048  # longer rows are cut
+    lr: float = 2e-5  # peak learning rate
+    warmup: int = -1  # steps of linear warm-up; -1: 3 % of all
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.01  # not on norms and biases
+    clip_norm: float = 1.0  # largest gradient norm; 0: no clipping
+    seed: int = 0  # order of the data, dropout
+
+    # How
+    dtype: Literal["auto", "bf16", "fp32"] = (
+        "auto"  # compute dtype over fp32 weights; auto: bf16 on a GPU that has it
+    )
+    low_cpu_fsdp: bool = (
+        True  # each rank reads only its own shards; false: the whole model on every rank first
+    )
+    sync_each_microbatch: bool = False  # reduce gradients in every micro-batch: less memory, more traffic
+    pin_memory: bool = True  # copy batches to a GPU from page-locked memory; nothing to do on a CPU
+
+    # Where
+    output_dir: str = ""  # run folder; empty: the next free output/finetune-NNN
+    resume: str = (
+        "auto"  # auto: continue what --output_dir holds; none: refuse such a folder; or a checkpoint
+    )
+    save_every: int = 500  # steps between checkpoints; 0: none
+    keep: int = 2  # newest checkpoints that stay; 0: all
+    save_model: bool = True  # write OUT/model at the end
+    save_dtype: Literal["original", "bf16", "fp32"] = (
+        "original"  # dtype of OUT/model; original: the checkpoint's
+    )
+    log_every: int = 1  # steps between console lines
+    tensorboard: bool = False  # also log to OUT/tensorboard
+    wandb: bool = False  # also log to Weights & Biases
+
+    def __post_init__(self):
+        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "warmup": -1}
+        for name, value in asdict(self).items():
+            if type(value) in (int, float):
+                smallest = least.get(name, 0)
+                check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
+        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
+        check(
+            self.eval_share < 1,
+            f"--eval_share {self.eval_share} leaves nothing to train on (fix: --eval_share 0.02)",
+        )
+        both = self.eval_dataset and self.eval_share
+        check(not both, "--eval_dataset and --eval_share both name the held-out rows (fix: give one)")
+        here = (TINY / "config.json").exists()
+        check(self.model or here, "no --model given, and recipes/tiny is not here (fix: --model FOLDER)")
+        check(self.dataset or here, "no --dataset given, and recipes/tiny is not here (fix: --dataset FILE)")
+
+
+def main(cfg: Config) -> Path:
+    """Fine-tune; returns the run folder."""
+    transformers.utils.logging.set_verbosity_error()  # its notices would come once per rank
+    transformers.utils.logging.disable_progress_bar()
+
+    # --- world: who am I, who are the others ----------------------------------------------------------
+    act("world")
+    world = init_distributed()
+
+    # --- plan: everything that can fail cheaply fails here --------------------------------------------
+    act("plan")
+    with together(world):
+        cfg = settle(cfg, world)
+    same_on_all_ranks(world, asdict(cfg), "flags")
+    folder = find_model(cfg.model, cfg, world)
+    tokenizer_folder = find_model(cfg.tokenizer, cfg, world) if cfg.tokenizer else folder
+    with together(world):
+        check_model_config(folder, cfg.trust_remote_code)
+        weights = open_weights(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, cfg.trust_remote_code)
+        check_vocab(len(tokenizer), config.get_text_config().vocab_size)
+        examples, held_out = read_data(cfg, tokenizer, world)
+    files = {"data": examples.fingerprint, "weights": sorted((n, i.shape) for n, i in weights.items())}
+    same_on_all_ranks(world, files, "files")
+    out = find_output(cfg.output_dir, "finetune", world)
+    with together(world):
+        checkpoint, state = find_checkpoint(cfg.resume, out)
+        finished = finished_steps(out)
+        check_same_run(cfg, out, finished, state, examples.fingerprint)
+        global_batch = state.get("global_batch_size") or cfg.global_batch_size
+        deal = divide_global_batch(global_batch, cfg.batch_size, cfg.grad_accum, world.size)
+    if finished:
+        print0(f"{out} is finished: already at step {finished}, nothing to do")
+        return out
+    loader = GlobalBatches(examples, cfg.seed, *deal, world.rank, world.size, pad_id(tokenizer))
+    steps = cfg.steps or cfg.epochs * loader.per_epoch
+    warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
+    out = claim_output(out, "finetune", world)
+    check_output_folder(out, folder, world)
+    if world.rank == 0:
+        keep_config(cfg, out, state)
+    print0(f"model     {cfg.model}: {config.architectures[0]}, {len(weights)} tensors")
+    print0(f"data      {cfg.dataset}: {examples.summary()}")
+    print0(
+        f"held out  {held_out.summary()}" if held_out else "held out  nothing (--eval_dataset, --eval_share)"
+    )
+    print0(f"ranks     {mesh_sentence(world)}")
+    print0(f"batch     {deal}; {steps} steps of at most {cfg.seq_len} tokens a row")
+    print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
+    print0(f"output    {out}" + (f", continuing from {checkpoint.name}" if checkpoint else ""))
+
+    # --- build: on meta, structure only ---------------------------------------------------------------
+    act("build")
+    attn = None if cfg.attn == "auto" else cfg.attn
+    with together(world):
+        if cfg.low_cpu_fsdp:
+            model = build_model(config, torch.float32, attn, cfg.trust_remote_code)
+        else:
+            model = load_whole_model(folder, config, torch.float32, attn, cfg.trust_remote_code)
+        pieces = plan_pieces(model, weights, folder)
+    add_chunked_loss(model)
+    states = estimate_states(model, world.size)
+    print0("\n".join(plan_lines(states)))
+    print0(f"compute   {cfg.dtype} over fp32 weights, attention {model.config._attn_implementation}")
+
+    # --- shard: every parameter cut over the ranks ----------------------------------------------------
+    act("shard")
+    mesh = build_mesh(world)  # on GPUs, NCCL and the CUDA context begin here
+    shard_model(model, mesh, DTYPES[cfg.dtype])
+
+    # --- load: the first act that costs memory --------------------------------------------------------
+    act("load")
+    started = time.monotonic()
+    if cfg.low_cpu_fsdp:
+        load_pieces(model, pieces, world.device)
+    print0(f"weights   in place after {time.monotonic() - started:.1f} s")
+    if warning := check_chunked_loss(model, world.device):
+        print0(f"warning: {warning}")
+
+    # --- optimizer ------------------------------------------------------------------------------------
+    act("optimizer")
+    optimizer = build_optimizer(model, cfg.lr, cfg.weight_decay)
+
+    # --- data: which rows this rank sees, and when -----------------------------------------------------
+    act("data")
+    eval_loader = held_out and GlobalBatches(
+        held_out,
+        cfg.seed,
+        cfg.batch_size * world.size,
+        cfg.batch_size,
+        world.rank,
+        world.size,
+        pad_id(tokenizer),
+    )
+    log = RunLog(out, steps, cfg.log_every, world, cfg.tensorboard, cfg.wandb)
+    flops = flops_per_token(config.get_text_config(), cfg.seq_len, matmul_parameters(model))
+
+    # --- resume: weights, optimizer and position, exactly ---------------------------------------------
+    act("resume")
+    first = load_checkpoint(checkpoint, model, optimizer)["step"] if checkpoint else 0
+    print0(f"starting at step {first} of {steps}")
+
+    # --- train ----------------------------------------------------------------------------------------
+    act("train")
+    model.train()
+    for step in range(first, steps):
+        started = time.monotonic()
+        torch.manual_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout resumes exactly
+        batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
+        taught = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
+        losses = []
+        for i, batch in enumerate(batches):
+            sync_gradients(model, cfg.sync_each_microbatch or i == len(batches) - 1)
+            batch = batch.to(world.device, cfg.pin_memory)  # batch.ids, batch.labels: (B, T)
+            loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
+            (loss * world.size / taught).backward()  # FSDP averages over ranks
+            losses.append(loss.detach())
+        loss = all_reduce_sum(torch.stack(losses).sum(), world) / taught
+        grad_norm = clip_gradients(model, cfg.clip_norm)
+        stop_if_not_finite(step, loss, grad_norm, losses, batches, world)
+        lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+        done = step + 1
+        tokens = all_reduce_sum(sum(int(b.mask.sum()) for b in batches), world)
+        log.step(done, loss, grad_norm, lr, int(taught), int(tokens), time.monotonic() - started, flops)
+        if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
+            summed, count = held_out_loss(model, eval_loader.one_epoch(), world.device)
+            log.evaluation(done, all_reduce_sum(summed, world) / all_reduce_sum(count, world))
+        if cfg.save_every and (done == steps or done % cfg.save_every == 0):
+            position = {"step": done, "global_batch_size": deal.global_batch, "seed": cfg.seed}
+            position["data"] = examples.fingerprint
+            save_checkpoint(out / "checkpoints", done, model, optimizer, position, cfg.keep, world)
+    log.close()
+
+    # --- save: each rank writes its own bytes of the final files --------------------------------------
+    act("save")
+    if cfg.save_model:
+        save_model(
+            out / "model", model, pieces, world,
+            save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer, eos_ids=end_of_turn_ids(tokenizer), source=folder,
+        )  # fmt: skip
+    peaks = gather(world, log.peak_memory_bytes)
+    if world.rank == 0:
+        write_plan(out, planned=states.as_dict(), measured={"steps": steps, "peak_memory_bytes": peaks})
+    print0(f"finished  {steps} steps; {out / 'model' if cfg.save_model else out}")
+    return out
+
+
+def settle(cfg: Config, world: World) -> Config:
+    """Replace what is left open by what it means here; check what depends on the device."""
+    if not cfg.model:
+        open_values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
+        cfg = replace(cfg, model=str(TINY), **open_values)
+    if not cfg.dataset:
+        if cfg.model != str(TINY):
+            print0("no --dataset: training on the demo task of recipes/tiny")
+        cfg = replace(cfg, dataset=str(TINY / "chat.jsonl"))
+    cuda = world.device.type == "cuda"
+    has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    if cfg.dtype == "auto":
+        cfg = replace(cfg, dtype="bf16" if has_bf16 else "fp32")
+    device = torch.cuda.get_device_name(world.device) if cuda else "the CPU"
+    check(
+        cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {device} has no bf16 (fix: --dtype fp32)"
+    )
+    if cfg.attn == "flash_attention_2":
+        check(cuda, f"--attn flash_attention_2 does not run on {device} (fix: --attn sdpa)")
+        installed = transformers.utils.is_flash_attn_2_available()
+        check(installed, "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)")
+        check(cfg.dtype == "bf16", "--attn flash_attention_2 computes in 16 bit (fix: --dtype bf16)")
+    check_trackers(cfg.tensorboard, cfg.wandb)
+    return cfg
+
+
+def find_model(name: str, cfg: Config, world: World) -> Path:
+    """A folder as it is; anything else is a Hugging Face id, fetched once per machine."""
+    if all(gather(world, Path(name).is_dir())):
+        return Path(name)
+    from utils.hub import fetch_model
+
+    return fetch_model(name, world, cfg.trust_remote_code)
+
+
+def read_data(cfg: Config, tokenizer, world: World):
+    """(training examples, held-out examples or None), every row checked."""
+    options = {"max_rows": cfg.max_rows, "progress": world.rank == 0}
+    examples = load_examples(Path(cfg.dataset), tokenizer, cfg.seq_len, **options)
+    if cfg.eval_dataset:
+        return examples, load_examples(Path(cfg.eval_dataset), tokenizer, cfg.seq_len, **options)
+    return split_by_hash(examples, cfg.eval_share) if cfg.eval_share else (examples, None)
+
+
+def check_same_run(cfg: Config, out: Path | None, finished: int, state: dict, data: str) -> None:
+    """A folder is continued only by the run that began it: same data, same global batches."""
+    if finished:
+        saved = parse_cli(Config, ["--config", str(out / "config.yaml")])
+        changed = differences(asdict(saved), asdict(cfg), but=("resume", "log_every"))
+        check(
+            not changed,
+            f"{out} holds a finished run with other settings: {changed} (fix: another --output_dir)",
+        )
+    now = {"data": data, "seed": cfg.seed, "global_batch_size": cfg.global_batch_size}
+    if state and not cfg.global_batch_size:
+        now.pop("global_batch_size")  # the checkpoint says it
+    changed = differences(state, now) if state else ""
+    check(
+        not changed,
+        f"the checkpoint is of another run: {changed} (fix: the same flags and data, or --resume none)",
+    )
+
+
+def keep_config(cfg: Config, out: Path, state: dict) -> None:
+    """Write config.yaml; a restart with other flags leaves the first one and writes its own beside it."""
+    path = out / "config.yaml"
+    if path.exists():
+        changed = differences(asdict(parse_cli(Config, ["--config", str(path)])), asdict(cfg))
+        if not changed:
+            return
+        print0(f"changed since the first start: {changed}")
+        path = out / f"config_from_{state.get('step', 0):08d}.yaml"
+    save_config(cfg, path)
+
+
+def stop_if_not_finite(step, loss, grad_norm, losses, batches, world) -> None:
+    """All ranks stop together, before the optimizer has touched a weight."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
+    found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]
+    where = "; ".join(found) or "every loss is finite, a gradient is not"
+    text = f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); the weights are as before this step"
+    raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
+
+
+if __name__ == "__main__":
+    with report_errors():
+        main(parse_cli(Config, aliases=translate))
+        stop_distributed()

@@ -1,0 +1,105 @@
+"""Run a function on N gloo ranks: `run_ranks(fn, 2, argument)`.
+
+The processes are started once for each N and reused, because imports cost more than most tests. `fn` is a
+module-level function `fn(world, *args)`; the results come back in the order of ranks. If a rank raises, the
+first rank's traceback is raised here and the ranks of that N are started anew for the next test.
+"""
+
+import atexit
+import multiprocessing
+import os
+import socket
+import traceback
+from multiprocessing.connection import Connection, wait
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+)
+_pools: dict[int, list[tuple[multiprocessing.Process, Connection]]] = {}
+SECONDS = 240
+
+
+def run_ranks(fn, ranks: int, *args, seconds: float = SECONDS) -> list:
+    """Results of fn(world, *args) on `ranks` processes."""
+    if ranks not in _pools:
+        _pools[ranks] = _start(ranks)
+    pipes = [pipe for _, pipe in _pools[ranks]]
+    for pipe in pipes:
+        pipe.send((fn, args))
+    results: dict[int, object] = {}
+    while len(results) < ranks:
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(waiting), timeout=seconds)
+        if not ready:
+            _stop(ranks)
+            raise TimeoutError(
+                f"ranks {sorted(waiting.values())} of {ranks} gave no answer within {seconds} s"
+            )
+        for pipe in ready:
+            try:
+                failure, results[waiting[pipe]] = pipe.recv()
+            except EOFError:
+                failure = "the process died"
+            if failure:
+                _stop(ranks)
+                raise AssertionError(f"rank {waiting[pipe]} of {ranks}:\n{failure}")
+    return [results[rank] for rank in range(ranks)]
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(ranks: int) -> list:
+    port = free_port()
+    pool = []
+    for rank in range(ranks):
+        here, there = _context.Pipe()
+        process = _context.Process(target=_serve, args=(there, rank, ranks, port), daemon=True)
+        process.start()
+        there.close()
+        pool.append((process, here))
+    return pool
+
+
+@atexit.register
+def _stop_all() -> None:
+    for ranks in list(_pools):
+        _stop(ranks)
+
+
+def _stop(ranks: int) -> None:
+    for process, pipe in _pools.pop(ranks):
+        pipe.close()
+        process.kill()
+        process.join()
+
+
+def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from utils.distributed import init_distributed
+
+    world = init_distributed()
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            pipe.send((None, fn(world, *args)))
+        except BaseException:  # whatever it is, the test must see it
+            pipe.send((traceback.format_exc(), None))

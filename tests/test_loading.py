@@ -1,0 +1,199 @@
+"""Loading: every rank reads only its own slices, and the model is the one that from_pretrained gives.
+
+python -m pytest tests/test_loading.py
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model_folder
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from utils.errors import ConfigError
+from utils.hf_format import open_weights
+from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
+from utils.mesh import build_mesh
+from utils.sharding import shard_model
+
+IDS = torch.arange(40).view(2, 20) * 23 % 1003
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KINDS = ["llama", "llama3", "qwen2", "gemma2", "mixtral", "qwen3_moe"]
+
+
+def sharded(world, folder, dtype=torch.float32, whole=False):
+    config = AutoConfig.from_pretrained(folder)
+    model = load_whole_model(folder, config, torch.float32) if whole else build_model(config, torch.float32)
+    pieces = plan_pieces(model, open_weights(folder), folder)
+    shard_model(model, build_mesh(world), dtype)
+    if not whole:
+        load_pieces(model, pieces, world.device)
+    return model.eval()
+
+
+def logits(world, folder, dtype, whole=False):
+    with torch.no_grad():
+        return sharded(world, folder, dtype, whole)(IDS, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: tiny_model_folder(root / kind, kind, files=2) for kind in KINDS}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_logits_are_bit_equal_to_from_pretrained(folders, kind, dtype, ranks):
+    reference = AutoModelForCausalLM.from_pretrained(folders[kind], dtype=DTYPES[dtype]).eval()
+    with torch.no_grad():
+        expected = reference(IDS, use_cache=False).logits
+    for ours in run_ranks(logits, ranks, folders[kind], DTYPES[dtype]):
+        assert torch.equal(ours, expected)
+
+
+def test_the_classic_way_gives_the_same_model(folders):
+    low, classic = (
+        run_ranks(logits, 2, folders["llama"], torch.float32, whole)[0] for whole in (False, True)
+    )
+    assert torch.equal(low, classic)
+
+
+def shares(world, folder):
+    """Bytes that this rank asks of safetensors, and bytes of its shards."""
+    asked = 0
+
+    class Counting:
+        def __init__(self, tensors, name):
+            self.slice, self.name = tensors.get_slice(name), name
+
+        def __getitem__(self, index):
+            nonlocal asked
+            part = self.slice[index]
+            asked += part.numel() * part.element_size()
+            return part
+
+    class Opened:
+        def __init__(self, file, framework):
+            self.tensors = safe_open(file, framework)
+
+        def __enter__(self):
+            self.tensors.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.tensors.__exit__(*error)
+
+        def get_slice(self, name):
+            return Counting(self.tensors, name)
+
+    import utils.loading
+
+    utils.loading.safe_open = Opened
+    try:
+        model = sharded(world, folder)
+    finally:
+        utils.loading.safe_open = safe_open
+    held = sum(p.to_local().numel() * 4 for p in model.parameters())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return asked, held
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
+def test_a_rank_reads_exactly_the_bytes_of_its_own_shards(folders, kind):
+    for asked, held in run_ranks(shares, 3, folders[kind]):
+        assert asked == held
+
+
+def anonymous_growth(world, folder):
+    def anonymous_bytes():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+    before = anonymous_bytes()
+    model = sharded(world, folder)
+    grown = anonymous_bytes() - before
+    return grown, sum(p.to_local().numel() * 4 for p in model.parameters())
+
+
+def test_a_rank_holds_little_more_than_its_own_shards(tmp_path):
+    folder = tiny_model_folder(
+        tmp_path,
+        "llama",
+        torch.bfloat16,
+        vocab_size=20011,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+    )
+    largest = 20011 * 512 * 4
+    for grown, held in run_ranks(anonymous_growth, 2, folder):
+        assert held > 50e6
+        assert grown < 1.05 * held + largest + 8e6
+
+
+def plan(folder):
+    return plan_pieces(
+        build_model(AutoConfig.from_pretrained(folder), torch.float32), open_weights(folder), folder
+    )
+
+
+def changed(folder, out, change):
+    """A copy of a one-file model whose tensors went through `change`."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop(NORM), f"lacks {NORM}"),
+        (lambda t: t.update(extra=torch.ones(3)), "has unknown extra"),
+        (lambda t: t.update({NORM: torch.ones(65)}), f"has misshapen {NORM}"),
+        (
+            lambda t: t.update({"model.norm.weighs": t.pop(NORM)}),
+            "lacks model.norm.weight; has unknown model.norm.weighs",
+        ),
+        (lambda t: [t.pop(n) for n in list(t) if "layers.2." in n], "and 4 more"),
+    ],
+)
+def test_weights_that_do_not_fit_the_model_are_refused_by_name(tmp_path, change, says):
+    folder = changed(tiny_model_folder(tmp_path / "good"), tmp_path / "bad", change)
+    with pytest.raises(ConfigError, match="the weights") as error:
+        plan(folder)
+    assert says in str(error.value)
+
+
+def test_one_more_layer_in_the_config_is_refused(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.3\."):
+        plan(folder)
+
+
+def store_tied_head(tensors, delta):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + delta
+
+
+def test_a_tied_weight_stored_twice_is_accepted_when_equal_and_refused_when_not(tmp_path):
+    good = tiny_model_folder(tmp_path / "good", "qwen2")
+    twice = changed(good, tmp_path / "twice", lambda t: store_tied_head(t, 0))
+    torch.testing.assert_close(
+        run_ranks(logits, 2, twice, torch.float32), run_ranks(logits, 2, good, torch.float32)
+    )
+    differs = changed(good, tmp_path / "differs", lambda t: store_tied_head(t, 1))
+    with pytest.raises(AssertionError, match="is tied to another weight but holds other values"):
+        run_ranks(logits, 2, differs, torch.float32)

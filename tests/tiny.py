@@ -1,0 +1,102 @@
+"""Small random models as Hugging Face folders: `tiny_model_folder(path, "gemma2")`. Real classes, odd sizes, seeded weights."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SIZES = {
+    "vocab_size": 1003,  # divides by nothing that a test shards over
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 2.0}),
+    "cohere": ("cohere", {"logit_scale": 0.7}),
+    "granite": ("granite", {"logits_scaling": 3.0}),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+        },
+    ),
+}
+
+
+def tiny_config(kind: str, **changes):
+    """The config of a tiny model of this kind."""
+    model_type, extra = KINDS[kind]
+    return AutoConfig.for_model(model_type, **{**SIZES, **extra, **changes})
+
+
+def tiny_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> torch.nn.Module:
+    """A model with seeded random weights, larger than the initialization's so that its logits say something."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.to(dtype)
+
+
+def tiny_model_folder(
+    path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, files: int = 1, seed: int = 0, **changes
+) -> Path:
+    """Write such a model, with a byte-level tokenizer, as a Hugging Face folder in about `files` files."""
+    model = tiny_model(kind, dtype, seed, **changes)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(path, max_shard_size="1GB" if files == 1 else f"{size // files // 1000 + 1}KB")
+    tiny_tokenizer().save_pretrained(path)
+    return Path(path)
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges, with the ChatML markers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(special + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=special[3:],
+        chat_template=CHATML,
+    )

@@ -1,0 +1,166 @@
+"""Start and stop torch.distributed; World; print0; the few collectives.
+
+RANK and WORLD_SIZE are read here and nowhere else. The default group is gloo, on the CPU: it exists before
+any CUDA context does, carries the small things (counts, error texts), and is enough for a whole run on a
+machine without a GPU.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError, check
+
+START_TIMEOUT = timedelta(minutes=10)  # a rank may read and tokenize data while the others wait
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the others; `device` is where it computes."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+
+def init_distributed() -> World:
+    """Join the gloo group that torchrun's variables describe; a world of one where there are none.
+
+    Raises ConfigError for variables that do not fit together, a port in use, or more ranks on this machine
+    than GPUs.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (_env_int(name) for name in names)
+    if rank is None and size is None:
+        rank, size, local_rank, local_size = 0, 1, 0, 1
+        store = dist.HashStore()  # a world of one needs no port
+    else:
+        check(
+            rank is not None and size is not None,
+            "only one of RANK and WORLD_SIZE is set (fix: start with torchrun, or unset it)",
+        )
+        check(0 <= rank < size, f"RANK={rank} is not below WORLD_SIZE={size} (fix: start with torchrun)")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            check(
+                os.environ.get(name),
+                f"RANK is set but {name} is not (fix: start with torchrun, or set {name})",
+            )
+        local_rank = rank if local_rank is None else local_rank
+        local_size = size if local_size is None else local_size
+        store = None
+    device = _device(local_rank, local_size)
+    if dist.is_initialized():  # main() called from a program that has its own group
+        return World(rank, size, local_rank, local_size, device)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=START_TIMEOUT)
+    except dist.DistNetworkError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0][:200]
+        fix = "another --master_port, or torchrun --standalone"
+        raise ConfigError(f"the ranks cannot meet at {where}: {reason} (fix: {fix})") from None
+    return World(rank, size, local_rank, local_size, device)
+
+
+def stop_distributed() -> None:
+    """Leave the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def print0(*parts: object) -> None:
+    """Print on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*parts, flush=True)
+
+
+def gather(world: World, value: object) -> list:
+    """Every rank's `value`, in the order of ranks, on every rank."""
+    values = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(world: World, value: object, source: int = 0) -> object:
+    """`value` of rank `source`, on every rank."""
+    box = [value if world.rank == source else None]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def all_reduce_sum(value: torch.Tensor | float, world: World) -> float:
+    """Sum of a scalar over all ranks, in double precision on the CPU (exact for counts below 2**53)."""
+    total = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """Run a block in which any rank may raise ConfigError; then all ranks raise one that names the ranks
+    concerned.
+
+    This is what lets one rank find a bad file without leaving the others in a collective. The block itself
+    must not communicate after a point where a rank can fail.
+    """
+    mine = None
+    try:
+        yield
+    except ConfigError as error:
+        mine = str(error)
+    said: dict[str, list[int]] = {}
+    for rank, text in enumerate(gather(world, mine)):
+        for line in (text or "").splitlines():
+            said.setdefault(line, []).append(rank)
+    if said:
+        lines = [
+            line if len(ranks) == world.size else f"rank {_ranges(ranks)}: {line}"
+            for line, ranks in said.items()
+        ]
+        raise ConfigError("\n".join(lines), agreed=True)
+
+
+def host_name() -> str:
+    """This machine's name, as error texts give it."""
+    return socket.gethostname()
+
+
+def same_on_all_ranks(world: World, values: dict, what: str) -> None:
+    """Raise ConfigError on all ranks unless every rank has the same values; names the first key that differs."""
+    seen = gather(world, values)
+    for rank, other in enumerate(seen):
+        for key in values:
+            mine, theirs = str(seen[0].get(key))[:60], str(other.get(key))[:60]
+            same = seen[0].get(key) == other.get(key)
+            text = f"ranks 0 and {rank} have different {what}: {key} is {mine} and {theirs}"
+            if not same:
+                raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
+
+
+def _env_int(name: str) -> int | None:
+    value = os.environ.get(name)
+    check(
+        value is None or value.isdecimal(),
+        f"{name}={value} is not a number (fix: start with torchrun, or unset it)",
+    )
+    return None if value is None else int(value)
+
+
+def _device(local_rank: int, local_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    too_many = f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
+    check(local_size <= count, f"{too_many} (fix: --nproc_per_node {count})")
+    return torch.device("cuda", local_rank)
+
+
+def _ranges(ranks: list[int]) -> str:
+    return ",".join(map(str, ranks))

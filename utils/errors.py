@@ -1,0 +1,88 @@
+"""ConfigError, and the one place where errors reach the user.
+
+A user sees one line on stderr, once: what is set, why it cannot work, what to write instead. Everything else
+is our own fault and keeps its traceback, below a line that names the act and the rank.
+"""
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_act = "parse"
+
+
+class ConfigError(Exception):
+    """Bad input. Its text is shown as it stands; several lines are several errors.
+
+    agreed: every rank raises it together, so rank 0 alone prints it.
+    """
+
+    def __init__(self, message: str, agreed: bool = False):
+        super().__init__(message)
+        self.agreed = agreed
+
+
+def check(condition: object, message: str) -> None:
+    """Raise ConfigError(message) unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def act(name: str) -> None:
+    """Announce an act of the recipe's story, so that a log, a hang or a crash tells where it was."""
+    global _act
+    _act = name
+    if _rank() == 0:
+        print(f"--- {name}", flush=True)
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn what escapes a recipe into one line and an exit code: 2 for bad input, 130 for Ctrl-C, 1 for no
+    space left.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        _print_once(str(error), error.agreed)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _print_once(f"interrupted in act '{_act}'", agreed=True)
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            _print_act()
+            raise
+        at = f" at {error.filename}" if error.filename else ""
+        _print_once(
+            f"no space left{at} in act '{_act}': {error.strerror} (fix: free space, or another --output_dir)"
+        )
+        sys.exit(1)
+    except Exception:
+        _print_act()
+        raise
+
+
+def _rank() -> int:
+    value = os.environ.get("RANK", "0")
+    return int(value) if value.isdecimal() else 0
+
+
+def _print_act() -> None:
+    print(f"error: rank {_rank()} failed in act '{_act}'; its traceback follows", file=sys.stderr, flush=True)
+
+
+def _print_once(message: str, agreed: bool = False) -> None:
+    lines = "".join(f"error: {line}\n" for line in message.splitlines())
+    if _rank() == 0:
+        sys.stderr.write(lines)
+        sys.stderr.flush()
+    elif not agreed:
+        # Rank 0 most likely says the same, and torchrun ends this process when it has. Leaving first would
+        # cut rank 0 short.
+        time.sleep(5)
+        sys.stderr.write(lines.replace("error: ", f"error: rank {_rank()}: "))
+        sys.stderr.flush()

@@ -1,0 +1,29 @@
+"""(replicate, shard) sizes -> a DeviceMesh, and the sentence that says so."""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .distributed import World
+from .errors import check
+
+
+def build_mesh(world: World, replicate: int = 1) -> DeviceMesh:
+    """A mesh with the axis `shard` (FSDP), or `replicate` and `shard` for HSDP: shards within a group of ranks,
+    copies across groups.
+
+    On GPUs this is where NCCL and the CUDA context begin. Raises ConfigError where `replicate` does not fit.
+    """
+    fits = 0 < replicate <= world.size and world.size % replicate == 0
+    check(fits, f"--replicate {replicate} does not divide {world.size} ranks (fix: a divisor of {world.size})")
+    axes = {"replicate": replicate, "shard": world.size // replicate} if replicate > 1 else {"shard": world.size}
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    names, sizes = tuple(axes), tuple(axes.values())
+    backends = dict.fromkeys(names, backend)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=names, backend_override=backends)
+
+
+def mesh_sentence(world: World, replicate: int = 1) -> str:
+    """What the mesh does, for the plan."""
+    shard = world.size // replicate
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    copies = "" if replicate == 1 else f"{replicate} copies of "
+    return f"{ranks} on {world.device.type}; {copies}every weight cut into {shard}; each rank has its own data"

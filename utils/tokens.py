@@ -1,0 +1,210 @@
+"""Rows -> ids and labels: chat templates and the loss mask.
+
+Taught are the assistant's words and the token that ends its turn, so that the model learns to stop; headers,
+other roles and the line break after a turn are not. A label stands at its own token's position (the loss
+shifts them), IGNORE everywhere else.
+"""
+
+import re
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from .errors import ConfigError, check
+
+IGNORE = -100
+
+# Jinja drops a line break after a block, {% %}, and keeps one after a value, {{ }}.
+BUILT_IN = {
+    # For tokenizers of base models, which have none. It adds no token: the end-of-text token ends a turn.
+    "plain": "{% for m in messages %}{{ m.role | capitalize }}:\n{{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}",
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    # The wording of tatsu-lab/stanford_alpaca, train.py. An input stands below its instruction; a system turn
+    # replaces the first sentences.
+    "alpaca": "{% if messages[0].role != 'system' %}Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.{% endif %}{% for m in messages %}"
+    "{{ {'system': '', 'user': '\n\n### Instruction:\n', 'assistant': '\n\n### Response:\n'}[m.role] }}"
+    "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n\n### Response:\n' }}{% endif %}",
+}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "*.model",
+    "vocab.*",
+    "*.tiktoken",
+    "tekken.json",
+    "tokenizer_config.json",
+)
+
+
+def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_code: bool = False):
+    """The tokenizer of a model folder, with a chat template that works.
+
+    chat_template: "" for its own, "chatml" or "alpaca" for a built-in one, else a file. The attribute
+    `template_name` says which it is: "built-in plain" where the tokenizer had none, for the caller's notice.
+    ConfigError names the folder, the file or the template.
+    """
+    files = [file for pattern in _TOKENIZER_FILES for file in sorted(Path(folder).glob(pattern))]
+    # Without its files transformers makes some tokenizers up, with an empty vocabulary, and says nothing.
+    check(files, f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # damaged files make it raise anything
+        raise ConfigError(_blame(files, error)) from error
+    check(
+        tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
+        f"{folder}: its tokenizer has no vocabulary or gives no offsets; it needs a tokenizer.json",
+    )
+    tokenizer.template_name = f"of {folder}"
+    if chat_template or not tokenizer.chat_template:
+        _set_template(tokenizer, chat_template or "plain")
+    try:
+        end_of_turn_ids(tokenizer)  # renders a conversation
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return tokenizer
+
+
+def _blame(files: list[Path], error: Exception) -> str:
+    """One line that names the damaged file, as far as that can be told: transformers' errors name none."""
+    for file in files:
+        if file.read_bytes().startswith(b"version https://git-lfs"):
+            return f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
+    if "trust_remote_code" in str(error):
+        return f"{files[0].parent}: its tokenizer is Python code; read it, then add --trust_remote_code"
+    names = ", ".join(file.name for file in files)
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return (
+        f"{files[0].parent}: {names} cannot be read, cut short or damaged ({reason}); fetch the files again"
+    )
+
+
+def _set_template(tokenizer, name: str) -> None:
+    """Give the tokenizer a built-in template, or the one in the file `name`."""
+    if name in BUILT_IN:
+        vocabulary = tokenizer.get_vocab()
+        for token in re.findall(r"<\|\w+\|>", BUILT_IN[name]):
+            check(
+                token in vocabulary,
+                f"--chat_template {name}: {token} is not in the tokenizer's vocabulary, and embeddings are "
+                "not resized; leave the flag out, or write alpaca",
+            )
+        # What a template renders is encoded as it stands: a BOS token that the tokenizer adds must be in it.
+        bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = ("{{ bos_token }}" if bos else "") + BUILT_IN[name]
+        tokenizer.template_name = f"built-in {name}"
+    else:
+        try:
+            tokenizer.chat_template = Path(name).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat_template {name}: {error}; give a file, chatml or alpaca") from error
+        tokenizer.template_name = name
+
+
+def pad_id(tokenizer) -> int:
+    """The pad token, else the end-of-text token, else 0. Labels are masked by position, so any will do."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
+def end_of_turn_ids(tokenizer) -> set[int]:
+    """The token that the chat template puts after the assistant's words; empty where it puts none.
+
+    Used for the mask, and for generation_config.eos_token_id.
+    """
+    return set(_end_ids(tokenizer, tokenizer.get_chat_template()))
+
+
+def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """(ids, labels) of T tokens each: the ids of apply_chat_template(messages); labels are ids where taught.
+
+    A token that holds the end of a header and the start of a content is taught: the model has to write it.
+    ValueError names the template and the role that it cannot render, or the content that it rewrites.
+    """
+    text, spans = _render(tokenizer, messages, track=True)
+    spans = spans or _content_spans(tokenizer, messages, text)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    # Byte-level tokenizers report spaces as empty, at their end: it starts where the one before ended.
+    starts = [a if a < b else offsets[max(i - 1, 0)][1] for i, (a, b) in enumerate(offsets)]
+    ends = _end_ids(tokenizer, tokenizer.get_chat_template()) | {tokenizer.eos_token_id}
+    labels, i = [IGNORE] * len(ids), 0
+    for first, last in spans:
+        while i < len(ids) and offsets[i][1] <= first:
+            i += 1
+        begin = i
+        while i < len(ids) and starts[i] < last:
+            i += 1
+        end = i  # of the words; some templates write a space between them and the end-of-turn token
+        while end < len(ids) and ids[end] not in ends and text[starts[end] : offsets[end][1]].isspace():
+            end += 1
+        if end < len(ids) and ids[end] in ends and ids[i - 1] not in ends:
+            i = end + 1
+        labels[begin:i] = ids[begin:i]
+    return ids, labels
+
+
+def _render(tokenizer, messages, track: bool = False) -> tuple[str, list[tuple[int, int]]]:
+    """The conversation as text; with `track` also the characters between {% generation %} marks, if any."""
+    template = tokenizer.get_chat_template()
+    track = track and re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+    words = tokenizer.special_tokens_map  # bos_token, eos_token ...
+    try:
+        texts, spans = render_jinja_template([messages], None, None, template, track, **words)
+    except Exception as error:  # a template is someone else's program: it may raise anything
+        roles = [message["role"] for message in messages]
+        if len(roles) > 1:
+            _render(tokenizer, messages[:-1])  # raises first, if an earlier role is to blame
+        raise ValueError(f"{_name(tokenizer)} cannot render {', then '.join(roles)}: {error}") from error
+    return texts[0], spans[0] if track else []
+
+
+def _content_spans(tokenizer, messages, text: str) -> list[tuple[int, int]]:
+    """The characters [first, last) of `text` that are the assistant's contents.
+
+    The places come from the same conversation rendered with a unique mark for each content: searching for the
+    content itself would find quotations of it. Putting the contents back must give `text` again.
+    """
+    roles = tuple(message["role"] for message in messages)
+    parts = _parts(tokenizer, tokenizer.get_chat_template(), roles)
+    # A template writes each role's content as it stands, or without the white space around it.
+    for forms in product((str, str.strip), repeat=3):
+        form = dict(zip(("system", "user", "assistant"), forms, strict=True))
+        built, spans = parts[0], []
+        for i, literal in zip(map(int, parts[1::2]), parts[2::2], strict=True):
+            first = len(built)
+            built += form[roles[i]](messages[i]["content"])
+            if roles[i] == "assistant":
+                spans.append((first, len(built)))
+            built += literal
+        if built == text:
+            return spans
+    raise ValueError(
+        f"{_name(tokenizer)} rewrites the contents, so what to teach cannot be told; in a copy of it, put "
+        "{% generation %} and {% endgeneration %} around the assistant's words"
+    )
+
+
+def _name(tokenizer) -> str:
+    return f"chat template {getattr(tokenizer, 'template_name', 'of the tokenizer')}"
+
+
+@lru_cache(maxsize=256)
+def _parts(tokenizer, template: str, roles: tuple[str, ...]) -> list[str]:
+    """What `template` writes around the contents: text, index of a message, text, index, ... text."""
+    marked = [{"role": role, "content": f"\ue0f0{i}\ue0f1"} for i, role in enumerate(roles)]
+    return re.split("\ue0f0(\\d+)\ue0f1", _render(tokenizer, marked)[0])
+
+
+@lru_cache(maxsize=8)
+def _end_ids(tokenizer, template: str) -> frozenset[int]:
+    after = _parts(tokenizer, template, ("user", "assistant"))[-1].lstrip()
+    first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+    return frozenset(first) & frozenset(tokenizer.added_tokens_decoder)
