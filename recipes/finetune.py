@@ -23,17 +23,32 @@ import torch
 import transformers
 
 from utils.checkpoint import load_checkpoint, save_checkpoint
-from utils.config import parse_cli, save_config
+from utils.config import load_config, parse_cli, save_config
 from utils.data import GlobalBatches, divide_global_batch, load_examples, split_by_hash
-from utils.distributed import World, all_reduce_sum, init_distributed, print0, same_on_all_ranks
-from utils.distributed import gather, stop_distributed, together
+from utils.distributed import (
+    World,
+    all_reduce_sum,
+    gather,
+    init_distributed,
+    print0,
+    same_on_all_ranks,
+    stop_distributed,
+    together,
+)
 from utils.errors import ConfigError, act, check, report_errors
 from utils.hf_format import check_output_folder, save_model
 from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
 from utils.memory import estimate_states, plan_lines
 from utils.mesh import build_mesh, mesh_sentence
-from utils.metrics import RunLog, check_trackers, flops_per_token, matmul_parameters
+from utils.metrics import (
+    RunLog,
+    check_trackers,
+    flops_per_token,
+    matmul_parameters,
+    peak_flops,
+    peak_memory_bytes,
+)
 from utils.model_folder import check_model_config, check_vocab, open_weights
 from utils.optim import build_optimizer, clip_gradients, learning_rate
 from utils.run_folder import (
@@ -154,11 +169,14 @@ def main(cfg: Config) -> Path:
         finished = finished_steps(out)
         check_same_run(cfg, out, finished, state, examples.fingerprint)
         global_batch = state.get("global_batch_size") or cfg.global_batch_size
-        deal = divide_global_batch(global_batch, cfg.batch_size, cfg.grad_accum, world.size)
+        global_batch, micro_batches = divide_global_batch(
+            global_batch, cfg.batch_size, cfg.grad_accum, world.size
+        )
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
         return out
-    loader = GlobalBatches(examples, cfg.seed, *deal, world.rank, world.size, pad_id(tokenizer))
+    shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
+    loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     out = claim_output(out, "finetune", world)
@@ -171,7 +189,8 @@ def main(cfg: Config) -> Path:
         f"held out  {held_out.summary()}" if held_out else "held out  nothing (--eval_dataset, --eval_share)"
     )
     print0(f"ranks     {mesh_sentence(world)}")
-    print0(f"batch     {deal}; {steps} steps of at most {cfg.seq_len} tokens a row")
+    parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
+    print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(f"output    {out}" + (f", continuing from {checkpoint.name}" if checkpoint else ""))
 
@@ -209,26 +228,20 @@ def main(cfg: Config) -> Path:
 
     # --- data: which rows this rank sees, and when -----------------------------------------------------
     act("data")
-    eval_loader = held_out and GlobalBatches(
-        held_out,
-        cfg.seed,
-        cfg.batch_size * world.size,
-        cfg.batch_size,
-        world.rank,
-        world.size,
-        pad_id(tokenizer),
-    )
-    log = RunLog(out, steps, cfg.log_every, world, cfg.tensorboard, cfg.wandb)
-    flops = flops_per_token(config.get_text_config(), cfg.seq_len, matmul_parameters(model))
+    eval_loader = held_out and GlobalBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
+    flops = flops_per_token(config, cfg.seq_len, matmul_parameters(model))
+    peak_flops_per_second = (peak_flops(world.device) or 0) * world.size
 
     # --- resume: weights, optimizer and position, exactly ---------------------------------------------
     act("resume")
-    first = load_checkpoint(checkpoint, model, optimizer)["step"] if checkpoint else 0
+    first = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
     print0(f"starting at step {first} of {steps}")
 
     # --- train ----------------------------------------------------------------------------------------
     act("train")
     model.train()
+    own_log = out if world.rank == 0 else None
+    log = RunLog(own_log, steps, cfg.log_every, cfg.tensorboard, cfg.wandb, first)
     for step in range(first, steps):
         started = time.monotonic()
         torch.manual_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout resumes exactly
@@ -243,6 +256,7 @@ def main(cfg: Config) -> Path:
             losses.append(loss.detach())
         loss = all_reduce_sum(torch.stack(losses).sum(), world) / taught
         grad_norm = clip_gradients(model, cfg.clip_norm)
+        peak = peak_memory_bytes(world.device)  # where most is alive
         stop_if_not_finite(step, loss, grad_norm, losses, batches, world)
         lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
         for group in optimizer.param_groups:
@@ -250,14 +264,19 @@ def main(cfg: Config) -> Path:
         optimizer.step()
         optimizer.zero_grad()
 
-        done = step + 1
+        done, seconds = step + 1, time.monotonic() - started
         tokens = all_reduce_sum(sum(int(b.mask.sum()) for b in batches), world)
-        log.step(done, loss, grad_norm, lr, int(taught), int(tokens), time.monotonic() - started, flops)
+        log.step(
+            step=done, loss=loss, grad_norm=grad_norm, lr=lr, taught_tokens=int(taught), tokens=int(tokens),
+            seconds=seconds, tokens_per_second=tokens / seconds, peak_memory_gib=peak / 2**30,
+            mfu=tokens / seconds * flops / peak_flops_per_second if peak_flops_per_second else None,
+        )  # fmt: skip
         if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
-            summed, count = held_out_loss(model, eval_loader.one_epoch(), world.device)
-            log.evaluation(done, all_reduce_sum(summed, world) / all_reduce_sum(count, world))
+            one_epoch = (b for k in range(eval_loader.per_epoch) for b in eval_loader.batches(k))
+            summed, count = held_out_loss(model, one_epoch, world.device)
+            log.step(step=done, eval_loss=all_reduce_sum(summed, world) / all_reduce_sum(count, world))
         if cfg.save_every and (done == steps or done % cfg.save_every == 0):
-            position = {"step": done, "global_batch_size": deal.global_batch, "seed": cfg.seed}
+            position = {"step": done, "global_batch_size": global_batch, "seed": cfg.seed}
             position["data"] = examples.fingerprint
             save_checkpoint(out / "checkpoints", done, model, optimizer, position, cfg.keep, world)
     log.close()
@@ -267,11 +286,12 @@ def main(cfg: Config) -> Path:
     if cfg.save_model:
         save_model(
             out / "model", model, pieces, world,
-            save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer, eos_ids=end_of_turn_ids(tokenizer), source=folder,
+            save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer, eos_ids=end_of_turn_ids(tokenizer),
+            source=folder,
         )  # fmt: skip
-    peaks = gather(world, log.peak_memory_bytes)
+    peaks = gather(world, peak_memory_bytes(world.device))
     if world.rank == 0:
-        write_plan(out, planned=states.as_dict(), measured={"steps": steps, "peak_memory_bytes": peaks})
+        write_plan(out, planned=asdict(states), measured={"steps": steps, "peak_memory_bytes": peaks})
     print0(f"finished  {steps} steps; {out / 'model' if cfg.save_model else out}")
     return out
 
@@ -323,7 +343,7 @@ def read_data(cfg: Config, tokenizer, world: World):
 def check_same_run(cfg: Config, out: Path | None, finished: int, state: dict, data: str) -> None:
     """A folder is continued only by the run that began it: same data, same global batches."""
     if finished:
-        saved = parse_cli(Config, ["--config", str(out / "config.yaml")])
+        saved = load_config(Config, out / "config.yaml")
         changed = differences(asdict(saved), asdict(cfg), but=("resume", "log_every"))
         check(
             not changed,
@@ -343,7 +363,7 @@ def keep_config(cfg: Config, out: Path, state: dict) -> None:
     """Write config.yaml; a restart with other flags leaves the first one and writes its own beside it."""
     path = out / "config.yaml"
     if path.exists():
-        changed = differences(asdict(parse_cli(Config, ["--config", str(path)])), asdict(cfg))
+        changed = differences(asdict(load_config(Config, path)), asdict(cfg))
         if not changed:
             return
         print0(f"changed since the first start: {changed}")
@@ -358,11 +378,13 @@ def stop_if_not_finite(step, loss, grad_norm, losses, batches, world) -> None:
     mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
     found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]
     where = "; ".join(found) or "every loss is finite, a gradient is not"
-    text = f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); the weights are as before this step"
+    text = (
+        f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); this step has changed no weight"
+    )
     raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
 
 
 if __name__ == "__main__":
     with report_errors():
-        main(parse_cli(Config, aliases=translate))
+        main(parse_cli(Config, aliases="llama_recipes"))
         stop_distributed()

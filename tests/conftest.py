@@ -16,5 +16,7 @@ def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
     skipped = len(reporter.stats.get("skipped", [])) if reporter else 0
     if skipped > KNOWN_SKIPS and exitstatus == 0:
-        reporter.write_line(f"{skipped} tests were skipped, {KNOWN_SKIPS} are known (tests/conftest.py)", red=True)
+        reporter.write_line(
+            f"{skipped} tests were skipped, {KNOWN_SKIPS} are known (tests/conftest.py)", red=True
+        )
         session.exitstatus = 1

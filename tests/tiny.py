@@ -1,4 +1,6 @@
-"""Small random models as Hugging Face folders: `tiny_model_folder(path, "gemma2")`. Real classes, odd sizes, seeded weights."""
+"""Small random models as Hugging Face folders: `tiny_model_folder(path, "gemma2")`. Real classes, odd sizes,
+seeded weights.
+"""
 
 from pathlib import Path
 
@@ -66,7 +68,12 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **c
 
 
 def tiny_model_folder(
-    path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, files: int = 1, seed: int = 0, **changes
+    path: Path,
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    files: int = 1,
+    seed: int = 0,
+    **changes,
 ) -> Path:
     """Write such a model, with a byte-level tokenizer, as a Hugging Face folder in about `files` files."""
     model = tiny_model(kind, dtype, seed, **changes)

@@ -1,20 +1,22 @@
 """Files -> rows, every row checked; rows -> examples, and the global batches that define a run.
 
 The order of a run is a pure function of (fingerprint, seed, step): global batch k of an epoch is rows
-[k G, (k + 1) G) of the epoch's permutation, however many ranks and micro-batches share it (house.md, section 2).
+[k G, (k + 1) G) of the epoch's permutation, however many ranks and micro-batches share it (house.md, §2).
 """
 
 import difflib
 import hashlib
+import itertools
 import json
 import math
+import os
 import re
 import stat
 from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +26,6 @@ from tqdm import tqdm
 from .errors import ConfigError, check
 from .formats import form_of, json_name, to_messages
 from .tokens import IGNORE, encode_chat
-
-_LINE_BYTES = 64 * 2**20  # a longer line is refused before it fills the memory
-_ARRAY_BYTES = 2**30  # a .json file is parsed from memory
 
 
 class Row(NamedTuple):
@@ -54,18 +53,18 @@ class Examples:
             digest.update(len(item.ids).to_bytes(8, "little") + item.ids.tobytes() + item.labels.tobytes())
         return digest.hexdigest()
 
+    def summary(self) -> str:
+        """What the plan prints."""
+        tokens = sum(len(item.ids) for item in self.items)
+        taught = sum(label != IGNORE for item in self.items for label in item.labels)
+        notes = [f"{self.truncated:,} cut at --seq_len"] if self.truncated else []
+        notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        return ", ".join(
+            [f"{len(self.items):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught", *notes]
+        )
 
-# --- files -> rows ---------------------------------------------------------------------------------------------
 
-
-def parse_json(text: str) -> object:
-    """One JSON value and nothing else. ValueError for what Python's json lets pass: NaN, 1e999, a key that stands
-    twice, half a surrogate pair; and for nesting that it cannot follow."""
-    start = _skip_space(text, 0)
-    value, end = _parse_at(text, start)
-    if end := _skip_space(text, end) - len(text):
-        raise ValueError(_explain(json.JSONDecodeError("more text after the value", text, len(text) + end)))
-    return value
+# --- files -> rows
 
 
 def read_rows(path: str | Path, max_rows: int = 0) -> list[Row]:
@@ -73,78 +72,272 @@ def read_rows(path: str | Path, max_rows: int = 0) -> list[Row]:
 
     max_rows: stop after so many; 0: read them all. ConfigError lists up to ten bad rows, one a line.
     """
-    _check_file(Path(path))
+    path = Path(path)
+    _check_file(path)
     rows, errors = [], []
-    for where, found in _read_array(path) if str(path).endswith(".json") else _read_lines(path):
-        if isinstance(found, dict):
-            rows.append(Row(where, found))
-        elif isinstance(found, ValueError):
-            errors.append(f"{where}: {found}")
+    found = _read_lines(path) if path.suffix == ".jsonl" else _read_array(path)
+    for where, value in itertools.islice(found, max_rows or None):
+        if isinstance(value, dict):
+            rows.append(Row(where, value))
+        elif isinstance(value, ValueError):
+            errors.append(f"{where}: {value}")
         else:
-            hint = "; an array belongs in a .json file" if isinstance(found, list) else ""
-            errors.append(f"{where}: expected object, got {json_name(found)}{hint}")
-        if max_rows and len(rows) + len(errors) >= max_rows:
-            break
+            errors.append(f"{where}: expected object, got {json_name(value)}")
     _raise_all(errors)
-    check(rows, f"{path}: no rows; a .jsonl file holds one JSON object a line, a .json file an array of them")
+    check(rows, f"{path}: no rows; a .jsonl file holds one object a line, a .json file an array of objects")
     return rows
 
 
-def _read_lines(path: str | Path) -> Iterator[tuple[str, object]]:
-    """(where, its value or the ValueError) of each line. Lines end at \\n alone: U+2028 is text."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
-            where = f"{path}:{number}"
-            check(len(line) < _LINE_BYTES, f"{where}: longer than {_LINE_BYTES >> 20} MiB; split the row")
-            check(
-                number > 1 or line.strip() not in (b"{", b"["),
-                f"{where}: looks like one JSON value over many lines; a .jsonl file holds one object a line, "
-                "an array of objects belongs in a .json file",
-            )
-            try:
-                text = _decode(line, "utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
-                found = parse_json(text) if text else None
-            except ValueError as error:
-                text, found = "bad", error
-            if text:
-                yield where, found
+def parse_json(text: str) -> object:
+    """One JSON value and nothing else.
 
-
-def _read_array(path: str | Path) -> Iterator[tuple[str, object]]:
-    """(where, its value or the ValueError) of each element; the first syntax error is the last element."""
-    size = Path(path).stat().st_size
-    check(size <= _ARRAY_BYTES, f"{path}: {size >> 20} MiB of JSON in one array; write it as .jsonl, a row a line")
-    row = 0
-    try:
-        text = _decode(Path(path).read_bytes(), "utf-8-sig")
-        at = _skip_space(text, 0)
-        if at == len(text):
-            return
-        check(text[at] == "[", f"{path}: expected an array, [...]; name a file with one object a line .jsonl")
-        separator, at = ",", _skip_space(text, at + 1)
-        if text[at : at + 1] == "]":
-            separator, at = "]", at + 1
-        while separator == ",":
-            row += 1
-            value, at = _parse_at(text, _skip_space(text, at))
-            at = _skip_space(text, at)
-            separator, at = text[at : at + 1], at + 1
-            if separator not in (",", "]"):
-                raise ValueError(_explain(json.JSONDecodeError("expected , or ]", text, at - 1)))
-            yield f"{path} row {row}", value
-        check(_skip_space(text, at) == len(text), f"{path}: more text after the array")
-    except ValueError as error:
-        yield f"{path} row {row}" if row else str(path), error
+    ValueError also for what Python's json lets pass (NaN, 1e999, a key that stands twice, half a surrogate
+    pair) and for nesting that it cannot follow.
+    """
+    value, end = _parse_at(text, 0)
+    if end < len(text):
+        raise json.JSONDecodeError("More text after the value", text, end)
+    return value
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what is no readable data file, without opening what would block, like a FIFO."""
+    """Refuse what is no data file, without opening what would block (a FIFO) or never end (a device)."""
     try:
         mode = path.stat().st_mode
-        names = [entry.name for entry in path.parent.iterdir()] if stat.S_ISDIR(mode) else []
-    except FileNotFoundError:
-        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
+        check(not stat.S_ISDIR(mode), f"{path}: is a folder; name a .json or .jsonl file")
+        check(stat.S_ISREG(mode), f"{path}: is not a regular file; name a .json or .jsonl file")
+        check(path.suffix in (".json", ".jsonl"), f"{path}: only .json and .jsonl files can be read today")
+        with path.open("rb") as file:
+            head = file.read(100).lstrip()
+    except OSError as error:
+        names = os.listdir(path.parent) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, set(names) - {path.name}, n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
-        raise ConfigError(f"{path}: no such file{hint}") from None
-    ...
+        raise ConfigError(f"{path}: {error.strerror}{hint}") from None
+    lfs = head.startswith(b"version https://git-lfs")
+    check(not lfs, f"{path}:1: a git-lfs pointer, not the data; run `git lfs pull` in its folder")
+    check(not head.startswith(b"<"), f"{path}:1: a page of HTML, not JSON; download the file itself")
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
+    """(where, the value or a ValueError) of each line. Lines end at \\n alone: U+2028 and U+0085 are text."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            if number == 1 and (line.strip() == b"{" or line.startswith(b"[")):
+                raise ConfigError(
+                    f"{where}: not one object a line; an array of objects belongs in a .json file"
+                )
+            try:
+                yield where, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:
+                yield where, error
+
+
+def _read_array(path: Path) -> Iterator[tuple[str, object]]:
+    """(where, the value or a ValueError) of each element. After a syntax error there is no next one."""
+    where, row = str(path), 0
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        if re.fullmatch(r"\s*(\[\s*\]\s*)?", text):
+            return
+        at = _skip_space(text, 0)
+        check(text[at] == "[", f"{path}: not an array, [...]; a file with one object a line is a .jsonl file")
+        while text[at] != "]":  # at [ or ,
+            row += 1
+            where = f"{path} row {row}"
+            value, at = _parse_at(text, at + 1)
+            if text[at : at + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting , or ]", text, at)
+            yield where, value
+        if _skip_space(text, at + 1) < len(text):
+            raise json.JSONDecodeError("More text after the array", text, at + 1)
+    except ValueError as error:
+        yield where, error
+
+
+def _parse_at(text: str, at: int) -> tuple[object, int]:
+    """The JSON value that starts at or after `at`, and where the text goes on after it."""
+    start = _skip_space(text, at)
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        if _SURROGATE.search(text, start, end):
+            json.dumps(value, ensure_ascii=False).encode()  # cannot encode half a pair
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value, _skip_space(text, end)
+
+
+def _skip_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    if len(found := dict(pairs)) < len(pairs):
+        twin, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twin!r} stands twice in one object")
+    return found
+
+
+def _number(text: str) -> int | float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text[:12]} is not JSON, or too large")
+    return number if set(text) & set(".eE") else int(text)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=_number, parse_int=_number, parse_constant=_number
+)
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _raise_all(errors: list[str]) -> None:
+    more = [f"and {len(errors) - 10} more"] if len(errors) > 10 else []
+    check(not errors, "\n".join(errors[:10] + more))
+
+
+# --- rows -> examples
+
+
+def load_examples(
+    path: str | Path, tokenizer, seq_len: int, max_rows: int = 0, progress: bool = False
+) -> Examples:
+    """The rows of a file as token ids and labels. `progress`: a bar, if standard error is a terminal.
+
+    A longer row is cut at seq_len tokens; one in which nothing taught is left is dropped and counted.
+    ConfigError for bad rows (up to ten), for two forms of rows in one file, and where all were dropped.
+    """
+    rows = read_rows(path, max_rows)
+    items, dropped, errors, truncated, form = [], Counter(), [], 0, None
+    for row in tqdm(rows, f"tokenizing {path}", unit=" rows", disable=None if progress else True):
+        try:
+            form = form or form_of(row.data)
+            if form_of(row.data) != form:
+                raise ValueError(f"a row in {form_of(row.data)} form, and the file's first row is {form}")
+            ids, labels = encode_chat(tokenizer, to_messages(row.data))
+        except ValueError as error:
+            errors.append(f"{row.where}: {error}")
+            continue
+        if all(label == IGNORE for label in labels[1:seq_len]):
+            dropped[f"nothing taught in the first {seq_len} tokens"] += 1
+            continue
+        truncated += len(ids) > seq_len
+        items.append(Example(array("i", ids[:seq_len]), array("i", labels[:seq_len]), row.where))
+    _raise_all(errors)
+    why = ", ".join(f"{count} x {reason}" for reason, count in dropped.items())
+    check(items, f"{path}: all {len(rows)} rows were dropped: {why}; raise --seq_len")
+    return Examples(items, dropped, truncated=truncated)
+
+
+def split_by_hash(examples: Examples, share: float) -> tuple[Examples, Examples]:
+    """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
+
+    So a row stays on its side when others come, go or move, and its copies stay with it.
+    """
+    if share == 0:
+        return examples, Examples([])
+    train, held_out = [], []
+    for item in examples.items:
+        point = int.from_bytes(hashlib.sha256(item.ids.tobytes()).digest()[:8], "little") / 2**64  # [0, 1)
+        (held_out if point < share else train).append(item)
+    check(
+        train and held_out,
+        f"--eval_share {share} of {len(examples.items)} examples holds out {len(held_out)} and trains on "
+        f"{len(train)}; choose another share, or name an --eval_dataset",
+    )
+    return Examples(train, examples.dropped, truncated=examples.truncated), Examples(held_out)
+
+
+# --- examples -> global batches
+
+
+def divide_global_batch(
+    global_batch_size: int, batch_size: int, grad_accum: int, ranks: int
+) -> tuple[int, int]:
+    """(sequences per optimizer step, micro-batches of a rank in it) from what is given; 0 means derive it.
+
+    ConfigError where they contradict each other names what would fit.
+    """
+    at_once = batch_size * ranks
+    if not global_batch_size:
+        return at_once * max(1, grad_accum), max(1, grad_accum)
+    fits = [b for b in range(1, global_batch_size // ranks + 1) if global_batch_size % (b * ranks) == 0]
+    counts = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+    fix = f"--batch_size {', '.join(map(str, fits))}" if fits else f"{', '.join(map(str, counts))} ranks"
+    micro_batches, rest = divmod(global_batch_size, at_once)
+    product = f"--batch_size {batch_size} x {ranks} ranks"
+    check(not rest, f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})")
+    wanted = f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
+    check(grad_accum in (0, micro_batches), f"{wanted} (fix: leave one of them out)")
+    return global_batch_size, micro_batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of B examples, padded on the right to T tokens."""
+
+    ids: torch.Tensor  # (B, T) int64
+    labels: torch.Tensor  # (B, T) int64; the taught tokens are those != IGNORE
+    mask: torch.Tensor  # (B, T) bool; false where padded
+    where: list[str]
+
+    def to(self, device: torch.device, pin_memory: bool = False) -> "Batch":
+        """The batch on a device; for a GPU by way of page-locked memory, so that the copy overlaps."""
+        pin = pin_memory and device.type == "cuda"
+        tensors = (t.pin_memory() if pin else t for t in (self.ids, self.labels, self.mask))
+        return Batch(*(t.to(device, non_blocking=pin) for t in tensors), self.where)
+
+
+def collate(items: list[Example], pad_id: int) -> Batch:
+    """A batch as long as its longest example, rounded up to a multiple of 8 (for the matrix units)."""
+    length = math.ceil(max(len(item.ids) for item in items) / 8) * 8
+    ids = torch.full((len(items), length), pad_id)
+    labels = torch.full_like(ids, IGNORE)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for row, item in enumerate(items):
+        size = len(item.ids)
+        ids[row, :size] = torch.tensor(item.ids)
+        labels[row, 1:size] = torch.tensor(item.labels)[1:]  # nothing comes before the first to predict it
+        mask[row, :size] = True
+    return Batch(ids, labels, mask, [item.where for item in items])
+
+
+@lru_cache(maxsize=4)
+def permutation(rows: int, key: str) -> list[int]:
+    """The numbers below `rows` in an order that is a function of `key`, the same on every machine."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class GlobalBatches:
+    """This rank's micro-batches of each global batch; `per_epoch` global batches make an epoch.
+
+    The last one of an epoch may be smaller: it is trained as it is. All ranks give equally many micro-batches
+    for a step, because FSDP's collectives need it; a rank that has no row left gives a filler that teaches
+    nothing. `rank` of `ranks` counts the ranks that share the data.
+    """
+
+    def __init__(self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id):
+        self.items, self.global_batch_size, self.batch_size = examples.items, global_batch_size, batch_size
+        self.rank, self.ranks, self.pad_id = rank, ranks, pad_id
+        self.per_epoch = math.ceil(len(self.items) / global_batch_size)
+        self._key = f"{examples.fingerprint} {seed}"
+
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of global batch `step`, counted from 0 over all epochs."""
+        epoch, k = divmod(step, self.per_epoch)
+        order = permutation(len(self.items), f"{self._key} {epoch}")
+        first = k * self.global_batch_size
+        rows = [self.items[i] for i in order[first : first + self.global_batch_size]]
+        # Dealt by length, forth and back over the ranks, so that they work and wait alike. The loss is a sum
+        # over the global batch: it does not matter who has which row.
+        rows.sort(key=lambda item: len(item.ids), reverse=True)
+        turns = (self.rank, 2 * self.ranks - 1 - self.rank)
+        mine = [item for i, item in enumerate(rows) if i % (2 * self.ranks) in turns]
+        filler = [Example(array("i", [self.pad_id]), array("i", [IGNORE]), "filler")]
+        most = math.ceil(len(rows) / self.ranks)  # rows of the rank that has most
+        parts = [mine[i : i + self.batch_size] or filler for i in range(0, most, self.batch_size)]
+        return [collate(part, self.pad_id) for part in parts]

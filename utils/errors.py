@@ -35,7 +35,7 @@ def act(name: str) -> None:
     """Announce an act of the recipe's story, so that a log, a hang or a crash tells where it was."""
     global _act
     _act = name
-    if _rank() == 0:
+    if rank() == 0:
         print(f"--- {name}", flush=True)
 
 
@@ -52,37 +52,30 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         _print_once(f"interrupted in act '{_act}'", agreed=True)
         sys.exit(130)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            _print_act()
+    except Exception as error:
+        # safetensors and torch wrap the system's error, but keep its words.
+        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT) if os.strerror(code) in str(error)]
+        if not full:
+            sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
             raise
-        at = f" at {error.filename}" if error.filename else ""
-        _print_once(
-            f"no space left{at} in act '{_act}': {error.strerror} (fix: free space, or another --output_dir)"
-        )
+        file = f" for {error.filename}" if getattr(error, "filename", None) else ""
+        _print_once(f"{full[0]}{file} in act '{_act}': free space, or choose another --output_dir")
         sys.exit(1)
-    except Exception:
-        _print_act()
-        raise
 
 
-def _rank() -> int:
+def rank() -> int:
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdecimal() else 0
 
 
-def _print_act() -> None:
-    print(f"error: rank {_rank()} failed in act '{_act}'; its traceback follows", file=sys.stderr, flush=True)
-
-
 def _print_once(message: str, agreed: bool = False) -> None:
-    lines = "".join(f"error: {line}\n" for line in message.splitlines())
-    if _rank() == 0:
-        sys.stderr.write(lines)
-        sys.stderr.flush()
-    elif not agreed:
+    by = ""
+    if rank() != 0:
+        if agreed:
+            return
         # Rank 0 most likely says the same, and torchrun ends this process when it has. Leaving first would
         # cut rank 0 short.
         time.sleep(5)
-        sys.stderr.write(lines.replace("error: ", f"error: rank {_rank()}: "))
-        sys.stderr.flush()
+        by = f"rank {rank()}: "
+    sys.stderr.write("".join(f"error: {by}{line}\n" for line in message.splitlines()))
+    sys.stderr.flush()

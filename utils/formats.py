@@ -16,7 +16,7 @@ def form_of(row: dict) -> str:
         return "chat"
     if "instruction" in row:
         return "alpaca"
-    seen = ", ".join(map(repr, list(row)[:8])) or "none"
+    seen = ", ".join(repr(key[:40]) for key in list(row)[:8]) or "none"
     raise ValueError(f"its keys are {seen}; the rows that can be read today are {READ_TODAY}")
 
 
@@ -38,7 +38,7 @@ def chat_messages(row: dict) -> list[dict[str, str]]:
             raise ValueError(f"messages[{i}]: expected object, got {json_name(turn)}")
         role = _typed(turn, "role", str, f"messages[{i}].")
         if role not in ROLES:
-            raise ValueError(f"messages[{i}].role: {role!r} is not one of {', '.join(ROLES)}")
+            raise ValueError(f"messages[{i}].role: {role[:40]!r} is not one of {', '.join(ROLES)}")
         expected = "assistant" if messages and messages[-1]["role"] == "user" else "user"
         if role != expected and not (role == "system" and i == 0):
             raise ValueError(

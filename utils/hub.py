@@ -6,13 +6,12 @@ dies. HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they always me
 """
 
 import re
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from pathlib import Path
 
-from .distributed import World, gather, together
+from .distributed import World, gather, host_name, together
 from .errors import ConfigError, check
 
 FILES = ["*.safetensors", "*.json", "tokenizer.*", "*.model", "*.jinja", "*.txt"]
@@ -35,7 +34,7 @@ def fetch_model(name: str, world: World, trust_remote_code: bool = False) -> Pat
     with together(world):
         check(not folder.is_file(), f"model {name} is a file (fix: name the folder that holds it)")
         here = folder.is_dir() or not any(found)
-        check(here, f"model {name} is a folder elsewhere, not on {socket.gethostname()} (fix: a shared disk)")
+        check(here, f"model {name} is a folder elsewhere, not on {host_name()} (fix: a shared disk)")
         known = folder.is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
         check(known, f"model {name} is not a folder{hint}, and no hub id like owner/name either")
     # The others wait in short collectives: one long one would end with the group's timeout, not the download.
@@ -87,8 +86,7 @@ def _explain(name: str, error: Exception, hint: str) -> str:
     """One line for whatever huggingface_hub raised."""
     from huggingface_hub import constants, errors
 
-    hub, said = constants.ENDPOINT, f"{type(error).__name__}: {error}".splitlines()[0]
-    cache = f"{constants.HF_HUB_CACHE} on {socket.gethostname()}"
+    hub, cache = constants.ENDPOINT, f"{constants.HF_HUB_CACHE} on {host_name()}"
     if isinstance(error, errors.GatedRepoError):
         return f"model {name} is gated (fix: accept its terms at {hub}/{name}, then set HF_TOKEN)"
     if isinstance(error, OSError) and error.errno:
@@ -98,8 +96,8 @@ def _explain(name: str, error: Exception, hint: str) -> str:
     elif isinstance(error, errors.OfflineModeIsEnabled):
         why = f"nor in the cache {cache}, and HF_HUB_OFFLINE is set"
     else:
-        why = f"nor reachable on the hub at {hub} ({said})"
-    return f"model {name} is neither a folder{hint} {why}"
+        why = f"nor reachable on the hub at {hub} ({type(error).__name__}: {error})"
+    return f"model {name} is neither a folder{hint} {why}".splitlines()[0]
 
 
 def _did_you_mean(folder: Path) -> str:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .sharding import reshard
+
 IGNORE = -100  # the label of a token that is not taught
 CHUNK_LOGITS = 2**26  # logits alive at a time: 256 MiB in fp32
 
@@ -55,6 +57,7 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
     ids = torch.arange(8, device=device)[None] * (vocabulary // 8)
     own = model(ids, use_cache=False).logits.float()  # (1, 8, V)
     plain = model(ids, probe=True)  # (1, 8, V) straight from the head
+    reshard(model)
     tolerance = (1e-4 if plain.dtype == torch.float32 else 3e-2) * own.abs().max()
     for transform in _logit_transforms(model):
         if (transform(plain).float() - own).abs().max() <= tolerance:
@@ -90,6 +93,7 @@ def held_out_loss(model: nn.Module, batches: Iterable, device: torch.device) -> 
         total += summed_cross_entropy(model, batch.to(device)).double().cpu()
         taught += int((batch.labels != IGNORE).sum())
     model.train()
+    reshard(model)
     return total.item(), taught
 
 
@@ -116,7 +120,7 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
         balance = sys.modules[type(self.base_model).__module__].load_balancing_loss_func
         aux = balance(output.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask)
         loss = loss + self.router_aux_loss_coef * aux * taught.sum()
-    return loss
+    return loss.clone()  # not the head's own output: FSDP hangs a hook on what each unit returns
 
 
 def _head_forward(self, hidden, targets=None):

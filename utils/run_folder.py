@@ -32,7 +32,9 @@ def claim_output(out: Path | None, stem: str, world: World) -> Path:
             try:
                 out = _make_folder(out, stem)
             except OSError as error:
-                raise ConfigError(f"--output_dir {out or 'output'}: {error.strerror} (fix: another folder)") from None
+                raise ConfigError(
+                    f"--output_dir {out or 'output'}: {error.strerror} (fix: another folder)"
+                ) from None
     return broadcast(world, out)
 
 
@@ -43,7 +45,10 @@ def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
     """
     holds_run = out is not None and any((out / name).exists() for name in RUN_FILES)
     if resume == "none":
-        check(not holds_run, f"--resume none, but {out} holds a run (fix: another --output_dir, or --resume auto)")
+        check(
+            not holds_run,
+            f"--resume none, but {out} holds a run (fix: another --output_dir, or --resume auto)",
+        )
         return None, {}
     if resume == "auto":
         found = newest_checkpoint(out / "checkpoints") if holds_run else None
@@ -51,8 +56,13 @@ def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
         found = Path(resume).absolute()
         if (found / "checkpoints").is_dir():
             found = newest_checkpoint(found / "checkpoints") or found
-        complete = found.is_dir() and newest_checkpoint(found.parent) is not None and (found / "state.json").exists()
-        check(complete, f"--resume {resume}: there is no complete checkpoint (fix: a folder like OUT/checkpoints/step_00000500)")
+        complete = (
+            found.is_dir() and newest_checkpoint(found.parent) is not None and (found / "state.json").exists()
+        )
+        check(
+            complete,
+            f"--resume {resume}: there is no complete checkpoint (fix: a folder like OUT/checkpoints/step_00000500)",
+        )
     return (found, read_state(found)) if found else (None, {})
 
 

@@ -7,7 +7,7 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .errors import check
 
@@ -39,6 +39,13 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) 
 
     # The root holds the rest: the final norm, position embeddings. Small, so it stays gathered.
     return fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward left gathered; until then model.parameters() are not the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

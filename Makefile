@@ -1,0 +1,41 @@
+# `make` says what there is. Everything runs in .venv, which `make setup` makes from nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+export OMP_NUM_THREADS = 1
+
+help:           ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk '{ name = $$1; $$1 = ""; printf "make %-10s%s\n", name, $$0 }'
+
+setup: $(READY) ## .venv with requirements.txt and what the tests need
+
+$(READY): requirements.txt tests/requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r tests/requirements.txt
+	@touch $(READY)
+
+demo: $(READY)  ## fine-tune the tiny model on 2 ranks, then show its answers before and after
+	$(BIN)/torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
+	$(BIN)/python recipes/tiny/score.py recipes/tiny $$(ls -dt output/finetune-*/model | head -n 1)
+
+test: lint      ## lint and tests, under 10 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+test-all: lint  ## the slow tests too, at most 40 minutes
+	$(BIN)/python -m pytest -m ""
+
+lint: $(READY)  ## ruff: style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY) ## let ruff format everything
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lines: $(READY) ## the promise, counted
+	$(BIN)/python tests/test_lines.py
+
+tiny: $(READY)  ## make recipes/tiny again: text, tokenizer, model, task
+	$(BIN)/python recipes/tiny/make.py
+
+.PHONY: help setup demo test test-all lint format lines tiny

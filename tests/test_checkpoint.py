@@ -1,0 +1,275 @@
+"""Save and exact resume, on small sharded models. Alone: `pytest tests/test_checkpoint.py`"""
+
+import hashlib
+import os
+import pickle
+import resource
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+
+from utils.checkpoint import load_checkpoint, newest_checkpoint, read_state, save_checkpoint
+from utils.errors import ConfigError
+from utils.optim import build_optimizer, clip_gradients
+from utils.sharding import shard_model
+
+SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+# 1003 rows of vocabulary divide by nothing; of a key projection's 4 rows, the third of 3 ranks holds none.
+# none.
+
+
+def build(world, kind="llama", seed=0, **changes):
+    model = tiny_model(kind, seed=seed, **{**SMALL, **changes})
+    model = shard_model(model, init_device_mesh("cpu", (world.size,)), torch.float32)
+    return model, build_optimizer(model, lr=1e-2, weight_decay=0.1)
+
+
+def train(world, model, optimizer, first, last) -> list[float]:
+    """Losses of steps first ... last - 1. A step's number gives its 6 rows, which the ranks divide."""
+    losses = []
+    for step in range(first, last):
+        torch.manual_seed(step)
+        rows = torch.randint(0, 1003, (6, 8))[world.rank :: world.size]
+        loss = model(rows, labels=rows).loss
+        loss.backward()
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def fingerprint(model, optimizer) -> dict[str, str]:
+    """A hash of every whole parameter and of every piece of its optimizer state."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = parameter.detach()
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
+    return {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}
+
+
+def straight_and_resumed(world, folder, kind):
+    model, optimizer = build(world, kind)
+    straight = train(world, model, optimizer, 0, 4)
+    first, first_optimizer = build(world, kind)
+    resumed = train(world, first, first_optimizer, 0, 2)
+    path = save_checkpoint(folder, 2, first, first_optimizer, {"epoch": 1}, 0, world)
+    second, second_optimizer = build(world, kind, seed=1)
+    state = load_checkpoint(path, second, second_optimizer, world)
+    resumed += train(world, second, second_optimizer, state["step"], 4)
+    return straight == resumed, fingerprint(model, optimizer), fingerprint(second, second_optimizer), state
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_resume_is_bitwise(tmp_path, kind):
+    for same_losses, straight, resumed, state in run_ranks(straight_and_resumed, 2, tmp_path, kind):
+        assert same_losses
+        assert straight == resumed
+        assert state == {"step": 2, "epoch": 1}
+        assert ("lm_head.weight" in straight) == (kind == "llama")  # a tied weight is there once
+        assert "model.embed_tokens.weight.exp_avg_sq" in straight
+
+
+def train_and_save(world, folder):
+    model, optimizer = build(world)
+    train(world, model, optimizer, 0, 2)
+    save_checkpoint(folder, 2, model, optimizer, {}, 0, world)
+    return fingerprint(model, optimizer)
+
+
+def load_and_save(world, folder, step):
+    """Load the newest, save it under another number without a step in between."""
+    model, optimizer = build(world, seed=world.size)
+    load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
+    save_checkpoint(folder, step, model, optimizer, {}, 0, world)
+    return fingerprint(model, optimizer)
+
+
+@pytest.mark.parametrize("worlds", [(1, 2, 1), (2, 3, 2)])
+def test_another_number_of_ranks_loads_the_same_bits(tmp_path, worlds):
+    saved = run_ranks(train_and_save, worlds[0], tmp_path)[0]
+    for number, ranks in enumerate(worlds[1:], start=3):
+        assert run_ranks(load_and_save, ranks, tmp_path, number) == [saved] * ranks
+
+
+def save_before_the_first_step(world, folder):
+    model, optimizer = build(world)
+    save_checkpoint(folder, 0, model, optimizer, {}, 0, world)
+    other, other_optimizer = build(world)
+    losses = train(world, model, optimizer, 0, 2), train(world, other, other_optimizer, 0, 2)
+    return losses[0] == losses[1] and fingerprint(model, optimizer) == fingerprint(other, other_optimizer)
+
+
+def test_saving_changes_nothing_even_before_the_first_step(tmp_path):
+    assert run_ranks(save_before_the_first_step, 1, tmp_path) == [True]
+
+
+def refuse(world, folder, changes):
+    model, optimizer = build(world, **changes)
+    try:
+        load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
+    except ConfigError as error:
+        return str(error), error.agreed
+    return "loaded", False
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path):
+    run_ranks(train_and_save, 2, tmp_path)
+    (text, agreed), other = run_ranks(refuse, 2, tmp_path, {"vocab_size": 1000, "num_hidden_layers": 3})
+    assert (text, agreed) == other
+    assert agreed
+    assert "\n" not in text
+    assert text.startswith(f"{tmp_path}/step_00000002 is of another model, then -> now: ")
+    assert "model.lm_head.weight torch.float32[1003, 8] -> torch.float32[1000, 8]" in text
+    assert "model.model.layers.2.input_layernorm.weight absent -> torch.float32[8]" in text
+    assert "more (fix: --resume none)" in text
+
+
+class Payload:
+    def __init__(self, canary):
+        self.canary = str(canary)
+
+    def __reduce__(self):
+        return os.mkdir, (self.canary,)
+
+
+def test_a_payload_in_the_metadata_does_not_run(tmp_path):
+    run_ranks(train_and_save, 2, tmp_path)
+    file = newest_checkpoint(tmp_path) / ".metadata"
+    good = pickle.loads(file.read_bytes())
+    good.planner_data = Payload(tmp_path / "canary")
+    for planted in (pickle.dumps(good), pickle.dumps(Payload(tmp_path / "canary"))):
+        file.write_bytes(planted)
+        for text, agreed in run_ranks(refuse, 2, tmp_path, {}):
+            assert text.startswith(f"{file} is damaged or foreign: UnpicklingError: it asks for posix.mkdir")
+            assert agreed
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "outside", "no state", "half a tensor file"])
+def test_damage_is_one_line_on_all_ranks(tmp_path, damage):
+    run_ranks(train_and_save, 2, tmp_path)
+    path = newest_checkpoint(tmp_path)
+    metadata, state = path / ".metadata", path / "state.json"
+    if damage == "empty":
+        metadata.write_bytes(b"")
+    elif damage == "cut":
+        metadata.write_bytes(metadata.read_bytes()[:500])
+    elif damage == "outside":
+        metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../../x.dist"))
+    elif damage == "no state":
+        state.write_text('{"step": 2')
+    else:
+        tensors = path / "__1_0.distcp"
+        tensors.write_bytes(tensors.read_bytes()[:2000])
+    for text, agreed in run_ranks(refuse, 2, tmp_path, {}):
+        assert text.startswith(str(path))
+        assert "\n" not in text
+        assert agreed
+
+
+def save_many(world, folder, steps, keep):
+    model, optimizer = build(world)
+    for step in steps:
+        save_checkpoint(folder, step, model, optimizer, {}, keep, world)
+
+
+def names(folder) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_leftovers_and_odd_names_are_not_checkpoints(tmp_path):
+    assert newest_checkpoint(tmp_path / "absent") is None
+    assert newest_checkpoint(tmp_path) is None
+    run_ranks(save_many, 1, tmp_path, [9, 10], 0)
+    right = tmp_path / "step_00000010"
+    odd = [
+        "step_abc",
+        "step_00000011 (copy)",
+        "step_11",
+        "step_000000011",
+        "xstep_00000011",
+        "step_00000011\n",
+    ]
+    for name in [*odd, "step_\u0660\u0660\u0660\u0660\u0660\u0660\u0661\u0661", ".tmp_step_00000011_ab12"]:
+        shutil.copytree(right, tmp_path / name)
+    shutil.copytree(right, tmp_path / "step_00000012")
+    (tmp_path / "step_00000012" / ".metadata").unlink()
+    shutil.copytree(right, tmp_path / "step_00000013")
+    (tmp_path / "step_00000013" / "state.json").unlink()
+    (tmp_path / "step_00000014").write_text("a file")
+    os.utime(tmp_path / "step_00000009")
+    assert newest_checkpoint(tmp_path) == right
+    assert read_state(right)["step"] == 10
+
+
+def test_the_newest_are_kept_and_killed_saves_are_cleared(tmp_path):
+    (tmp_path / ".tmp_step_00000001_dead").mkdir()
+    run_ranks(save_many, 1, tmp_path, [1, 2, 3, 4], 2)
+    assert names(tmp_path) == ["step_00000003", "step_00000004"]
+    run_ranks(save_many, 1, tmp_path, [5], 4)
+    assert names(tmp_path) == ["step_00000003", "step_00000004", "step_00000005"]
+    run_ranks(save_many, 1, tmp_path, [2], 1)  # after resuming from an early one: what comes later is not its
+    assert names(tmp_path) == ["step_00000002", "step_00000003", "step_00000004", "step_00000005"]
+
+
+def save_with_a_full_disk_on(world, folder, full_rank):
+    model, optimizer = build(world)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == full_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    try:
+        save_checkpoint(folder, 3, model, optimizer, {}, 1, world)
+    except ConfigError as error:
+        return str(error), error.agreed
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return "saved", False
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_failed_save_is_one_line_and_leaves_the_previous_checkpoint(tmp_path, full_rank):
+    run_ranks(train_and_save, 2, tmp_path)
+    for text, agreed in run_ranks(save_with_a_full_disk_on, 2, tmp_path, full_rank):
+        assert text.startswith(f"{tmp_path}/step_00000003 cannot be written: rank {full_rank}: ")
+        assert text.endswith("(is the disk full?)")
+        assert "\n" not in text
+        assert agreed
+    assert names(tmp_path) == ["step_00000002"]
+
+
+def save_twice(world, folder):
+    model, optimizer = build(world)
+    save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+    try:
+        save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_an_existing_checkpoint_is_not_overwritten(tmp_path):
+    for text in run_ranks(save_twice, 2, tmp_path):
+        assert text == f"{tmp_path}/step_00000001 exists, and is not overwritten (fix: move it away)"
+
+
+def save_half_frozen(world, folder):
+    model, optimizer = build(world)
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(False)
+    save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+
+
+def test_frozen_weights_are_not_saved(tmp_path):
+    run_ranks(save_half_frozen, 1, tmp_path)
+    metadata = pickle.loads((tmp_path / "step_00000001" / ".metadata").read_bytes())
+    assert sorted(metadata.state_dict_metadata) == [
+        "model.lm_head.weight",
+        "optimizer.lm_head.weight.exp_avg",
+        "optimizer.lm_head.weight.exp_avg_sq",
+        "optimizer.lm_head.weight.step",
+    ]

@@ -1,0 +1,357 @@
+"""Files -> rows -> examples -> global batches. Alone: .venv/bin/python -m pytest tests/test_data.py"""
+
+import json
+import os
+from array import array
+
+import pytest
+import torch
+from test_tokens import byte_level
+
+from utils.data import (
+    Example,
+    Examples,
+    GlobalBatches,
+    collate,
+    load_examples,
+    parse_json,
+    permutation,
+    read_rows,
+    split_by_hash,
+)
+from utils.errors import ConfigError
+from utils.formats import to_messages
+from utils.tokens import IGNORE, load_tokenizer
+
+GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+LINE = json.dumps(GOOD)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """write(name, content) -> the file's name, from inside its folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(name, content):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return name
+
+    return write_file
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level(True).save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def refusal(call, *args, **options) -> str:
+    with pytest.raises(ConfigError) as refused:
+        call(*args, **options)
+    return str(refused.value)
+
+
+# --- files -> rows
+
+
+def test_lines_keep_their_numbers(write):
+    file = write(
+        "chat.jsonl", f"\ufeff{LINE}\r\n\n  \n{LINE}"
+    )  # BOM, CRLF, blank lines, no newline at the end
+    assert [row.where for row in read_rows(file)] == ["chat.jsonl:1", "chat.jsonl:4"]
+    assert [row.data for row in read_rows(file)] == [GOOD, GOOD]
+    assert len(read_rows(file, max_rows=1)) == 1
+
+
+def test_an_array_gives_its_elements(write):
+    file = write("rows.json", "\ufeff" + json.dumps([ALPACA, ALPACA], indent=2))
+    assert read_rows(file)[1] == ("rows.json row 2", ALPACA)
+
+
+def test_only_line_feeds_end_a_line(write):
+    text = "a\u2028b\x85c\u2029\x0b😀\u200d\u202e"
+    file = write(
+        "odd.jsonl", json.dumps({"instruction": text, "output": text}, ensure_ascii=False) + "\n" + LINE
+    )
+    assert read_rows(file)[0].data["output"] == text
+    assert read_rows(file)[1].where == "odd.jsonl:2"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"a": 1', "Expecting ',' delimiter"),
+        ('{"a": 1,}', "double quotes"),
+        ("{'a': 1}", "double quotes"),
+        ('{"a": 1} {"b": 2}', "More text"),
+        ('{"a": NaN}', "nan|NaN"),
+        ('{"a": [-Infinity]}', "-Infinity"),
+        ('{"a": 1e999}', "1e999"),
+        ('{"a": %s}' % ("9" * 5000), "99999"),
+        ('{"a": 1, "b": {"c": 1, "c": 1}}', "'c' stands twice"),
+        ('{"a": "\\ud800"}', "surrogates"),
+        ('{"\\uDC00x": 1}', "surrogates"),
+        ('{"a": %s}' % ("[" * 100_000), "nested too deeply"),
+        ('{"a": "\x00"}', "control character"),
+        ('{"a": "tab\there"}', "control character"),
+        ("\x00", "Expecting value"),
+        ("12", "expected object, got number"),
+        ("null", "expected object, got null"),
+        ('"text"', "expected object, got text"),
+        (b'{"a": "caf\xe9"}', "can't decode byte 0xe9"),
+        ('{"a": 1}'.encode("utf-16"), "can't decode byte 0xff"),
+    ],
+)
+def test_bad_json_is_refused_at_its_place(write, text, reason):
+    body = text if isinstance(text, bytes) else text.encode()
+    line = refusal(read_rows, write("bad.jsonl", LINE.encode() + b"\n" + body.replace(b"\n", b"")))
+    assert line.startswith("bad.jsonl:2: ")
+    with pytest.raises(ConfigError, match=reason):
+        read_rows("bad.jsonl")
+    element = refusal(read_rows, write("bad.json", b"[" + LINE.encode() + b"," + body + b"]"))
+    assert element.startswith(
+        "bad.json row 2: " if b"\xff" not in body and b"\xe9" not in body else "bad.json: "
+    )
+
+
+def test_whole_surrogate_pairs_and_escaped_nul_are_text():
+    assert parse_json(r'"\ud83d\ude00\u0000 \\ud800"') == "😀\x00 \\ud800"
+    assert parse_json(" [1, -2.5e3, true] ") == [1, -2500.0, True]
+
+
+def test_up_to_ten_errors_are_listed(write):
+    lines = refusal(read_rows, write("bad.jsonl", "\n".join([LINE] + ["{]"] * 25))).splitlines()
+    assert len(lines) == 11
+    assert lines[0].startswith("bad.jsonl:2: ")
+    assert lines[-1] == "and 15 more"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "a.jsonl: no rows"),
+        ("a.jsonl", " \n\n", "a.jsonl: no rows"),
+        ("a.json", "", "a.json: no rows"),
+        ("a.json", " [ \n] ", "a.json: no rows"),
+        ("a.json", LINE + "\n" + LINE, "a.json: not an array"),
+        ("a.json", f"[{LINE}", "a.json row 1: Expecting , or ]"),
+        ("a.json", f"[{LINE}] x", "More text after the array"),
+        ("a.json", f"[{LINE},]", "a.json row 2: Expecting value"),
+        ("a.jsonl", json.dumps([GOOD], indent=2), "an array of objects belongs in a .json file"),
+        ("a.jsonl", json.dumps([GOOD]), "an array of objects belongs in a .json file"),
+        ("a.jsonl", json.dumps(GOOD, indent=2), "not one object a line"),
+        ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        ("a.json", "\n<!DOCTYPE html><html></html>", "a page of HTML"),
+        ("a.parquet", "PAR1", "only .json and .jsonl"),
+    ],
+)
+def test_files_that_hold_no_rows_are_told_why(write, name, content, message):
+    assert message in refusal(read_rows, write(name, content))
+
+
+def test_what_is_no_file_is_refused_without_hanging(write):
+    write("train.jsonl", LINE)
+    assert "did you mean train.jsonl?" in refusal(read_rows, "trian.jsonl")
+    assert "No such file" in refusal(read_rows, "nothing/like/this.jsonl")
+    os.mkdir("folder.jsonl")
+    assert "is a folder" in refusal(read_rows, "folder.jsonl")
+    os.mkfifo("pipe.jsonl")
+    assert "not a regular file" in refusal(read_rows, "pipe.jsonl")
+    assert "not a regular file" in refusal(read_rows, "/dev/zero")
+    os.symlink("loop.jsonl", "loop.jsonl")
+    assert "loop.jsonl: Too many" in refusal(read_rows, "loop.jsonl")
+
+
+# --- rows -> messages
+
+
+def test_alpaca_input_may_lack():
+    want = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]
+    for row in [{}, {"input": None}, {"input": ""}, {"id": 7}]:
+        assert to_messages({"instruction": "Add.", "output": "3", **row}) == want
+    assert to_messages(ALPACA)[0]["content"] == "Add.\n\n1 and 2"
+
+
+def turns(*roles):
+    return {"messages": [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": None}, "messages: expected list, got null"),
+        ({"messages": ["Hi"]}, "messages[0]: expected object, got text"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role: missing"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: missing"),
+        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content: expected text, got list"),
+        ({"messages": [{"role": "user", "content": " \n"}]}, "messages[0].content: empty"),
+        ({"messages": []}, "messages: no assistant turn"),
+        (turns("user"), "messages: no assistant turn"),
+        (turns("user", "bot"), "messages[1].role: 'bot' is not one of system, user, assistant"),
+        (turns("assistant", "user"), "messages[0].role: expected user, got assistant"),
+        (turns("user", "user"), "messages[1].role: expected assistant, got user"),
+        (turns("user", "assistant", "assistant"), "messages[2].role: expected user, got assistant"),
+        (turns("user", "system", "assistant"), "messages[1].role: expected assistant, got system"),
+        (turns("system", "system", "user"), "messages[1].role: expected user, got system"),
+        ({"instruction": "Add."}, "output: missing"),
+        ({"instruction": "Add.", "output": None}, "output: expected text, got null"),
+        ({"instruction": "Add.", "output": ""}, "output: empty"),
+        ({"instruction": 5, "output": "3"}, "instruction: expected text, got number"),
+        ({"instruction": "Add.", "input": True, "output": "3"}, "input: expected text, got true or false"),
+        (
+            {"prompt": "a", "completion": "b"},
+            "its keys are 'prompt', 'completion'; the rows that can be read",
+        ),
+        ({"conversations": []}, "its keys are 'conversations'"),
+        ({}, "its keys are none"),
+    ],
+)
+def test_a_bad_row_is_told_by_its_field(row, message):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        to_messages(row)
+    assert message in str(refused.value)
+
+
+def test_a_conversation_may_start_with_system_and_end_with_user():
+    roles = ("system", "user", "assistant", "user", "assistant", "user")
+    assert [message["role"] for message in to_messages(turns(*roles))] == list(roles)
+
+
+# --- rows -> examples
+
+
+def test_rows_become_examples(write, tokenizer):
+    file = write("chat.jsonl", "\n".join([LINE, json.dumps(turns("user", "assistant", "user"))]))
+    examples = load_examples(file, tokenizer, seq_len=512)
+    first = examples.items[0]
+    assert tokenizer.decode(list(first.ids)) == "User:\nHi\n\nAssistant:\nHello</s>\n\n"
+    assert tokenizer.decode([label for label in first.labels if label != IGNORE]) == "Hello</s>"
+    assert [item.where for item in examples.items] == ["chat.jsonl:1", "chat.jsonl:2"]
+    assert (sum(examples.dropped.values()), examples.truncated) == (0, 0)
+
+
+def test_long_rows_are_cut_or_dropped_and_counted(write, tokenizer):
+    long_answer = {"instruction": "a", "output": "b " * 300}
+    long_question = {"instruction": "a " * 300, "output": "b"}
+    file = write("rows.json", json.dumps([ALPACA, long_answer, long_question, long_question]))
+    examples = load_examples(file, tokenizer, seq_len=64)
+    assert [item.where for item in examples.items] == ["rows.json row 1", "rows.json row 2"]
+    assert max(len(item.ids) for item in examples.items) == 64
+    assert examples.truncated == 1
+    assert examples.dropped == {"nothing taught in the first 64 tokens": 2}
+    message = refusal(
+        load_examples, write("long.json", json.dumps([long_question] * 3)), tokenizer, seq_len=64
+    )
+    assert message == (
+        "long.json: all 3 rows were dropped: 3 x nothing taught in the first 64 tokens; raise --seq_len"
+    )
+
+
+def test_one_file_holds_one_form(write, tokenizer):
+    file = write("mixed.jsonl", "\n".join([LINE, LINE, json.dumps(ALPACA), '{"text": "a"}']))
+    lines = refusal(load_examples, file, tokenizer, seq_len=64).splitlines()
+    assert lines[0] == "mixed.jsonl:3: a row in alpaca form, and the file's first row is chat"
+    assert lines[1].startswith("mixed.jsonl:4: its keys are 'text'")
+    assert len(lines) == 2
+
+
+def test_the_fingerprint_follows_contents_and_order(write, tokenizer):
+    def fingerprint(name, *rows):
+        return load_examples(write(name, "\n".join(map(json.dumps, rows))), tokenizer, seq_len=64).fingerprint
+
+    other = {**ALPACA, "output": "4"}
+    assert fingerprint("a.jsonl", ALPACA, other) == fingerprint("b.jsonl", {**ALPACA, "id": 1}, other)
+    assert fingerprint("a.jsonl", ALPACA, other) != fingerprint("b.jsonl", other, ALPACA)
+
+
+def numbered(count: int, longest: int = 40) -> Examples:
+    """Example i holds the id i + 1, 1 to `longest` times."""
+    lengths = [1 + (7 * i) % longest for i in range(count)]
+    return Examples(
+        [Example(array("i", [i + 1] * n), array("i", [i + 1] * n), f"f:{i}") for i, n in enumerate(lengths)]
+    )
+
+
+def test_a_row_is_held_out_whatever_stands_around_it():
+    examples = numbered(500)
+    train, held_out = split_by_hash(examples, 0.2)
+    assert 60 < len(held_out.items) < 140
+    assert len(train.items) + len(held_out.items) == 500
+    shuffled = Examples(list(reversed(examples.items[::2])) * 2)
+    again = split_by_hash(shuffled, 0.2)[1]
+    assert {item.where for item in again.items} == {item.where for item in held_out.items} & {
+        item.where for item in shuffled.items
+    }
+    assert split_by_hash(examples, 0) == (examples, Examples([]))
+    assert "--eval_share" in refusal(split_by_hash, numbered(1), 0.5)
+    assert "--eval_share" in refusal(split_by_hash, examples, 1.0)
+
+
+# --- examples -> global batches
+
+
+def rows_of(batches) -> list[str]:
+    return sorted(where for batch in batches for where in batch.where if where != "filler")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 23, 64])
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 16), (1, 3), (2, 8), (4, 1), (3, 2), (16, 1)])
+def test_global_batches_do_not_depend_on_ranks_or_batch_size(rows, ranks, batch_size):
+    examples, size = numbered(rows), 16
+    loaders = [GlobalBatches(examples, 7, size, batch_size, rank, ranks, pad_id=0) for rank in range(ranks)]
+    steps = loaders[0].per_epoch
+    assert steps == -(-rows // size)
+    for epoch in range(2):
+        order = permutation(rows, f"{examples.fingerprint} 7 {epoch}")
+        for k in range(steps):
+            dealt = [loader.batches(epoch * steps + k) for loader in loaders]
+            assert len({len(batches) for batches in dealt}) == 1  # equally many collectives on all ranks
+            want = sorted(f"f:{i}" for i in order[k * size : (k + 1) * size])
+            assert rows_of([batch for batches in dealt for batch in batches]) == want
+
+
+def test_every_row_is_trained_once_an_epoch_in_a_new_order():
+    loader = GlobalBatches(numbered(50), 0, 8, 4, 0, 1, pad_id=0)
+    epochs = [[rows_of(loader.batches(step)) for step in range(e * 7, e * 7 + 7)] for e in range(2)]
+    assert [len(step) for step in epochs[0]] == [8] * 6 + [2]
+    assert sorted(sum(epochs[0], [])) == sorted(sum(epochs[1], [])) == sorted(f"f:{i}" for i in range(50))
+    assert epochs[0] != epochs[1]
+    other_seed = GlobalBatches(numbered(50), 1, 8, 4, 0, 1, pad_id=0)
+    assert rows_of(other_seed.batches(0)) != epochs[0][0]
+
+
+def test_the_order_is_the_same_everywhere():
+    """Written down once: if this changes, a resumed run would see other rows."""
+    assert permutation(10, "fingerprint 0 0") == [4, 6, 7, 8, 1, 5, 0, 2, 9, 3]
+
+
+def test_a_rank_without_rows_gives_fillers_that_teach_nothing():
+    loaders = [GlobalBatches(numbered(1), 0, 4, 1, rank, 2, pad_id=9) for rank in range(2)]
+    real, filler = (loader.batches(0) for loader in loaders)
+    assert len(real) == len(filler) == 1
+    assert (filler[0].labels != IGNORE).sum() == 0
+    assert filler[0].ids.tolist() == [[9] * 8]
+    assert filler[0].mask.any(dim=1).all()  # attention over nothing would be NaN
+
+
+def test_lengths_are_balanced_over_ranks():
+    examples = numbered(256)
+    loaders = [GlobalBatches(examples, 0, 128, 2, rank, 4, pad_id=0) for rank in range(4)]
+    tokens = [sum(int(batch.mask.sum()) for batch in loader.batches(0)) for loader in loaders]
+    assert max(tokens) < 1.03 * min(tokens)
+    shapes = [[batch.ids.shape[1] for batch in loader.batches(0)] for loader in loaders]
+    assert max(abs(a - b) for a, b in zip(shapes[0], shapes[3], strict=True)) <= 8
+
+
+def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():
+    batch = collate(
+        [Example(array("i", [5, 6, 7]), array("i", [5, IGNORE, 7]), "a"), numbered(2).items[1]], 0
+    )
+    assert batch.ids.tolist() == [[5, 6, 7, 0, 0, 0, 0, 0], [2] * 8]
+    assert batch.labels.tolist() == [[IGNORE, IGNORE, 7] + [IGNORE] * 5, [IGNORE] + [2] * 7]
+    assert batch.mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]
+    assert (batch.ids.dtype, batch.labels.dtype, batch.mask.dtype) == (torch.int64, torch.int64, torch.bool)
+    assert batch.where == ["a", "f:1"]
+    assert batch.to("meta").ids.device.type == "meta"

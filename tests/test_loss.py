@@ -1,0 +1,155 @@
+"""The chunked loss equals the model's own, holds no full logits, and costs one gather and one reduction of
+the head.
+
+python -m pytest tests/test_loss.py
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.mesh import build_mesh
+from utils.sharding import shard_model, sync_gradients
+
+CPU = torch.device("cpu")
+ALL_KINDS = ["llama", "qwen2", "gemma2", "cohere", "granite", "mixtral", "qwen3_moe"]
+
+
+def some_batch(rows: int = 3, vocabulary: int = 1003):
+    """Rows whose prompt is not taught, one of them padded."""
+    ids = torch.randint(0, vocabulary, (rows, 24), generator=torch.Generator().manual_seed(1))
+    labels, mask = ids.clone(), torch.ones_like(ids, dtype=torch.bool)
+    labels[:, :5] = IGNORE
+    labels[-1, 15:], mask[-1, 15:] = IGNORE, False
+    return SimpleNamespace(ids=ids, labels=labels, mask=mask)
+
+
+def own_loss_and_gradients(model, batch):
+    """What transformers' forward(labels=...) gives: the mean over the taught tokens."""
+    mask = batch.mask if getattr(model.config, "output_router_logits", False) else None
+    loss = model(batch.ids, labels=batch.labels, attention_mask=mask, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_loss_and_gradients_equal_the_models_own(kind, dtype):
+    reference, batch = tiny_model(kind, dtype), some_batch()
+    model = add_chunked_loss(copy.deepcopy(reference), chunk_tokens=16)
+    assert check_chunked_loss(model, CPU) == ""
+    expected, gradients = own_loss_and_gradients(reference, batch)
+    taught = (batch.labels[:, 1:] != IGNORE).sum()
+    loss = summed_cross_entropy(model, batch) / taught
+    loss.backward()
+    exact = dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6 if exact else 1e-4, atol=0)
+    for ours, theirs in zip((p.grad for p in model.parameters()), gradients, strict=True):
+        assert (ours - theirs).norm() <= (2e-6 if exact else 2e-2) * theirs.norm()
+
+
+def test_the_routers_loss_is_part_of_it():
+    batch, losses = some_batch(), []
+    for coefficient in (0.0, 0.5):
+        model = add_chunked_loss(tiny_model("mixtral", router_aux_loss_coef=coefficient))
+        losses.append(summed_cross_entropy(model, batch).item())
+    assert losses[1] > losses[0] + 1
+
+
+def test_an_unknown_transform_falls_back_to_full_logits_and_says_the_price():
+    reference, batch = tiny_model("gemma2"), some_batch()
+    model = copy.deepcopy(reference)
+    type_of_config = type(model.config)
+    model.config.final_logit_softcapping = None  # what the check would look for ...
+
+    class Capped(type(model)):  # ... while the model does it by itself
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = torch.tanh(output.logits / 2.0) * 2.0
+            return output
+
+    model.__class__ = Capped
+    add_chunked_loss(model)
+    warning = check_chunked_loss(model, CPU)
+    assert "full logits are used" in warning
+    assert "GiB" in warning
+    expected, gradients = own_loss_and_gradients(reference, batch)
+    loss = summed_cross_entropy(model, batch) / (batch.labels[:, 1:] != IGNORE).sum()
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip((p.grad for p in model.parameters()), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert type_of_config is type(model.config)
+
+
+def test_a_batch_that_teaches_nothing_has_zero_loss_and_zero_gradients():
+    model, batch = add_chunked_loss(tiny_model("llama")), some_batch()
+    batch.labels[:] = IGNORE
+    loss = summed_cross_entropy(model, batch)
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_no_tensor_of_the_size_of_the_logits_is_ever_made():
+    model, batch = add_chunked_loss(tiny_model("llama"), chunk_tokens=8), some_batch()
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            for tensor in output if isinstance(output, (tuple, list)) else [output]:
+                if isinstance(tensor, torch.Tensor) and tensor.ndim >= 2 and tensor.shape[-1] == 1003:
+                    sizes.append(
+                        0 if tensor.shape[0] == 64 else tensor.numel()
+                    )  # 64 rows: the weight, transposed
+            return output
+
+    with Watch():
+        summed_cross_entropy(model, batch).backward()
+    assert max(sizes) == 8 * 1003
+
+
+class Calls(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+
+def collectives(world, kind, micro_batches):
+    """(all-gathers, reduce-scatters) of one step."""
+    model = tiny_model(kind)
+    add_chunked_loss(model, chunk_tokens=8)
+    shard_model(model, build_mesh(world), torch.float32)
+    batch = some_batch()
+    with Calls() as calls:
+        for i in range(micro_batches):
+            sync_gradients(model, i == micro_batches - 1)
+            summed_cross_entropy(model, batch).backward()
+    return tuple(
+        sum(name in op for op in calls.names)
+        for name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_chunks_cost_no_extra_gather_and_no_extra_reduction(kind, micro_batches):
+    layers = 3
+    # Each layer twice but the last, the head (or the tied pair) and the root once; an untied embedding is
+    # gathered again by FSDP before its backward. Every unit is reduced once, in the last micro-batch.
+    units = layers + (2 if kind == "qwen2" else 3)
+    gathers = 2 * layers - 1 + (2 if kind == "qwen2" else 4)
+    assert run_ranks(collectives, 2, kind, micro_batches)[0] == (gathers * micro_batches, units)

@@ -1,0 +1,256 @@
+"""Numbers of a run, and the memory that is planned for it. Alone: `pytest tests/test_metrics.py`"""
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import tiny_config, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from utils.errors import ConfigError
+from utils.memory import States, estimate_states, plan_lines
+from utils.metrics import (
+    RunLog,
+    check_trackers,
+    flops_per_token,
+    matmul_parameters,
+    peak_flops,
+    peak_flops_of,
+    peak_memory_bytes,
+)
+from utils.optim import build_optimizer
+from utils.sharding import shard_model
+
+ROOT = Path(__file__).resolve().parent.parent
+NUMBERS = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-4, "taught_tokens": 99, "tokens_per_second": 12345.6}
+LINE = "step 2/4  loss 2.5000  grad_norm 0.750  lr 1.00e-04  12,346 tokens/s"
+
+
+def objects(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
+    log = RunLog(tmp_path, total_steps=5, log_every=2)
+    for step in range(1, 6):
+        log.step(step=step, **NUMBERS, mfu=0.417 if step == 4 else None, peak_memory_gib=1.5)
+    log.step(step=5, eval_loss=1.25)
+    log.close()
+    said = capsys.readouterr().out
+    assert said.splitlines() == [
+        "step 2/5  loss 2.5000  grad_norm 0.750  lr 1.00e-04  12,346 tokens/s  peak 1.50 GiB",
+        "step 4/5  loss 2.5000  grad_norm 0.750  lr 1.00e-04  12,346 tokens/s  mfu 41.7%  peak 1.50 GiB",
+        "step 5/5  loss 2.5000  grad_norm 0.750  lr 1.00e-04  12,346 tokens/s  peak 1.50 GiB",
+        "step 5/5  eval_loss 1.2500",
+    ]
+    assert "\r" not in said
+    assert [entry["step"] for entry in objects(tmp_path)] == [1, 2, 3, 4, 5, 5]
+    assert objects(tmp_path)[0] == {"step": 1, **NUMBERS, "peak_memory_gib": 1.5}
+
+
+def test_other_ranks_are_silent(capsys):
+    log = RunLog(None, total_steps=2)
+    log.step(step=2, **NUMBERS)
+    log.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path):
+    RunLog(tmp_path, total_steps=1).step(step=1, loss=float("nan"), grad_norm=float("inf"))
+    assert objects(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None}]
+
+
+def test_a_resume_drops_the_steps_it_takes_again(tmp_path):
+    log = RunLog(tmp_path, total_steps=9)
+    for step in range(1, 6):
+        log.step(step=step, loss=0.0)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')  # killed while writing
+    RunLog(tmp_path, total_steps=9, done=3).step(step=4, loss=1.0)
+    assert [(entry["step"], entry["loss"]) for entry in objects(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+SCRIPT = f"""
+import sys
+import termios
+from pathlib import Path
+from utils.metrics import RunLog
+log = RunLog(Path(sys.argv[1]), total_steps=4)
+for step in range(1, 5):
+    log.step(step=step, **{NUMBERS})
+log.close()
+print("done")
+"""
+
+
+def run_script(folder, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, folder], cwd=ROOT, timeout=100, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_a_closed_stdout_does_not_end_the_run(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = run_script(tmp_path, stdout=writer)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert len(objects(tmp_path)) == 4
+
+
+def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    assert run_script(tmp_path, stdout=theirs).returncode == 0
+    said = os.read(ours, 2**16).decode()
+    assert LINE in said
+    assert "4/4 [00:00<00:00" in said
+    assert "\r" in said
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    check_trackers(tensorboard=True, wandb=False)
+    log = RunLog(tmp_path, total_steps=2, tensorboard=True)
+    log.step(step=1, **NUMBERS)
+    log.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(NUMBERS)
+    assert events.Scalars("loss")[0].value == 2.5
+
+
+def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()  # what a run of it leaves behind is not the package
+    monkeypatch.syspath_prepend(tmp_path)
+    check_trackers(tensorboard=False, wandb=False)
+    with pytest.raises(ConfigError, match="--wandb needs a package .fix: pip install wandb."):
+        check_trackers(tensorboard=False, wandb=True)
+
+
+def on_meta(model_type: str, **sizes):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+
+
+EIGHT_B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def test_flops_of_llama_3_8b_are_the_known_ones():
+    model = on_meta("llama", **EIGHT_B)
+    params = matmul_parameters(model)
+    assert params == sum(p.numel() for p in model.parameters()) - 128256 * 4096 - 65 * 4096  # table, norms
+    assert flops_per_token(model.config, 4096, params) == pytest.approx(48.25e9, rel=1e-4)
+    assert flops_per_token(model.config, 8192, params) == pytest.approx(51.47e9, rel=1e-4)
+
+
+def test_a_tied_table_counts_as_the_head_and_experts_by_visits():
+    tied, untied = tiny_model("qwen2"), tiny_model("llama")
+    embedding = tied.get_input_embeddings().weight.numel()
+    assert matmul_parameters(tied) == sum(p.numel() for p in tied.parameters() if p.ndim == 2)
+    matrices = sum(p.numel() for p in untied.parameters() if p.ndim == 2)
+    assert matmul_parameters(untied) == matrices - embedding
+    mixtral = on_meta("mixtral", num_local_experts=8, num_experts_per_tok=2)  # the 8x7B, of which 12.9B work
+    assert matmul_parameters(mixtral) + 32000 * 4096 == pytest.approx(12.9e9, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("Tesla V100-SXM2-16GB", 125),
+    ],
+)
+def test_peaks_are_known_by_the_names_that_torch_gives(name, tera):
+    assert peak_flops_of(name) == tera * 1e12
+
+
+def test_unknown_devices_have_no_peak():
+    assert peak_flops(torch.device("cpu")) is None
+    for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"):
+        assert peak_flops_of(name) is None
+
+
+def test_peak_memory_remembers_what_was_freed_and_ignores_mapped_files(tmp_path):
+    cpu, mib = torch.device("cpu"), 2**20
+    before = peak_memory_bytes(cpu)
+    (tmp_path / "file").write_bytes(bytes(64 * mib))
+    mapped = np.memmap(tmp_path / "file", mode="r")
+    assert mapped.sum() == 0  # every page is in memory now
+    assert peak_memory_bytes(cpu) - before < 32 * mib
+    block = np.ones(64 * mib, dtype=np.uint8)
+    with_block = peak_memory_bytes(cpu)
+    assert with_block - before > 48 * mib
+    del block
+    assert peak_memory_bytes(cpu) == with_block
+
+
+def planned_and_held(world, kind):
+    """The estimate from meta shapes, and the bytes that this rank really holds after one AdamW step."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        planned_model = AutoModelForCausalLM.from_config(tiny_config(kind, **sizes))
+    model = tiny_model(kind, **sizes)
+    for each in (planned_model, model):
+        each.get_input_embeddings().weight.requires_grad_(kind == "qwen2")  # frozen where it is not tied
+    planned = estimate_states(planned_model, world.size, world.rank)
+    model = shard_model(model, init_device_mesh("cpu", (world.size,)), torch.float32)
+    optimizer = build_optimizer(model, 1e-3, 0.1)
+    rows = torch.arange(8)[None]
+    model(rows, labels=rows).loss.backward()
+    optimizer.step()
+    weights = list(model.parameters())
+    gradients = [p.grad for p in weights if p.grad is not None]
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return planned, States(*(held_bytes(tensors) for tensors in (weights, gradients, moments)))
+
+
+def held_bytes(tensors) -> int:
+    """Storage of the local parts, what several share counted once, padding included."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in (t.detach() for t in tensors)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_planned_states_are_what_a_rank_holds(ranks):
+    for kind in ("llama", "qwen2"):
+        both = run_ranks(planned_and_held, ranks, kind)
+        assert all(planned == held for planned, held in both)
+        assert max(planned.total for planned, _ in both) == both[0][0].total
+
+
+def test_the_plan_is_two_honest_lines():
+    estimate = estimate_states(on_meta("llama", **EIGHT_B), shards=8)
+    sizes, caveat = plan_lines(estimate)
+    assert sizes == (
+        "memory of the fullest rank, states only: "
+        "weights 3.739 + gradients 3.739 + optimizer 7.479 = 14.958 GiB"
+    )
+    assert "not counted yet: activations, logits" in caveat

@@ -1,0 +1,394 @@
+"""A model folder is checked before it is read. Alone: `.venv/bin/python -m pytest tests/test_model_folder.py`
+
+Nothing here needs ranks. Files that must not be opened are pipes (opening one would wait forever) or pickles
+that leave a mark when they are loaded.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import tiny_config, tiny_model, tiny_model_folder, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from utils.errors import ConfigError
+from utils.model_folder import check_model_config, check_vocab, open_weights
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def single(tmp_path) -> Path:
+    """Three tensors of three dtypes in one file."""
+    folder = tmp_path / "single"
+    folder.mkdir()
+    tensors = {"x": torch.randn(4, 5), "y": torch.randn(3).bfloat16(), "z": torch.tensor(7)}
+    save_file(tensors, folder / ONE, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    """Seven tensors in two files with an index."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    save_file({f"a{i}": torch.randn(2, 3) for i in range(6)}, folder / A)
+    save_file({"b": torch.randn(4)}, folder / B)
+    write_index(folder, {**{f"a{i}": A for i in range(6)}, "b": B})
+    return folder
+
+
+def write_index(folder: Path, weight_map) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+
+
+def weight_map(folder: Path) -> dict:
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def refusal(function, *args) -> str:
+    """The text of the ConfigError, which is one line that offers a fix."""
+    with pytest.raises(ConfigError) as caught:
+        function(*args)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "(fix: " in text
+    return text
+
+
+def test_headers_tell_name_file_dtype_and_shape(single, sharded):
+    found = open_weights(single)
+    assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
+        "x": (torch.float32, (4, 5)),
+        "y": (torch.bfloat16, (3,)),
+        "z": (torch.int64, ()),
+    }
+    assert {name: info.file.name for name, info in open_weights(sharded).items()} == weight_map(sharded)
+
+
+def test_no_file_stays_open(sharded):
+    before = len(os.listdir("/proc/self/fd"))
+    infos = open_weights(sharded)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(infos) == 7
+
+
+def truncate_by_one(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGE = {  # row 24: what is done to the file -> words in the answer ({size}: before, {now}: after)
+    "one byte short": (truncate_by_one, "asks for {size} bytes, the file has {now}"),
+    "cut in half": (halve, "bytes, the file has {now}"),
+    "one byte too many": (
+        lambda p: p.write_bytes(p.read_bytes() + b"0"),
+        "asks for {size} bytes, the file has {now}",
+    ),
+    "empty": (lambda p: p.write_bytes(b""), "0 bytes"),
+    "five bytes": (lambda p: p.write_bytes(b"12345"), "5 bytes"),
+    "an HTML page": (lambda p: p.write_text("<!DOCTYPE html><html>Sign in</html>"), "an HTML page"),
+    "a git-lfs pointer": (
+        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "git lfs pull",
+    ),
+    "a header of noise": (
+        lambda p: p.write_bytes(p.read_bytes().replace(b"dtype", b"d\xfftpe")),
+        "{now} bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_file_is_refused_by_name(single, sharded, damage):
+    change, words = DAMAGE[damage]
+    for file in (single / ONE, sharded / B):
+        size = file.stat().st_size
+        change(file)
+        text = refusal(open_weights, file.parent)
+        assert text.startswith(f"{file}: ")
+        assert words.format(size=size, now=file.stat().st_size) in text
+
+
+@pytest.mark.parametrize("what", ["a flipped name", "a flipped digit of a shape"])
+def test_flips_in_the_header_do_not_pass(sharded, what):
+    """Row 25: safetensors itself loads a renamed tensor; the index, or the size, gives it away."""
+    old, new = {"a flipped name": (b'"a3"', b'"q3"'), "a flipped digit of a shape": (b"[2,3]", b"[2,7]")}[
+        what
+    ]
+    (sharded / A).write_bytes((sharded / A).read_bytes().replace(old, new, 1))
+    assert str(sharded) in refusal(open_weights, sharded)
+
+
+def test_missing_shard_is_named(sharded):
+    (sharded / B).unlink()
+    assert f"{B} is missing" in refusal(open_weights, sharded)
+
+
+OUTSIDE = [
+    "../outside/w.safetensors",
+    "{outside}/w.safetensors",
+    "a/../../outside/w.safetensors",
+    "link.safetensors",
+]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+@pytest.mark.parametrize("cached", [False, True])
+def test_nothing_outside_the_folder_is_opened(sharded, tmp_path, path, cached):
+    """Row 27. The file outside is a pipe: whoever opens it waits forever."""
+    if cached:
+        folder = tmp_path / "models--x--y" / "snapshots" / "abc"
+        folder.parent.mkdir(parents=True)
+        sharded = sharded.rename(folder)
+    outside = sharded.parent / "outside"
+    outside.mkdir()
+    os.mkfifo(outside / "w.safetensors")
+    (sharded / "link.safetensors").symlink_to(outside / "w.safetensors")
+    write_index(sharded, {**weight_map(sharded), "b": path.format(outside=outside)})
+    assert "leads out of the folder" in refusal(open_weights, sharded)
+
+
+def test_links_out_of_the_folder_are_refused_for_every_file(single, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in (ONE, INDEX, "config.json"):
+        (single / name).unlink(missing_ok=True)
+        (single / name).symlink_to(tmp_path / "pipe")
+    assert "leads out of the folder" in refusal(open_weights, single)
+    assert "leads out of the folder" in refusal(check_model_config, single)
+
+
+def test_pipe_inside_the_folder_is_refused(single):
+    (single / ONE).unlink()
+    os.mkfifo(single / ONE)
+    assert "not a regular file" in refusal(open_weights, single)
+
+
+def test_hugging_face_cache_is_read_through_its_links(sharded, tmp_path):
+    repo = tmp_path / "hub" / "models--x--y"
+    snapshot, blobs = repo / "snapshots" / "abc", repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        shutil.move(file, blobs / f"hash{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/hash{number}")
+    assert len(open_weights(snapshot)) == 7
+
+
+def test_folder_may_itself_be_a_link(sharded, tmp_path):
+    (tmp_path / "here").symlink_to(sharded)
+    assert len(open_weights(tmp_path / "here")) == 7
+
+
+BAD_INDEX = {  # row 28: the index becomes this -> words in the answer
+    "not JSON": ("{weight_map: }", "not JSON"),
+    "a list": ("[1]", "expected a JSON object, got a list"),
+    "without weight_map": ("{}", "no weight_map"),
+    "with an empty weight_map": ('{"weight_map": {}}', "no weight_map"),
+    "with numbers for files": ('{"weight_map": {"a0": 3}}', "no weight_map"),
+    "with a list for a map": ('{"weight_map": ["a0"]}', "no weight_map"),
+    "with a NUL in a name": ('{"weight_map": {"a0": "x\\u0000y"}}', "is missing"),
+    "with an empty name": ('{"weight_map": {"a0": ""}}', "not a regular file"),
+    "nested too deep": ("[" * 100_000, "not JSON"),
+    "a git-lfs pointer": ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+    "an HTML page": ("\n<html>", "HTML page"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_INDEX)
+def test_bad_index_is_refused(sharded, kind):
+    text, words = BAD_INDEX[kind]
+    (sharded / INDEX).write_text(text)
+    assert words in refusal(open_weights, sharded)
+
+
+def test_index_and_files_must_agree(sharded):
+    """Row 28: the first five names, and how many more."""
+    names = weight_map(sharded)
+    write_index(sharded, {**names, **{f"new{i}": B for i in range(7)}})
+    assert "new0, new1, new2, new3, new4 and 2 more" in refusal(open_weights, sharded)
+    write_index(sharded, {name: file for name, file in names.items() if name != "a3"})
+    assert "does not name: a3" in refusal(open_weights, sharded)
+    write_index(sharded, {**names, "a3": B})
+    assert "not in the file that it names: a3" in refusal(open_weights, sharded)
+    write_index(sharded, names)
+    save_file({"b": torch.randn(4), "a1": torch.randn(2, 3)}, sharded / B)
+    assert "two of its files hold a1" in refusal(open_weights, sharded)
+
+
+def test_whole_and_sharded_model_in_one_folder_is_ambiguous(sharded):
+    """Row 75, also where the index is stale: its files are gone."""
+    save_file({"x": torch.zeros(1)}, sharded / ONE)
+    assert "two models" in refusal(open_weights, sharded)
+    (sharded / A).unlink()
+    (sharded / B).unlink()
+    assert "two models" in refusal(open_weights, sharded)
+
+
+def test_index_of_the_one_file_is_fine(single):
+    write_index(single, dict.fromkeys(("x", "y", "z"), ONE))
+    assert set(open_weights(single)) == {"x", "y", "z"}
+
+
+class Payload:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+FOREIGN = ["pytorch_model.bin", "model.gguf", "tf_model.h5", "flax_model.msgpack", "consolidated.00.pth"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_formats_are_refused_by_name_and_never_opened(tmp_path, name):
+    """Rows 29 and 74."""
+    mark = tmp_path / "mark"
+    for file in (name, "training_args.bin", "optimizer.pt", "rng_state.pth"):
+        (tmp_path / file).write_bytes(pickle.dumps(Payload(mark)))
+    text = refusal(open_weights, tmp_path)
+    assert name in text
+    assert "training_args" not in text
+    assert not mark.exists()
+    pickle.loads((tmp_path / name).read_bytes())  # the payload is a live one
+    assert mark.exists()
+
+
+def test_pickles_beside_safetensors_are_left_alone(single):
+    (single / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(single / "mark")))
+    (single / "training_args.bin").write_bytes(pickle.dumps(Payload(single / "mark")))
+    assert set(open_weights(single)) == {"x", "y", "z"}
+    assert not (single / "mark").exists()
+
+
+def test_folder_without_weights_says_what_it_holds(tmp_path):
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert "adapter_model.safetensors" in refusal(open_weights, tmp_path)
+    assert "nothing" in refusal(open_weights, tmp_path / "no_such_folder")
+
+
+@pytest.mark.slow
+def test_advice_for_bin_files_works_as_printed(tmp_path):
+    """Row 74: the command in the message, given to a shell, makes a folder that passes."""
+    folder = tmp_path / "old"
+    model = tiny_model("llama")
+    model.config.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    command = refusal(open_weights, folder).split("convert it: python ")[1].removesuffix(")")
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True)
+    converted = tmp_path / "old-safetensors"
+    check_model_config(converted)
+    assert set(open_weights(converted)) == set(model.state_dict())
+    assert (converted / "tokenizer.json").exists()
+
+
+# --- config.json --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "gemma2", "mixtral", "qwen3_moe", "cohere"])
+def test_good_configs_pass(tmp_path, kind):
+    tiny_config(kind).save_pretrained(tmp_path)
+    check_model_config(tmp_path)
+
+
+BAD_CONFIG = {  # rows 70-72 and 76: fields that are changed -> words in the answer
+    "unknown model_type": ({"model_type": "llamma9"}, "no causal language model 'llamma9'"),
+    "no model_type": ({"model_type": None}, "model_type"),
+    "list for model_type": ({"model_type": ["llama"]}, "model_type"),
+    "not a language model": ({"model_type": "vit"}, "no causal language model 'vit'"),
+    "heads": (
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": None},
+        "64 is no multiple of 3",
+    ),
+    "kv heads": ({"num_key_value_heads": 3}, "4 is no multiple of 3"),
+    "no kv heads": ({"num_key_value_heads": 0}, "num_key_value_heads: 0 is not"),
+    "negative size": ({"hidden_size": -64}, "hidden_size: -64 is not"),
+    "no vocabulary": ({"vocab_size": 0}, "vocab_size: 0 is not"),
+    "layers beyond reason": ({"num_hidden_layers": 10**12}, "num_hidden_layers: 1000000000000 is not"),
+    "layers as a float": ({"num_hidden_layers": 1e12}, "num_hidden_layers"),
+    "a size of 4000 digits": ({"hidden_size": 10**4000}, "hidden_size: 1000"),
+    "size as text": ({"hidden_size": "64"}, "hidden_size: 64 is not"),
+    "size as a switch": ({"intermediate_size": True}, "intermediate_size: True is not"),
+    "size within text_config": ({"text_config": {"vocab_size": 0}}, "vocab_size: 0 is not"),
+    "own code": ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "--trust_remote_code"),
+    "own code, switched on by itself": ({"trust_remote_code": True}, "--trust_remote_code"),
+    "own attention": ({"_attn_implementation_internal": "org/kernel"}, "--trust_remote_code"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "fp8 weights"),
+    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq weights"),
+    "awq": ({"quantization_config": {"quant_method": "awq"}}, "awq weights"),
+    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes weights"),
+    "unnamed": ({"quantization_config": {"bits": 4}}, "unnamed weights"),
+    "quantized text_config": (
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        "fp8 weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CONFIG)
+def test_bad_config_is_refused_by_field(tmp_path, kind):
+    changes, words = BAD_CONFIG[kind]
+    config = {**tiny_config("llama").to_dict(), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = refusal(check_model_config, tmp_path)
+    assert text.startswith(f"{tmp_path / 'config.json'}: ")
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "\xff", "<html>", "version https://git-lfs", "[" * 100_000]
+)
+def test_config_that_is_no_object_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    assert str(tmp_path / "config.json") in refusal(check_model_config, tmp_path)
+
+
+def test_missing_config_is_refused(tmp_path):
+    assert "config.json is missing" in refusal(check_model_config, tmp_path)
+
+
+def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
+    """Row 72: the flag lets it through; a config cannot give it to itself; nobody asks on stdin."""
+    config = {**tiny_config("llama").to_dict(), "model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "trust_remote_code": True}))
+    assert "auto_map" in refusal(check_model_config, tmp_path)
+    check_model_config(tmp_path, trust_remote_code=True)
+
+
+def test_sizes_per_layer_and_odd_heads_with_head_dim_pass(tmp_path):
+    changes = {"intermediate_size": [96, 128, 96], "num_attention_heads": 6, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config("llama").to_dict(), **changes}))
+    check_model_config(tmp_path)
+
+
+def test_tokenizer_may_not_be_larger_than_the_vocabulary():
+    """Rows 66 and 67."""
+    text = refusal(check_vocab, 1004, 1003)
+    assert "1004" in text
+    assert "1003" in text
+    check_vocab(1000, 1003)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_what_transformers_saves_passes(tmp_path, files):
+    folder = tiny_model_folder(tmp_path / "model", "mixtral", torch.bfloat16, files=files)
+    check_model_config(folder)
+    infos = open_weights(folder)
+    assert len({info.file for info in infos.values()}) == len(list(folder.glob("*.safetensors")))
+    assert {info.dtype for info in infos.values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(folder) is not None

@@ -1,0 +1,123 @@
+"""The recipe equals a plain PyTorch loop in one process: losses, gradient norms, final weights.
+
+python -m pytest tests/test_parity.py
+"""
+
+import json
+
+import finetune
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM
+
+from utils.data import GlobalBatches, load_examples
+from utils.optim import learning_rate
+from utils.tokens import load_tokenizer
+
+STEPS, GLOBAL_BATCH = 4, 8
+RECIPE = {
+    "steps": STEPS,
+    "lr": 1e-3,
+    "warmup": 1,
+    "weight_decay": 0.1,
+    "clip_norm": 0.5,
+    "seed": 3,
+    "save_every": 0,
+}
+
+
+def write_rows(path, count=20):
+    """Chat rows of very different lengths; 20 do not divide into global batches of 8."""
+    with open(path, "w") as file:
+        for i in range(count):
+            question = {"role": "user", "content": f"Count to {i}."}
+            answer = {"role": "assistant", "content": " ".join(map(str, range(1 + i % 7)))}
+            file.write(json.dumps({"messages": [question, answer]}) + "\n")
+    return path
+
+
+def plain_loop(folder, rows):
+    """What the recipe does, as a page of PyTorch: no FSDP, no chunks, no accumulation."""
+    tokenizer = load_tokenizer(folder)
+    batches = GlobalBatches(
+        load_examples(rows, tokenizer, 2048), RECIPE["seed"], GLOBAL_BATCH, GLOBAL_BATCH, 0, 1, 0
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    decaying = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=RECIPE["weight_decay"], betas=(0.9, 0.95))
+    curve = []
+    for step in range(STEPS):
+        (batch,) = batches.batches(step)
+        logits = model(batch.ids, attention_mask=batch.mask, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE["clip_norm"])
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, STEPS, RECIPE["lr"], RECIPE["warmup"], "cosine")
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve, model.state_dict()
+
+
+def train(world, **flags):
+    return finetune.main(finetune.Config(**RECIPE, **flags))
+
+
+def with_recipe(ranks, **flags):
+    """(losses and gradient norms by step, final weights) of the recipe on so many ranks."""
+    flags = {name: str(value) if not isinstance(value, int) else value for name, value in flags.items()}
+    out = run_ranks(_call, ranks, flags)[0]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines], load_file(
+        out / "model" / "model.safetensors"
+    )
+
+
+def _call(world, flags):
+    return train(world, **flags)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma2"])
+def setting(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp("parity")
+    folder = tiny_model_folder(root / "model", request.param, vocab_size=271)
+    rows = write_rows(root / "rows.jsonl")
+    return folder, rows, plain_loop(folder, rows)
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 8), (1, 2), (1, 1), (2, 4), (2, 1), (4, 2)])
+def test_any_ranks_and_accumulation_equal_a_plain_loop(setting, tmp_path, ranks, batch_size):
+    folder, rows, (expected, weights) = setting
+    curve, ours = with_recipe(
+        ranks,
+        model=folder,
+        dataset=rows,
+        output_dir=tmp_path,
+        batch_size=batch_size,
+        global_batch_size=GLOBAL_BATCH,
+    )
+    torch.testing.assert_close(curve, expected, rtol=1e-5, atol=0)
+    for name, tensor in ours.items():
+        assert (tensor - weights[name]).norm() <= 1e-5 * weights[name].norm(), name
+
+
+def test_the_same_world_size_gives_the_same_bits(setting, tmp_path):
+    folder, rows, _ = setting
+    flags = {"model": folder, "dataset": rows, "global_batch_size": GLOBAL_BATCH}
+    first, again = (with_recipe(2, output_dir=tmp_path / name, **flags) for name in ("first", "again"))
+    assert first[0] == again[0]
+    assert all(torch.equal(tensor, again[1][name]) for name, tensor in first[1].items())
+
+
+def test_reducing_in_every_micro_batch_changes_nothing(setting, tmp_path):
+    folder, rows, (expected, _) = setting
+    flags = {"model": folder, "dataset": rows, "global_batch_size": GLOBAL_BATCH}
+    curve, _ = with_recipe(2, output_dir=tmp_path, sync_each_microbatch=True, **flags)
+    torch.testing.assert_close(curve, expected, rtol=1e-5, atol=0)

@@ -1,0 +1,248 @@
+"""What can fail cheaply fails in the act `plan`: in one line, on all ranks together, before a weight is read.
+
+python -m pytest tests/test_plan.py
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+
+import finetune
+import pytest
+from ranks import run_ranks
+from shell import shell
+from test_parity import write_rows
+from tiny import tiny_model_folder
+
+from utils.errors import ConfigError
+from utils.run_folder import find_output
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plan")
+    model = tiny_model_folder(root / "model", vocab_size=271)
+    return {"model": str(model), "dataset": str(write_rows(root / "rows.jsonl", 6)), "save_every": 0}
+
+
+def run(**flags):
+    return finetune.main(finetune.Config(**flags))
+
+
+def refused(**flags) -> str:
+    """The error, which must be one line."""
+    with pytest.raises(ConfigError) as error:
+        run(**flags)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def steps(out):
+    return [
+        json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "grad_norm" in line
+    ]
+
+
+# --- flags
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"batch_size": 0}, "--batch_size 0"),
+        ({"lr": -1.0}, "--lr -1.0"),
+        ({"lr": 0.0}, "--lr 0.0 trains nothing"),
+        ({"eval_share": 1.0}, "--eval_share 1.0"),
+        ({"eval_share": 0.1, "eval_dataset": "x.jsonl"}, "--eval_dataset and --eval_share"),
+        ({"global_batch_size": 6, "batch_size": 4}, "--global_batch_size 6"),
+        ({"global_batch_size": 6, "batch_size": 2, "grad_accum": 2}, "--grad_accum 2"),
+        ({"attn": "flash_attention_2"}, "--attn flash_attention_2 does not run on the CPU"),
+        ({"resume": "nowhere"}, "--resume nowhere"),
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name(flags, tmp_path, wrong, says):
+    assert says in refused(**{**flags, "output_dir": str(tmp_path / "out"), **wrong})
+    assert not (tmp_path / "out").exists()  # no litter
+
+
+def test_gemma_refuses_an_attention_that_its_class_cannot(tmp_path, flags):
+    model = tiny_model_folder(tmp_path / "model", "gemma2", vocab_size=271)
+    with pytest.raises(ConfigError, match="--attn flash_attention_2"):
+        run(**{**flags, "model": str(model), "attn": "flash_attention_2"})
+
+
+# --- the run folder
+
+
+def test_a_file_in_the_place_of_the_output_folder_is_refused(flags, tmp_path):
+    (tmp_path / "out").touch()
+    assert "out" in refused(**flags, output_dir=str(tmp_path / "out"))
+
+
+def test_a_symlink_loop_is_refused(flags, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "out")
+    assert "out" in refused(**flags, output_dir=str(tmp_path / "out"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only folder needs root")
+def test_a_read_only_output_folder_is_refused_before_the_model_is_loaded(flags, tmp_path):
+    (tmp_path / "ro").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path / "ro")], check=True)
+    try:
+        assert "ead-only" in refused(**flags, output_dir=str(tmp_path / "ro" / "out"))
+    finally:
+        subprocess.run(["umount", str(tmp_path / "ro")], check=True)
+
+
+def test_the_models_own_folder_is_never_the_output(flags, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(flags["model"], model)
+    before = sorted(p.name for p in model.iterdir())
+    assert str(model) in refused(**{**flags, "model": str(model)}, output_dir=str(model))
+    assert sorted(p.name for p in model.iterdir()) == before
+
+
+def test_resume_none_refuses_a_folder_that_holds_a_run(flags, tmp_path):
+    run(**flags, output_dir=str(tmp_path))
+    assert "--resume none" in refused(**flags, output_dir=str(tmp_path), resume="none")
+
+
+def test_a_finished_run_is_left_alone_and_another_config_is_refused_by_field(flags, tmp_path, capsys):
+    out = run(**flags, output_dir=str(tmp_path))
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    run(**flags, output_dir=str(tmp_path))
+    assert "already at step 6" in capsys.readouterr().out
+    assert "lr 2e-05 -> 0.1" in refused(**flags, output_dir=str(tmp_path), lr=0.1)
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+
+
+def numbered(world, folder):
+    os.chdir(folder)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    try:
+        return find_output("", "finetune", world), find_output("named", "finetune", world)
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+        os.chdir("/")
+
+
+def test_after_an_elastic_restart_the_newest_numbered_folder_goes_on(tmp_path):
+    for number in (1, 2):
+        (tmp_path / "output" / f"finetune-00{number}").mkdir(parents=True)
+    newest, named = run_ranks(numbered, 2, tmp_path)[1]
+    assert newest == tmp_path / "output" / "finetune-002"
+    assert named == tmp_path / "named"
+
+
+# --- data
+
+
+def write_chats(path, *answers):
+    rows = [
+        {"messages": [{"role": "user", "content": "q" * 9}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def on_ranks(world, flags):
+    return finetune.main(finetune.Config(**flags))
+
+
+def on_ranks_refused(world, flags, own=None):
+    try:
+        finetune.main(finetune.Config(**{**flags, **(own or {}).get(world.rank, {})}))
+    except ConfigError as error:
+        return str(error), error.agreed
+    return None
+
+
+def test_rows_that_teach_nothing_are_counted_and_a_file_of_them_is_refused(flags, tmp_path):
+    rows = write_chats(tmp_path / "rows.jsonl", "yes", "no")
+    assert "all 2 rows were dropped" in refused(**{**flags, "dataset": rows, "seq_len": 8})
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_fewer_rows_than_ranks_or_than_a_global_batch_train_with_their_true_count(flags, tmp_path, count):
+    rows = write_chats(tmp_path / "rows.jsonl", *["yes", "no", "maybe"][:count])
+    changes = {"dataset": rows, "output_dir": str(tmp_path / "out"), "batch_size": 2, "steps": 2}
+    curve = steps(run_ranks(on_ranks, 2, {**flags, **changes})[0])
+    alone = steps(run(**{**flags, **changes, "output_dir": str(tmp_path / "alone"), "global_batch_size": 4}))
+    assert len(curve) == len(alone) == 2
+    assert [s["taught_tokens"] for s in curve] == [s["taught_tokens"] for s in alone]
+    assert [s["loss"] for s in curve] == pytest.approx([s["loss"] for s in alone], rel=1e-5)
+
+
+def test_ranks_that_see_different_files_are_told_so_together(flags, tmp_path):
+    texts = run_ranks(on_ranks_refused, 2, flags, {1: {"dataset": str(tmp_path / "missing.jsonl")}})
+    assert texts[0] == texts[1]
+    assert texts[0][0].startswith("ranks 0 and 1 have different flags: dataset is")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    write_chats(tmp_path / "a" / "rows.jsonl", "yes")
+    folders, seen = (tmp_path / "a", tmp_path / "b"), {**flags, "dataset": "rows.jsonl"}
+    texts = run_ranks(from_own_folder, 2, folders, seen)
+    assert texts[0] == texts[1]
+    assert texts[0][0].startswith("rank 1: rows.jsonl: No such file")
+    write_chats(tmp_path / "b" / "rows.jsonl", "no")
+    texts = run_ranks(from_own_folder, 2, folders, seen)
+    assert texts[0] == texts[1]
+    assert texts[0][0].startswith("ranks 0 and 1 have different files: data is")
+
+
+def from_own_folder(world, folders, flags):
+    """The same relative path, seen from two working folders, as from two machines."""
+    os.chdir(folders[world.rank])
+    try:
+        return on_ranks_refused(world, flags)
+    finally:
+        os.chdir("/")
+
+
+# --- how it is started
+
+
+def test_a_port_in_use_is_one_line_that_names_it(flags):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        result = shell("python recipes/finetune.py", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: the ranks cannot meet at 127.0.0.1:{port}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "abc"}, "WORLD_SIZE=abc"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set but MASTER_ADDR is not"),
+        ({"WORLD_SIZE": "2"}, "only one of RANK and WORLD_SIZE"),
+    ],
+)
+def test_launch_variables_that_do_not_fit_are_named(env, says, monkeypatch):
+    from utils import distributed
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=says):
+        distributed.init_distributed()
+
+
+def test_an_error_is_printed_once_for_two_ranks_and_the_exit_is_not_zero(tmp_path):
+    result = shell("torchrun --nproc_per_node 2 recipes/finetune.py --dataset nowhere.jsonl")
+    assert result.returncode == 1  # torchrun's own, whatever its workers exit with
+    assert result.stderr.count("error: ") == 1
+    assert "error: nowhere.jsonl" in result.stderr
+    result = shell("torchrun --nproc_per_node 2 recipes/finetune.py --learing_rate 1")
+    assert result.stderr.count("error: ") == 1
+    assert "--learing_rate" in result.stderr
+    assert result.returncode == 1

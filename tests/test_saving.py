@@ -1,0 +1,654 @@
+"""Every rank writes its own bytes of the folder. Alone: `.venv/bin/python -m pytest tests/test_saving.py`
+
+A plain model stands beside each sharded one as the reference: what is saved must equal it, tensor by tensor,
+bit for bit, and load with plain from_pretrained.
+"""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny import tiny_config, tiny_model, tiny_tokenizer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from utils import hf_format
+from utils.errors import ConfigError
+from utils.hf_format import Piece, TensorInfo, check_output_folder, local_box, save_model
+from utils.model_folder import open_weights
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def dense_pieces(model: nn.Module, dtype=FP32, kept_in_fp32=()) -> list[Piece]:
+    """Every parameter is one tensor of the checkpoint; tied ones are stored once."""
+    pieces = []
+    for name, parameter in model.named_parameters():
+        wanted = FP32 if any(part in name for part in kept_in_fp32) else dtype
+        info = TensorInfo(Path("source"), wanted, tuple(parameter.shape))
+        pieces.append(Piece(name, info, name, (0,) * parameter.ndim, info.shape))
+    return pieces
+
+
+def expert_pieces(model: nn.Module, dtype=FP32) -> list[Piece]:
+    """As dense_pieces; but gate_up_proj and down_proj, which hold all experts, are one tensor per expert on disk."""
+    pieces = []
+    for piece in dense_pieces(model, dtype):
+        if ".experts." not in piece.param:
+            pieces.append(piece)
+            continue
+        prefix = piece.param.rsplit(".", 1)[0]
+        parts = ("gate_proj", "up_proj") if piece.param.endswith("gate_up_proj") else ("down_proj",)
+        experts, rows, columns = piece.shape
+        rows //= len(parts)
+        for expert in range(experts):
+            for j, part in enumerate(parts):
+                info = TensorInfo(Path("source"), dtype, (rows, columns))
+                at, shape = (expert, j * rows, 0), (1, rows, columns)
+                pieces.append(Piece(f"{prefix}.{expert}.{part}.weight", info, piece.param, at, shape))
+    return pieces
+
+
+def sharded(model: nn.Module, mesh=None) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def saved(
+    world, out, kind="llama", replicate=1, dtype=FP32, experts=False, changes=(), kept_in_fp32=(), **options
+):
+    """Shard a seeded model, save it, and return the error if there is one."""
+    model = tiny_model(kind, **dict(changes))
+    make = expert_pieces if experts else dense_pieces
+    pieces = make(model, dtype) if experts else make(model, dtype, kept_in_fp32)
+    mesh = None
+    if replicate > 1:
+        sizes = (replicate, world.size // replicate)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    model = sharded(model, mesh)
+    try:
+        save_model(out, model, pieces, world, **options)
+    except ConfigError as error:
+        return str(error), error.agreed
+    return None
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    ids = torch.arange(24).reshape(2, 12) * 37 % 1003
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_same_tensors(found: dict, expected: dict) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+# --- what is saved ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_saved_folder_loads_with_equal_logits(tmp_path, ranks):
+    """1003 rows divide by none of these; three layers and 64-wide norms leave uneven shards."""
+    out = tmp_path / "run" / "model"
+    assert run_ranks(saved, ranks, out) == [None] * ranks
+    reference = tiny_model("llama")
+    assert_same_tensors(tensors(out), dict(reference.named_parameters()))
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == FP32
+    assert torch.equal(logits(model), logits(reference))
+    assert sorted(os.listdir(out.parent)) == ["model"]
+
+
+def test_tensors_with_fewer_rows_than_ranks_are_saved_whole(tmp_path):
+    """(2, 64) key projections and a vocabulary of 3 on 4 ranks: some hold nothing."""
+    changes = {"vocab_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
+    assert run_ranks(saved, 4, tmp_path / "model", "llama", 1, FP32, False, changes) == [None] * 4
+    assert_same_tensors(tensors(tmp_path / "model"), dict(tiny_model("llama", **changes).named_parameters()))
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    assert run_ranks(saved, 2, tmp_path / "model", "qwen2") == [None] * 2
+    assert "lm_head.weight" not in tensors(tmp_path / "model")
+    reference = tiny_model("qwen2")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(reference))
+
+
+def test_bf16_file_is_the_fp32_master_cast_once(tmp_path):
+    assert run_ranks(saved, 3, tmp_path / "model", "llama", 1, BF16) == [None] * 3
+    expected = {name: value.to(BF16) for name, value in tiny_model("llama").named_parameters()}
+    assert_same_tensors(tensors(tmp_path / "model"), expected)
+    assert AutoConfig.from_pretrained(tmp_path / "model").dtype == BF16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == BF16
+
+
+def keep_norms(world, out, **options):
+    return saved(world, out, dtype=BF16, kept_in_fp32=("norm",), **options)
+
+
+def override(world, out):
+    return keep_norms(world, out, save_dtype=torch.float16)
+
+
+def test_tensors_that_the_source_keeps_in_fp32_stay_fp32(tmp_path):
+    assert run_ranks(keep_norms, 2, tmp_path / "model") == [None] * 2
+    reference = dict(tiny_model("llama").named_parameters())
+    mixed = {name: value if "norm" in name else value.to(BF16) for name, value in reference.items()}
+    assert_same_tensors(tensors(tmp_path / "model"), mixed)
+    assert AutoConfig.from_pretrained(tmp_path / "model").dtype == BF16
+    assert run_ranks(override, 2, tmp_path / "model") == [None] * 2
+    assert_same_tensors(tensors(tmp_path / "model"), {name: v.half() for name, v in reference.items()})
+
+
+def in_files(world, out, max_file_bytes):
+    return saved(world, out, max_file_bytes=max_file_bytes)
+
+
+def test_large_models_go_to_several_files_with_an_index(tmp_path):
+    out = tmp_path / "model"
+    assert run_ranks(in_files, 2, out, 3e5) == [None] * 2
+    names = sorted(file.name for file in out.glob("*.safetensors"))
+    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    reference = tiny_model("llama")
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in reference.parameters())
+    assert sorted(set(index["weight_map"].values())) == names
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(reference))
+    # A second save with another limit leaves no file of the first.
+    assert run_ranks(in_files, 2, out, 5e9) == [None] * 2
+    assert [file.name for file in out.glob("model*")] == ["model.safetensors"]
+
+
+def test_bytes_are_those_that_safetensors_itself_would_accept(tmp_path):
+    run_ranks(keep_norms, 2, tmp_path / "model")
+    with open(tmp_path / "model" / "model.safetensors", "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    assert length % 8 == 0
+    assert header.pop("__metadata__") == {"format": "pt"}
+    width = {"F32": 4, "BF16": 2}
+    assert all(entry["data_offsets"][0] % width[entry["dtype"]] == 0 for entry in header.values())
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(header)
+
+
+def count_writes(world, out):
+    """How many bytes this rank wrote of an HSDP 2x2 model."""
+    written = []
+    original = hf_format.write_chunks
+    hf_format.write_chunks = lambda *args: written.append(original(*args)) or written[-1]
+    try:
+        error = saved(world, out, replicate=2)
+    finally:
+        hf_format.write_chunks = original
+    return error, sum(written)
+
+
+def test_hsdp_writes_each_byte_once(tmp_path):
+    results = run_ranks(count_writes, 4, tmp_path / "model")
+    assert [error for error, _ in results] == [None] * 4
+    reference = tiny_model("llama")
+    assert_same_tensors(tensors(tmp_path / "model"), dict(reference.named_parameters()))
+    written = [count for _, count in results]
+    assert written[2:] == [0, 0]  # the second replica
+    assert sum(written) == sum(p.numel() * 4 for p in reference.parameters())
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "mixtral"), (4, "qwen3_moe")])
+def test_experts_are_saved_one_tensor_each(tmp_path, ranks, kind):
+    """Five experts on four ranks: torch.chunk gives 2, 2, 1 and 0."""
+    assert run_ranks(saved, ranks, tmp_path / "model", kind, 1, FP32, True) == [None] * ranks
+    found = tensors(tmp_path / "model")
+    for name, value in tiny_model(kind).named_parameters():
+        if ".experts." not in name:
+            assert torch.equal(found.pop(name), value)
+            continue
+        prefix = name.rsplit(".", 1)[0]
+        parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for expert in range(len(value)):
+            made = [found.pop(f"{prefix}.{expert}.{part}.weight") for part in parts]
+            assert torch.equal(torch.cat(made), value[expert])
+    assert not found
+
+
+class TwoWays(nn.Module):
+    """A model of one matrix (6, 10), a scalar and an integer buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = tiny_config("llama")
+        self.matrix = nn.Parameter(torch.randn(6, 10))
+        self.scalar = nn.Parameter(torch.tensor(2.5))
+        self.register_buffer("count", torch.tensor([3, 4]))
+
+
+def save_two_ways(world, out):
+    model = TwoWays()
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mesh = init_device_mesh("cpu", (world.size,))
+    model.matrix = nn.Parameter(distribute_tensor(model.matrix.detach(), mesh, [Shard(1)]))
+    pieces = [
+        Piece(
+            name,
+            TensorInfo(Path("s"), tensor.dtype, tuple(tensor.shape)),
+            name,
+            (0,) * tensor.ndim,
+            tensor.shape,
+        )
+        for name, tensor in whole.items()
+    ]
+    save_model(out, model, pieces, world, save_dtype=torch.float64)
+    return whole
+
+
+def test_columns_scalars_plain_tensors_and_integers_are_saved(tmp_path):
+    """A shard of columns is not one run of bytes: it is written row by row."""
+    whole = run_ranks(save_two_ways, 3, tmp_path / "model")[0]
+    expected = {name: t.double() if t.is_floating_point() else t for name, t in whole.items()}
+    assert_same_tensors(tensors(tmp_path / "model"), expected)
+
+
+# --- which part is mine -------------------------------------------------------------------------------------
+
+
+def boxes(world):
+    """local_box of a (5, 4) matrix on this rank, for each way to place it."""
+    whole = torch.arange(20.0).reshape(5, 4)
+    piece = Piece("w", TensorInfo(Path("s"), FP32, (2, 4)), "w", (2, 0), (2, 4))
+    line = init_device_mesh("cpu", (world.size,))
+    plane = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for mesh, placements in (
+        (line, [Shard(0)]),
+        (plane, [hf_format.Replicate(), Shard(0)]),
+        (line, [Shard(1)]),
+    ):
+        matrix = distribute_tensor(whole, mesh, placements)
+        box = local_box(matrix, piece)
+        found.append(box)
+        if box:
+            assert torch.equal(matrix.to_local()[box[0]], whole[2:4][box[1]])
+    strided = DTensor.from_local(torch.zeros(1, 4), plane, [_StridedShard(0, split_factor=2), Shard(0)])
+    try:
+        found.append(local_box(strided, piece))
+    except AssertionError as error:
+        found.append(str(error))
+    return found
+
+
+def test_local_box_is_the_overlap_of_shard_and_piece():
+    """Rows 2 and 3 of 5; on 4 ranks torch.chunk gives rows 0-1, 2-3, 4 and none."""
+    results = run_ranks(boxes, 4)
+    rows = slice(0, 4)
+    by_row = [None, ((slice(0, 2), rows), (slice(0, 2), rows)), None, None]
+    assert [result[0] for result in results] == by_row
+    high, low = ((slice(2, 3), rows), (slice(0, 1), rows)), ((slice(0, 1), rows), (slice(1, 2), rows))
+    assert [result[1] for result in results] == [high, low, high, low]  # rows 0-2 and 3-4, twice
+    assert all(
+        result[2] == ((slice(2, 4), slice(0, 1)), (slice(0, 2), slice(i, i + 1)))
+        for i, result in enumerate(results)
+    )
+    assert all(
+        result[3].startswith(f"w: a shard by {(_StridedShard(0, split_factor=2), Shard(0))}")
+        for result in results
+    )
+
+
+def test_plain_tensor_is_one_shard():
+    whole = Piece("w", TensorInfo(Path("s"), FP32, (5, 4)), "w", (0, 0), (5, 4))
+    everything = (slice(0, 5), slice(0, 4))
+    assert local_box(torch.zeros(5, 4), whole) == (everything, everything)
+    scalar = Piece("s", TensorInfo(Path("s"), FP32, ()), "s", (), ())
+    assert local_box(torch.tensor(1.0), scalar) == ((), ())
+
+
+# --- what comes beside the weights --------------------------------------------------------------------------
+
+
+def with_tokenizer(world, out, source):
+    tokenizer = tiny_tokenizer() if world.rank == 0 else None
+    return saved(world, out, tokenizer=tokenizer, eos_ids=[4, 2], source=source)
+
+
+def test_folder_is_complete(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    # Published folders hold settings that transformers refuses to save; and more files than are needed.
+    published = {"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": 2, "made_up": 1}
+    (source / "generation_config.json").write_text(json.dumps(published))
+    for name in ("modeling_mine.py", "LICENSE", "model.safetensors", "trainer_state.json"):
+        (source / name).write_text(name)
+    assert run_ranks(with_tokenizer, 2, out, source) == [None] * 2
+    generation = GenerationConfig.from_pretrained(out)
+    assert generation.eos_token_id == [2, 4]
+    assert generation.temperature == 0.6
+    config = AutoConfig.from_pretrained(out)
+    assert config.architectures == ["LlamaForCausalLM"]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.chat_template == tiny_tokenizer().chat_template
+    assert tokenizer("hello")["input_ids"] == tiny_tokenizer()("hello")["input_ids"]
+    assert (out / "modeling_mine.py").exists()
+    assert (out / "LICENSE").exists()
+    assert not (out / "trainer_state.json").exists()
+    assert len(open_weights(out)) == len(list(tiny_model("llama").parameters()))
+
+
+def test_generation_config_comes_from_the_model_without_a_source(tmp_path):
+    assert run_ranks(saved, 2, tmp_path / "model") == [None] * 2
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [2]
+
+
+# --- complete or absent -------------------------------------------------------------------------------------
+
+
+def state_of(folder: Path) -> dict:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_new_model_replaces_the_old_one_whole(tmp_path):
+    out = tmp_path / "model"
+    run_ranks(keep_norms, 2, out)
+    (out / "stale.txt").touch()
+    assert run_ranks(saved, 2, out) == [None] * 2
+    assert_same_tensors(tensors(out), dict(tiny_model("llama").named_parameters()))
+    assert not (out / "stale.txt").exists()
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_leftovers_of_this_folder_alone_are_removed_with_a_line(tmp_path, capsys):
+    theirs = [".tmp_model_final_0123abcd", ".tmp_model_x", ".tmp_step_00000005_0123abcd"]
+    for name in [".tmp_model_0123abcd", *theirs]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    hf_format._remove_siblings(tmp_path / "model", ".tmp")
+    assert sorted(os.listdir(tmp_path)) == theirs
+    left = tmp_path / ".tmp_model_0123abcd"
+    assert capsys.readouterr().out == f"removed {left}, which a run that died left behind\n"
+
+
+def killed(world, out, point, calls):
+    """Rank 0 is killed with SIGKILL at the given call of os.<point>."""
+    original, count = getattr(os, point), iter(range(1, 1000))
+
+    def kill_at(*args):
+        if world.rank == 0 and next(count) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(os, point, kill_at)
+    return saved(world, out)
+
+
+@pytest.mark.parametrize(
+    ("point", "calls"), [("truncate", 1), ("pwritev", 5), ("preadv", 5), ("rename", 1), ("rename", 2)]
+)
+def test_killed_save_leaves_no_half_model_and_the_next_one_succeeds(tmp_path, point, calls):
+    """Row 11. At the second rename the old model is aside and the new one not yet there: absent, not half."""
+    out = tmp_path / "model"
+    run_ranks(keep_norms, 2, out)
+    before = state_of(out)
+    with pytest.raises(AssertionError, match="the process died"):
+        run_ranks(killed, 2, out, point, calls)
+    visible = [name for name in os.listdir(tmp_path) if not name.startswith(".")]
+    if (point, calls) == ("rename", 2):
+        assert visible == []
+        aside = next(tmp_path.glob(".old_model_*"))
+        assert state_of(aside) == before
+    else:
+        assert visible == ["model"]
+        assert state_of(out) == before
+    assert run_ranks(saved, 2, out) == [None] * 2
+    assert_same_tensors(tensors(out), dict(tiny_model("llama").named_parameters()))
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def limited_files(world, out):
+    """Save while this process may write no file beyond 64 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        return saved(world, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def one_rank_limited(world, out):
+    return limited_files(world, out) if world.rank == 1 else saved(world, out)
+
+
+@pytest.mark.parametrize("fault", [limited_files, one_rank_limited])
+def test_failed_write_keeps_the_old_model_and_all_ranks_say_so(tmp_path, fault):
+    out = tmp_path / "model"
+    run_ranks(keep_norms, 2, out)
+    before = state_of(out)
+    errors = run_ranks(fault, 2, out)
+    assert errors[0] == errors[1]
+    text, agreed = errors[0]
+    assert agreed
+    assert os.strerror(errno.EFBIG) in text
+    assert text.startswith("rank 1: ") == (fault is one_rank_limited)
+    assert "\n" not in text
+    assert state_of(out) == before
+    assert os.listdir(tmp_path) == ["model"]
+    assert run_ranks(saved, 2, out) == [None] * 2
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MiB; only root can make one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill_up_then_write(world, out, free_bytes):
+    """The disk fills after the space was checked: in the middle of the weights."""
+    original = hf_format._check_space
+    filler = out.parent / "filler"
+
+    def check_then_fill(folder, needed_bytes):
+        original(folder, needed_bytes)
+        disk = os.statvfs(folder)
+        filler.write_bytes(b"0" * (disk.f_bavail * disk.f_frsize - free_bytes))
+
+    hf_format._check_space = check_then_fill
+    try:
+        return saved(world, out, tokenizer=tiny_tokenizer())
+    finally:
+        hf_format._check_space = original
+
+
+@pytest.mark.parametrize(
+    "free_bytes", [2**17, 2**13]
+)  # full within the weights; within the tokenizer's files
+def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk, free_bytes):
+    """Row 20: found before anything is written where possible, else from the write that fails."""
+    out = small_disk / "model"
+    changes = {"vocab_size": 103}
+    run_ranks(saved, 2, out, "llama", 1, BF16, False, changes)
+    before = state_of(out)
+    text, agreed = run_ranks(saved, 2, out, "llama", 1, FP32, False, {"hidden_size": 256})[0]
+    assert agreed
+    assert "need 0.0" in text
+    assert "have 0.0" in text
+    errors = run_ranks(fill_up_then_write, 2, out, free_bytes)
+    assert "no space left" in errors[0][0]
+    assert "\n" not in errors[0][0]
+    assert errors[0] == errors[1]
+    (small_disk / "filler").unlink()
+    assert state_of(out) == before
+    assert os.listdir(small_disk) == ["model"]
+
+
+def flip_before_verifying(world, out):
+    """Flip one bit on disk between writing and reading back."""
+    original = hf_format.verify_chunks
+
+    def flip_then_verify(folder, chunks):
+        if world.rank == 1:
+            with open(folder / "model.safetensors", "r+b") as file:
+                file.seek(-5, os.SEEK_END)
+                byte = file.read(1)[0]
+                file.seek(-5, os.SEEK_END)
+                file.write(bytes([byte ^ 1]))
+        return original(folder, chunks)
+
+    hf_format.verify_chunks = flip_then_verify
+    try:
+        return saved(world, out)
+    finally:
+        hf_format.verify_chunks = original
+
+
+def test_flipped_bit_on_disk_is_found_before_the_model_is_published(tmp_path):
+    errors = run_ranks(flip_before_verifying, 2, tmp_path / "model")
+    text, agreed = errors[0]
+    assert agreed
+    assert text.startswith("rank 1: ")
+    assert "reads back other than it was written" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_save_refuses_the_source_and_folders_that_are_no_models(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "notes.txt").write_text("keep me")
+    (tmp_path / "link").symlink_to(source)
+    for out in (source, tmp_path / "link", source / "model"):
+        text, _ = run_ranks(save_from, 2, out, source)[0]
+        assert "is the folder that the model is read from" in text
+    text, _ = run_ranks(saved, 2, source)[0]
+    assert "is no model folder" in text
+    assert os.listdir(source) == ["notes.txt"]
+
+
+def save_from(world, out, source):
+    return saved(world, out, source=source)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def peak_above_shards(world, out):
+    """Peak of this process's memory while saving, above what it held before, in MiB."""
+    changes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4001}
+    model = tiny_model("llama", **changes)
+    pieces = dense_pieces(model, BF16)
+    total = sum(p.numel() * 2 for p in model.parameters()) / 2**20
+    largest = max(p.numel() * 2 for p in model.parameters()) / 2**20
+    model = sharded(model)
+    save_model(out, model, pieces, world)  # once before, so that what is allocated once is there
+    held = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
+    save_model(out, model, pieces, world)
+    return total, largest, memory("VmHWM") - held
+
+
+def memory(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def test_no_rank_holds_the_model_while_saving(tmp_path):
+    """Files are written, not mapped, so the page cache does not count."""
+    for total, largest, peak in run_ranks(peak_above_shards, 2, tmp_path / "model"):
+        assert total > 8 * largest
+        assert peak < 2 * largest + 2
+
+
+# --- the act `plan` -----------------------------------------------------------------------------------------
+
+
+def checked(world, out_dir, source=None, needed_bytes=0):
+    out_dir = out_dir.format(rank=world.rank) if isinstance(out_dir, str) else out_dir
+    try:
+        check_output_folder(Path(out_dir), source, world, needed_bytes)
+    except ConfigError as error:
+        return str(error), error.agreed
+    return None
+
+
+def test_output_folder_is_made_and_left_clean(tmp_path):
+    assert run_ranks(checked, 3, tmp_path / "a" / "b") == [None] * 3
+    assert run_ranks(checked, 3, tmp_path / "a" / "b") == [None] * 3
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_output_folders_that_cannot_work_are_refused_without_litter(tmp_path):
+    """Rows 22, 23 and 89."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").touch()
+    (tmp_path / "other" / "model").mkdir(parents=True)
+    (tmp_path / "other" / "model" / "thesis.txt").touch()
+    before = sorted(tmp_path.rglob("*"))
+    source = tmp_path / "run" / "model"
+    cases = [
+        (tmp_path / "file", None, 0, "File exists"),
+        (tmp_path / "file" / "x" / "y", None, 0, "Not a directory"),
+        (tmp_path / "loop", None, 0, "File exists"),
+        (tmp_path / "loop" / "x", None, 0, "symbolic links"),
+        (Path("/proc/x/y"), None, 0, "/proc/x"),
+        (tmp_path / ("n" * 300), None, 0, "too long"),
+        (source, source, 0, "read from"),
+        (tmp_path / "run", source, 0, "read from"),
+        (tmp_path / "other", None, 0, "is no model folder"),
+        (tmp_path / "new" / "run", None, 2**60, "need 1073741824.000 GiB"),
+    ]
+    for out_dir, model, needed_bytes, words in cases:
+        errors = run_ranks(checked, 2, out_dir, model, needed_bytes)
+        assert errors[0] == errors[1]
+        text, agreed = errors[0]
+        assert words in text
+        assert "(fix: " in text
+        assert "\n" not in text
+        assert agreed
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_read_only_output_is_refused(small_disk):
+    """Row 22; chmod does not stop root, a mount does."""
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for out_dir in (small_disk, small_disk / "new" / "run"):
+        assert "Read-only" in run_ranks(checked, 2, out_dir)[0][0]
+
+
+def test_ranks_that_see_another_folder_are_named(tmp_path):
+    for name in ("disk0", "disk1", "disk2"):
+        (tmp_path / name).mkdir()
+    text, agreed = run_ranks(checked, 3, str(tmp_path / "disk{rank}" / "run"))[1]
+    assert agreed
+    assert text.startswith("rank 1: ")
+    assert "rank 2: " in text
+    assert "rank 0: " not in text
+    assert [list(disk.iterdir()) for disk in sorted(tmp_path.iterdir())] == [[], [], []]

@@ -1,0 +1,311 @@
+"""Chat templates and the loss mask. Alone: .venv/bin/python -m pytest tests/test_tokens.py
+
+The templates are those of the models named, in the shape that their tokenizers ship; the tokenizers are
+trained here.
+"""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from utils.errors import ConfigError
+from utils.tokens import IGNORE, encode_chat, end_of_turn_ids, load_tokenizer, pad_id
+
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+]
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+QWEN = (
+    "{%- if messages[0]['role'] == 'system' %}\n    "
+    "{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}\n{%- else %}\n    "
+    "{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}\n{%- endif %}\n"
+    '{%- for message in messages %}\n    {%- if (message.role == "user") or (message.role == '
+    '"system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}'
+    "\n        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}\n    "
+    "{%- endif %}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n' }}\n"
+    "{%- endif %}\n"
+)
+GEMMA = (
+    "{{ '<s>' }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}"
+    "{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+)
+LLAMA2 = (  # the system turn goes inside the first user turn; spaces around the answer
+    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
+    "{% set system = messages[0]['content'] %}{% else %}{% set rest = messages %}{% set system = false %}"
+    "{% endif %}{% for message in rest %}{% if loop.index0 == 0 and system != false %}"
+    "{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}{% else %}"
+    "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ message['content'] + eos_token + ' ' }}{% else %}"
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
+    "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
+    "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+SHIPPED = {  # name: (template, end-of-turn token, strips contents, has system turns)
+    "llama3": (LLAMA3, "<|eot_id|>", True, True),
+    "qwen2.5": (QWEN, "<|im_end|>", False, True),
+    "gemma": (GEMMA, "<end_of_turn>", True, False),
+    "llama2": (LLAMA2, "</s>", True, True),
+    "mistral": (MISTRAL, "</s>", False, False),
+    "zephyr": (ZEPHYR, "</s>", False, True),
+}
+BUILT_IN = {"plain": "</s>", "chatml": "<|im_end|>", "alpaca": "</s>"}
+TALK = [
+    {"role": "system", "content": "Answer in one word."},
+    {"role": "user", "content": "Say blue. No, say: blue"},  # quotes the answer, twice, before it comes
+    {"role": "assistant", "content": "blue"},
+    {"role": "user", "content": "assistant\nblue\n\n  And  the sea?"},
+    {"role": "assistant", "content": " \n Grün, 蓝 😀 ...\n\nblue  "},
+]
+TEXT = [message["content"] for message in TALK] + ["system user assistant model [INST] [/INST] ### Response:"]
+
+
+def byte_level(trim_offsets: bool):
+    """The kind of Llama 3, Qwen and GPT-2. Trimmed offsets leave out a token's leading spaces."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    backend.train_from_iterator(TEXT * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def metaspace():
+    """The kind of Llama 2, Gemma and Mistral: sentencepiece with bytes for unknown characters; adds BOS by
+    itself.
+    """
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend.train_from_iterator(
+        [text.replace("\n", " ").replace("蓝", "") for text in TEXT] * 3,
+        trainers.BpeTrainer(vocab_size=420, special_tokens=pieces),
+    )
+    backend.add_special_tokens(SPECIAL)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module", params=["byte level", "byte level, trimmed", "metaspace"])
+def tokenizer(request):
+    return metaspace() if request.param == "metaspace" else byte_level("trimmed" in request.param)
+
+
+def taught_texts(tokenizer, ids, labels) -> list[str]:
+    """The taught tokens as text, one piece for each uninterrupted run of them."""
+    runs = [[]]
+    for token, label in zip(ids, labels, strict=True):
+        assert label in (token, IGNORE)
+        if label != IGNORE:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def saved(tokenizer, folder, template=None):
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_taught_is_each_answer_and_its_end_token(tokenizer, name):
+    template, end, strips, has_system = SHIPPED[name]
+    tokenizer.chat_template = template
+    talk = TALK if has_system else TALK[1:]
+    ids, labels = encode_chat(tokenizer, talk)
+    assert ids == tokenizer.apply_chat_template(talk, tokenize=True)["input_ids"]
+    answers = [m["content"].strip() if strips else m["content"] for m in talk if m["role"] == "assistant"]
+    space = " " if name == "llama2" else ""  # it writes one before the end token, so that is taught too
+    lead = [" ", ""] if name == "llama2" else [""]
+    for taught, answer in zip(taught_texts(tokenizer, ids, labels), answers, strict=True):
+        assert taught in [before + answer + space + end for before in lead]
+    assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids(end)}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_templates_teach_answers_and_render_bos_once(tokenizer, tmp_path, name):
+    plain = name == "plain"
+    loaded = load_tokenizer(saved(tokenizer, tmp_path), chat_template="" if plain else name)
+    assert loaded.template_name == f"built-in {name}"
+    ids, labels = encode_chat(loaded, TALK)
+    assert ids == loaded.apply_chat_template(TALK, tokenize=True)["input_ids"]
+    answers = [message["content"] for message in TALK if message["role"] == "assistant"]
+    assert taught_texts(loaded, ids, labels) == [answer + BUILT_IN[name] for answer in answers]
+    adds_bos = loaded("a").input_ids[0] == loaded.bos_token_id
+    assert ids.count(loaded.bos_token_id) == adds_bos
+    assert len(loaded) == len(tokenizer)  # no token was added
+    prompt = loaded.apply_chat_template(TALK[:-1], add_generation_prompt=True, tokenize=False)
+    assert loaded.apply_chat_template(TALK, tokenize=False).startswith(prompt)
+
+
+def test_alpaca_is_worded_like_alpaca(tmp_path):
+    loaded = load_tokenizer(saved(byte_level(True), tmp_path), chat_template="alpaca")
+    talk = [{"role": "user", "content": "Add.\n\n1 and 2"}, {"role": "assistant", "content": "3"}]
+    assert loaded.apply_chat_template(talk, tokenize=False) == (
+        "Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nAdd.\n\n1 and 2\n\n### Response:\n3</s>"
+    )
+
+
+def test_generation_marks_teach_what_the_search_teaches(tokenizer):
+    start, end = "{% generation %}", "{% endgeneration %}"
+    marked = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        + start
+        + "{{ m.content + '<|im_end|>' }}"
+        + end
+        + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    tokenizer.chat_template = marked
+    talk = [{"role": m["role"], "content": m["content"].strip()} for m in TALK]
+    ids, labels = encode_chat(tokenizer, talk)
+    theirs = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    assert [label != IGNORE for label in labels] == list(map(bool, theirs["assistant_masks"]))
+    tokenizer.chat_template = marked.replace(start, "").replace(end, "")
+    assert encode_chat(tokenizer, talk) == (ids, labels)
+    # Marks around the words alone: the end token follows directly, and is taught as well.
+    tokenizer.chat_template = marked.replace("+ '<|im_end|>' }}" + end, "}}" + end + "<|im_end|>")
+    assert encode_chat(tokenizer, talk) == (ids, labels)
+
+
+def test_marks_that_start_with_a_space_are_not_lost(tokenizer):
+    """transformers' own mask gives up here: no token claims the space when offsets are trimmed."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ ' ' + m.content }}{% endgeneration %}{{ eos_token }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    ids, labels = encode_chat(tokenizer, TALK)
+    assert taught_texts(tokenizer, ids, labels) == [
+        f" {TALK[2]['content']}</s>",
+        f" {TALK[4]['content']}</s>",
+    ]
+
+
+def test_a_template_without_an_end_token_teaches_the_words_alone(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
+    )
+    ids, labels = encode_chat(tokenizer, TALK[:3])
+    assert end_of_turn_ids(tokenizer) == set()
+    assert taught_texts(tokenizer, ids, labels)[0].strip() == "blue"
+
+
+def test_a_template_that_rewrites_contents_is_refused():
+    tokenizer = byte_level(True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('no')[-1] + eos_token }}{% endfor %}"
+    assert encode_chat(tokenizer, TALK)  # none of these contents is split
+    with pytest.raises(ValueError, match="rewrites the contents.*{% generation %}"):
+        encode_chat(tokenizer, [TALK[1], {"role": "assistant", "content": "now"}])
+
+
+def test_a_template_that_refuses_a_role_is_named_with_it():
+    tokenizer = byte_level(True)
+    tokenizer.chat_template, tokenizer.template_name = GEMMA, "gemma.jinja"
+    with pytest.raises(ValueError, match="gemma.jinja cannot render system: System role not supported"):
+        encode_chat(tokenizer, TALK)
+
+
+def test_a_template_file_is_used_and_a_broken_one_refused(tmp_path):
+    folder = saved(byte_level(True), tmp_path / "model", template=QWEN)
+    assert (
+        load_tokenizer(folder).chat_template == QWEN.rstrip("\n")
+        or load_tokenizer(folder).chat_template == QWEN
+    )
+    file = tmp_path / "mine.jinja"
+    file.write_text(ZEPHYR)
+    tokenizer = load_tokenizer(folder, chat_template=str(file))
+    assert tokenizer.chat_template == ZEPHYR
+    assert tokenizer.template_name == str(file)
+    for text in ["{% for m in messages %}", "{{ messages[0].nothing.at_all }}", "{{ ''.__class__.__mro__ }}"]:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="mine.jinja"):
+            load_tokenizer(folder, chat_template=str(file))
+    with pytest.raises(ConfigError, match="no_such.*give a file, chatml or alpaca"):
+        load_tokenizer(folder, chat_template="no_such")
+
+
+def test_chatml_needs_its_tokens_in_the_vocabulary(tmp_path):
+    backend = Tokenizer(models.BPE())
+    backend.train_from_iterator(["a b"], trainers.BpeTrainer(special_tokens=["</s>"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    with pytest.raises(ConfigError, match=r"<\|im_start\|> is not in the tokenizer's vocabulary"):
+        load_tokenizer(saved(tokenizer, tmp_path), chat_template="chatml")
+
+
+def test_pad_is_the_pad_token_else_the_end_of_text_else_zero():
+    tokenizer = byte_level(True)
+    assert pad_id(tokenizer) == tokenizer.eos_token_id
+    tokenizer.pad_token = "<|im_end|>"
+    assert pad_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.pad_token = tokenizer.eos_token = None
+    assert pad_id(tokenizer) == 0
+
+
+def test_damaged_tokenizers_are_named_in_one_line(tmp_path):
+    def refusal(name, files):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        with pytest.raises(ConfigError) as refused:
+            load_tokenizer(folder)
+        message = str(refused.value)
+        assert str(folder) in message
+        assert "\n" not in message
+        return message
+
+    saved(byte_level(True), tmp_path / "good")
+    good = (tmp_path / "good" / "tokenizer.json").read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+    assert "no tokenizer here" in refusal("nothing", {})
+    assert "no tokenizer here" in refusal("gpt2", {"config.json": b'{"model_type": "gpt2"}'})
+    assert "tokenizer.json cannot be read" in refusal("cut", {"tokenizer.json": good[: len(good) // 2]})
+    assert "tokenizer.model is a git-lfs pointer" in refusal("pointer", {"tokenizer.model": pointer})
+    assert "tokenizer.model cannot be read" in refusal("wrong", {"tokenizer.model": b"\x08\x01" * 40})
+    with pytest.raises(ConfigError, match="no tokenizer here"):
+        load_tokenizer(tmp_path / "no_such_folder")

@@ -1,0 +1,252 @@
+"""Flat dataclass <- YAML <- flags; strict names and types; --help from the comments.
+
+A recipe declares each setting once: `name: type = default  # meaning`. A comment that stands alone after a
+blank line opens a group; comment lines directly above a field belong to it, before the one at its line's end.
+Types: str, int, float, bool and Literal of strings. A Literal that means something when its flag stands alone
+says so: `field(default="none", metadata={"bare": "8bit"})`.
+
+fire is the surface, with its traps closed. Left alone it turns `--model 1e5`, `a,b` or `foo#bar` into other
+things, keeps the last of two equal flags, starts a Python prompt on `-- --interactive`, and finds a mistyped
+flag only after main has run. Here a command line is understood completely, or refused, before main starts.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import io
+import math
+import re
+import sys
+import textwrap
+import tokenize
+import typing
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import fire
+import yaml
+from fire.decorators import SetParseFns
+
+from .errors import ConfigError, check, rank
+
+SWITCH = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
+# What transformers' Trainer calls our settings, for "did you mean".
+TRAINER = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "max_length": "seq_len",
+           "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "grad_accum",
+           "model_name_or_path": "model", "max_grad_norm": "clip_norm"}  # fmt: skip
+
+
+def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
+    """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
+
+    aliases names a module beside this one that knows another project's flags; it is imported only for a flag
+    that `cls` lacks, and may be absent. Its translate(name, text, kinds) answers None, or (settings, implied,
+    note): texts of our settings by name, None for a flag that stands alone; more of them, which hold unless
+    they are set elsewhere; a line for the user.
+    Raises ConfigError. On --help prints help_text(cls) and exits with 0.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if {"--help", "-h"} & set(argv):
+        print(help_text(cls) if rank() == 0 else "", end="")
+        sys.exit(0)
+    kinds = _kinds(cls) | {"config": (str, None)}
+    written, implied, notes = {}, {}, []  # written, implied: name -> (flag as the user wrote it, text)
+    for flag, name, text in _flags(argv):
+        settings = {name: text}
+        if name not in kinds:
+            settings, weak, note = _translate(aliases, name, text, kinds)
+            check(note, f"unknown flag {_shown(flag)} ({_near(name, kinds, '--')})")
+            implied |= {key: (flag, value) for key, value in weak.items()}
+            notes.append(note)
+        for key, value in settings.items():
+            if key in written:
+                raise ConfigError(f"--{key} is given twice ({written[key][0]}, {flag}): write it once")
+            value = kinds[key][1] if value is None else value
+            check(value is not None, f"{flag} needs a value; one that starts with - as {flag}=VALUE")
+            written[key] = (flag, value)
+    from_file = _read_yaml(_kinds(cls), written.pop("config")[1]) if "config" in written else {}
+    values = _fire(kinds, implied) | from_file | _fire(kinds, written)
+    for note in notes if rank() == 0 else []:
+        print(note, flush=True)
+    return cls(**values)
+
+
+def load_config(cls: type, path: str | Path):
+    """An instance of `cls` from the flat YAML file `path`; what the file leaves out has its default."""
+    return cls(**_read_yaml(_kinds(cls), str(path)))
+
+
+def save_config(cfg: object, path: str | Path) -> None:
+    """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
+    lines = []
+    for group, members in _described(type(cfg)).items():
+        lines.append(f"\n# {group}")
+        for field, comment in members:
+            value = getattr(cfg, field.name)
+            quote = '"' if isinstance(value, str) else None  # every YAML reader leaves "no" and "1e5" alone
+            text = yaml.safe_dump(value, default_style=quote, width=math.inf, allow_unicode=True)
+            lines.append(f"{field.name}: {text.splitlines()[0]}" + f"  # {comment}" * bool(comment))
+    temporary = Path(path).with_name(f".tmp_{Path(path).name}")
+    temporary.write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def help_text(cls: type) -> str:
+    """The recipe's docstring, then its flags by group: values, meaning, default."""
+    lines, kinds = [(sys.modules[cls.__module__].__doc__ or "").strip()], _kinds(cls)
+    for group, members in _described(cls).items():
+        lines.append(f"\n{group}")
+        for field, comment in members:
+            kind, alone = kinds[field.name]
+            values = "true|false" if kind is bool else "|".join(typing.get_args(kind)) or kind.__name__
+            flag = f"--{field.name} {values}" if alone is None else f"--{field.name} [{values}]"
+            default = str(field.default).lower() if kind is bool else field.default
+            lines.append(f"  {flag:34}  {comment} (default: {'empty' if default == '' else default})")
+    lines.append(f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n")
+    return "\n".join(lines)
+
+
+def _kinds(cls: type) -> dict[str, tuple[type, str | None]]:
+    """Each setting's type, and the text that its flag means where it stands alone (None: it may not)."""
+    kinds = {}
+    for field in dataclasses.fields(cls):
+        kind = typing.get_type_hints(cls)[field.name]
+        kinds[field.name] = (kind, "true" if kind is bool else field.metadata.get("bare"))
+    return kinds
+
+
+def _flags(argv: list[str]) -> Iterator[tuple[str, str, str | None]]:
+    """(flag as written, its name, its text or None) of each flag. Words that fire misreads are refused."""
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        check(word not in ("-", "--"), f"a lone {word} has no meaning: every setting is written --name value")
+        check(FLAG.match(word), f"'{_shown(word)}' belongs to no flag: every setting is written --name value")
+        flag, equals, text = word.partition("=")
+        if not equals:
+            text = words.pop(0) if words and not FLAG.match(words[0]) else None
+        # -lr and ---lr keep their dashes and are unknown: fire takes -l for the one flag that starts with l.
+        yield flag, flag[2:].replace("-", "_") if re.match(r"--\w", flag) else flag, text
+
+
+def _translate(aliases: str, name: str, text: str | None, kinds: dict) -> tuple[dict, dict, str]:
+    try:
+        translate = importlib.import_module(f".{aliases}", __package__).translate if aliases else None
+    except ModuleNotFoundError:  # a copy may do without
+        translate = None
+    return translate and translate(name, text, kinds) or ({}, {}, "")
+
+
+def _fire(kinds: dict, flags: dict[str, tuple[str, str]]) -> dict:
+    """Values from (flag as written, text) by name; fire calls our reader in place of guessing a type."""
+    values = {}
+
+    def collect(**typed):
+        values.update(typed)
+
+    readers = {name: partial(_read, *kinds[name], flag) for name, (flag, _) in flags.items()}
+    command = [f"--{name}={text}" for name, (_, text) in flags.items()]
+    fire.Fire(SetParseFns(**readers)(collect), command=command)
+    return values
+
+
+def _read(kind: type, alone: str | None, where: str, text: str) -> str | int | float | bool:
+    """`text` as a value of its type, strictly. `where` is the flag, or the line and key of a file."""
+    check("\0" not in text, f"{where} cannot hold a NUL character: {_shown(text)}")
+    if kind is bool:
+        check(text.lower() in SWITCH, f"{where} takes true or false, not '{_shown(text)}'")
+        return SWITCH[text.lower()]
+    # int() and float() would read 1_000, fullwidth digits, spaces, nan, and numbers that fit nowhere.
+    if kind is int:
+        number = re.fullmatch("[+-]?(0|[1-9][0-9]{0,17})", text)
+        check(number, f"{where} takes a whole number in plain digits such as 1000, not '{_shown(text)}'")
+        return int(text)
+    if kind is float:
+        number = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
+        finite = number and math.isfinite(float(text))
+        check(finite, f"{where} takes a finite number such as 0.001 or 1e-3, not '{_shown(text)}'")
+        return float(text)
+    choices = typing.get_args(kind)
+    if alone and text not in choices and SWITCH.get(text.lower()):
+        return alone
+    check(kind is str or text in choices, f"{where} takes one of {', '.join(choices)}; not '{_shown(text)}'")
+    return text
+
+
+def _read_yaml(kinds: dict, path: str) -> dict:
+    """The settings of a flat YAML file. Only its text counts: nothing is constructed, and YAML's own readings
+    (no as False, 1e-4 as text, 010 as 8) never come into play.
+    """
+    file, shown = Path(path), _shown(path)
+    try:
+        root = yaml.compose(file.read_text("utf-8-sig"), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        at = f"{shown}:{error.problem_mark.line + 1}"
+        raise ConfigError(f"{at}: {error.problem}; write `name: value` lines, without tabs") from None
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        beside = [p.name for p in file.parent.glob("*")] if not file.exists() else []
+        near = difflib.get_close_matches(file.name, beside, 1)
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        hint = f" (did you mean {_shown(str(file.with_name(near[0])))}?)" if near else ""
+        raise ConfigError(f"config file {shown}: {reason}{hint}") from None
+    check(root is None or isinstance(root, yaml.MappingNode), f"{shown}: expected lines such as `lr: 1e-4`")
+    values = {}
+    for key, node in root.value if root else []:
+        name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a list"
+        at = f"{shown}:{key.start_mark.line + 1}: {_shown(name)}"
+        check(name in kinds, f"{at} is no setting ({_near(name, kinds)})")
+        check(name not in values, f"{at} is set twice: write it once")
+        check(isinstance(node, yaml.ScalarNode), f"{at} takes one value, not a list or a mapping")
+        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        plain = tag in ("str", "int", "float", "bool", "timestamp")
+        check(plain, f'{at} takes a plain value, not {_shown(tag)}; the empty text is ""')
+        values[name] = _read(*kinds[name], at, node.value)
+    return values
+
+
+def _near(name: str, kinds: dict, dashes: str = "") -> str:
+    """What the user may have meant by an unknown name."""
+    name = name.strip("-").replace("-", "_").lower()
+    positive = re.sub("^no_?", "", name)
+    if kinds.get(positive, (str,))[0] is bool:
+        return f"did you mean {dashes}{positive} false?"
+    names = {key: key for key in kinds} | {theirs: key for theirs, key in TRAINER.items() if key in kinds}
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {dashes}{names[near[0]]}?" if near else "--help lists them all"
+
+
+def _shown(text: str) -> str:
+    """Text fit for a message of one line."""
+    return repr(text)[1:-1] if len(text) < 200 else repr(text[:60])[1:-1] + "..."
+
+
+def _described(cls: type) -> dict[str, list[tuple[dataclasses.Field, str]]]:
+    """The fields of `cls` and their comments by group, read from its source."""
+    fields, groups = {f.name: f for f in dataclasses.fields(cls)}, {}
+    group, comments, name, alone = "Flags", [], "", True  # alone: nothing stands right above
+    for token in tokenize.generate_tokens(io.StringIO(textwrap.dedent(inspect.getsource(cls))).readline):
+        if token.type == tokenize.COMMENT and alone and not name:
+            group, alone = token.string.lstrip("# "), False
+        elif token.type == tokenize.COMMENT:
+            comments.append(token.string.lstrip("# "))
+        elif token.type == tokenize.NL and not token.line.strip():
+            alone = True
+        elif token.type == tokenize.NEWLINE:  # ends a statement, which may be a field
+            if name in fields:
+                groups.setdefault(group, []).append((fields[name], " ".join(comments)))
+            alone, name, comments = name not in fields, "", []
+        elif token.type == tokenize.NAME and not name:
+            name = token.string
+    return groups

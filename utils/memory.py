@@ -1,0 +1,49 @@
+"""Estimate bytes by part: so far the states, what a rank holds for the whole run, exact from meta shapes."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def estimate_states(model: nn.Module, shards: int, rank: int = 0) -> States:
+    """Bytes on rank `rank` when every parameter is cut along dim 0 over `shards` ranks, as FSDP2 cuts it.
+
+    They follow from the parameters' shapes and dtypes, so the model may be on meta, sharded or not. Rows
+    are dealt as torch.chunk does, ceil(rows / shards) each until there are none left: rank 0 is the fullest,
+    and FSDP2 pads weights and gradients to its size on every rank. AdamW keeps two moments of each trainable
+    row, in the parameter's dtype. Frozen parameters have neither; a tied weight counts once.
+    """
+    weights = gradients = optimizer = 0
+    for parameter in model.parameters():
+        rows, row_bytes = parameter.shape[0], parameter[0].numel() * parameter.element_size()
+        most = -(-rows // shards)
+        mine = min(most, max(0, rows - rank * most))
+        weights += most * row_bytes
+        if parameter.requires_grad:
+            gradients += most * row_bytes
+            optimizer += 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
+    return States(weights, gradients, optimizer)
+
+
+def plan_lines(states: States) -> list[str]:
+    """The estimate as the plan prints it."""
+    parts = " + ".join(f"{name} {size / GIB:.3f}" for name, size in vars(states).items())
+    return [
+        f"memory of the fullest rank, states only: {parts} = {states.total / GIB:.3f} GiB",
+        "  (not counted yet: activations, logits, gathered layers, whole gradients while they accumulate)",
+    ]
