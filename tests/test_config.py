@@ -460,6 +460,19 @@ def test_a_saved_config_explains_itself(tmp_path):
     assert lines.index("# How") > lines.index("warmup: -1")
 
 
+def test_a_path_is_saved_as_text(tmp_path):
+    save_config(Config(model=tmp_path), tmp_path / "config.yaml")
+    assert load_config(Config, tmp_path / "config.yaml").model == str(tmp_path)
+
+
+def test_no_field_is_lost_where_the_source_does_not_show_it(tmp_path):
+    typed_at_a_prompt = dataclasses.make_dataclass("Config", [("steps", int, 0)])
+    for cfg in WithLora(lora_rank=4, steps=2), typed_at_a_prompt(3):
+        save_config(cfg, tmp_path / "config.yaml")
+        assert load_config(type(cfg), tmp_path / "config.yaml") == cfg
+        assert "--steps int" in help_text(type(cfg))
+
+
 def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
     save_config(Config(steps=1), tmp_path / "config.yaml")
     (tmp_path / ".tmp_config.yaml").mkdir()

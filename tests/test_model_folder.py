@@ -186,6 +186,16 @@ def test_hugging_face_cache_is_read_through_its_links(sharded, tmp_path):
     assert len(open_weights(snapshot)) == 7
 
 
+def test_a_neighbour_called_blobs_is_outside_unless_this_is_the_cache(sharded, tmp_path):
+    folder = tmp_path / "models" / "mine"
+    folder.parent.mkdir()
+    sharded.rename(folder)
+    (tmp_path / "blobs").mkdir()
+    shutil.move(folder / B, tmp_path / "blobs" / B)
+    (folder / B).symlink_to(tmp_path / "blobs" / B)
+    assert "leads out of the folder" in refusal(open_weights, folder)
+
+
 def test_folder_may_itself_be_a_link(sharded, tmp_path):
     (tmp_path / "here").symlink_to(sharded)
     assert len(open_weights(tmp_path / "here")) == 7

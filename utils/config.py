@@ -31,16 +31,7 @@ from fire.decorators import SetParseFns
 
 from .errors import ConfigError, check, rank
 
-SWITCH = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
 # What transformers' Trainer calls our settings, for "did you mean".
 TRAINER = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "max_length": "seq_len",
@@ -52,9 +43,9 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
     aliases names a module beside this one that knows another project's flags; it is imported only for a flag
-    that `cls` lacks, and may be absent. Its translate(name, text, kinds) answers None, or (settings, implied,
-    note): texts of our settings by name, None for a flag that stands alone; more of them, which hold unless
-    they are set elsewhere; a line for the user.
+    that `cls` lacks, and may be absent. Its translate(name, text, kinds) returns (settings, implied, note):
+    texts of our settings by name, None for a flag that stands alone; more of them, which hold unless they are
+    set elsewhere; a line for the user, empty for a flag that it does not know either.
     Raises ConfigError. On --help prints help_text(cls) and exits with 0.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -95,6 +86,7 @@ def save_config(cfg: object, path: str | Path) -> None:
         lines.append(f"\n# {group}")
         for field, comment in members:
             value = getattr(cfg, field.name)
+            value = str(value) if isinstance(value, Path) else value
             quote = '"' if isinstance(value, str) else None  # every YAML reader leaves "no" and "1e5" alone
             text = yaml.safe_dump(value, default_style=quote, width=math.inf, allow_unicode=True)
             lines.append(f"{field.name}: {text.splitlines()[0]}" + f"  # {comment}" * bool(comment))
@@ -235,8 +227,12 @@ def _shown(text: str) -> str:
 def _described(cls: type) -> dict[str, list[tuple[dataclasses.Field, str]]]:
     """The fields of `cls` and their comments by group, read from its source."""
     fields, groups = {f.name: f for f in dataclasses.fields(cls)}, {}
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):  # a class typed at a prompt has none
+        source = ""
     group, comments, name, alone = "Flags", [], "", True  # alone: nothing stands right above
-    for token in tokenize.generate_tokens(io.StringIO(textwrap.dedent(inspect.getsource(cls))).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and alone and not name:
             group, alone = token.string.lstrip("# "), False
         elif token.type == tokenize.COMMENT:
@@ -244,9 +240,11 @@ def _described(cls: type) -> dict[str, list[tuple[dataclasses.Field, str]]]:
         elif token.type == tokenize.NL and not token.line.strip():
             alone = True
         elif token.type == tokenize.NEWLINE:  # ends a statement, which may be a field
-            if name in fields:
-                groups.setdefault(group, []).append((fields[name], " ".join(comments)))
-            alone, name, comments = name not in fields, "", []
+            field = fields.pop(name, None)
+            if field:
+                groups.setdefault(group, []).append((field, " ".join(comments)))
+            alone, name, comments = field is None, "", []
         elif token.type == tokenize.NAME and not name:
             name = token.string
-    return groups
+    inherited = [(field, "") for field in fields.values()]
+    return groups | ({"Also": inherited} if inherited else {})

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, check
+from .errors import ConfigError, check, say
 
 START_TIMEOUT = timedelta(minutes=10)  # a rank may read and tokenize data while the others wait
 
@@ -78,7 +78,7 @@ def stop_distributed() -> None:
 def print0(*parts: object) -> None:
     """Print on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(*parts, flush=True)
+        say(*parts)
 
 
 def gather(world: World, value: object) -> list:

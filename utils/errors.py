@@ -36,7 +36,17 @@ def act(name: str) -> None:
     global _act
     _act = name
     if rank() == 0:
-        print(f"--- {name}", flush=True)
+        say(f"--- {name}")
+
+
+def say(*parts: object) -> None:
+    """Print a line to stdout. If who read it has gone (`| head`, a closed terminal), the run goes on in
+    silence.
+    """
+    try:
+        print(*parts, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -71,11 +81,11 @@ def rank() -> int:
 def _print_once(message: str, agreed: bool = False) -> None:
     by = ""
     if rank() != 0:
-        if agreed:
-            return
         # Rank 0 most likely says the same, and torchrun ends this process when it has. Leaving first would
         # cut rank 0 short.
         time.sleep(5)
+        if agreed:
+            return
         by = f"rank {rank()}: "
     sys.stderr.write("".join(f"error: {by}{line}\n" for line in message.splitlines()))
     sys.stderr.flush()

@@ -31,7 +31,8 @@ def build_model(
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory.
 
-    attn: sdpa, flash_attention_2, eager; None lets transformers choose. Raises ConfigError where the model cannot.
+    attn: sdpa, flash_attention_2, eager; None lets transformers choose. Raises ConfigError where the model
+    cannot.
     """
     options = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": trust_remote_code}
     try:
@@ -51,7 +52,9 @@ def load_whole_model(
     attn: str | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """`--low_cpu_fsdp false`: transformers' own loader, the whole model in every rank's memory; shard it after."""
+    """`--low_cpu_fsdp false`: transformers' own loader, the whole model in every rank's memory; shard it
+    after.
+    """
     options = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": trust_remote_code}
     return AutoModelForCausalLM.from_pretrained(
         folder, config=config, use_safetensors=True, local_files_only=True, **options

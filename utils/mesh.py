@@ -7,8 +7,8 @@ from .errors import check
 
 
 def build_mesh(world: World, replicate: int = 1) -> DeviceMesh:
-    """A mesh with the axis `shard` (FSDP), or `replicate` and `shard` for HSDP: shards within a group of ranks,
-    copies across groups.
+    """A mesh with the axis `shard` (FSDP), or `replicate` and `shard` for HSDP: shards within a group of
+    ranks, copies across groups.
 
     On GPUs this is where NCCL and the CUDA context begin. Raises ConfigError where `replicate` does not fit.
     """

@@ -17,7 +17,9 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model"
 
 
 def find_output(output_dir: str, stem: str, world: World) -> Path | None:
-    """The folder named by --output_dir; after an elastic restart the newest output/STEM-NNN; else None: a new one."""
+    """The folder named by --output_dir; after an elastic restart the newest output/STEM-NNN; else None: a new
+    one.
+    """
     if output_dir:
         return Path(output_dir).absolute()
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -26,7 +28,9 @@ def find_output(output_dir: str, stem: str, world: World) -> Path | None:
 
 
 def claim_output(out: Path | None, stem: str, world: World) -> Path:
-    """Create the run folder on rank 0. None: the next free output/STEM-NNN, taken by making it, so no two runs share one."""
+    """Create the run folder on rank 0. None: the next free output/STEM-NNN, taken by making it, so no two
+    runs share one.
+    """
     with together(world):
         if world.rank == 0:
             try:
@@ -41,7 +45,8 @@ def claim_output(out: Path | None, stem: str, world: World) -> Path:
 def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
     """(checkpoint to continue from, its state), or (None, {}) for a fresh start.
 
-    resume: auto continues what `out` holds, none refuses an `out` that holds a run, else the path of a checkpoint.
+    resume: auto continues what `out` holds, none refuses an `out` that holds a run, else the path of a
+    checkpoint.
     """
     holds_run = out is not None and any((out / name).exists() for name in RUN_FILES)
     if resume == "none":
