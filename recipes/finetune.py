@@ -39,16 +39,9 @@ from utils.errors import ConfigError, act, check, report_errors
 from utils.hf_format import check_output_folder, save_model
 from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
-from utils.memory import estimate_states, plan_lines
+from utils.memory import estimate_states
 from utils.mesh import build_mesh, mesh_sentence
-from utils.metrics import (
-    RunLog,
-    check_trackers,
-    flops_per_token,
-    matmul_parameters,
-    peak_flops,
-    peak_memory_bytes,
-)
+from utils.metrics import RunLog, check_trackers, mfu, peak_memory_bytes
 from utils.model_folder import check_model_config, check_vocab, open_weights
 from utils.optim import build_optimizer, clip_gradients, learning_rate
 from utils.run_folder import (
@@ -161,6 +154,9 @@ def main(cfg: Config) -> Path:
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
         examples, held_out = read_data(cfg, tokenizer, world)
+        if cfg.low_cpu_fsdp:
+            model = build_model(config, torch.float32, cfg.attn, cfg.trust_remote_code)  # on meta, no memory
+            pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
     files = {"data": examples.fingerprint, "weights": sorted((n, i.shape) for n, i in weights.items())}
     same_on_all_ranks(world, files, "files")
     out = find_output(cfg.output_dir, "finetune", world)
@@ -168,45 +164,40 @@ def main(cfg: Config) -> Path:
         checkpoint, state = find_checkpoint(cfg.resume, out)
         finished = finished_steps(out)
         check_same_run(cfg, out, finished, state, examples.fingerprint)
-        global_batch = state.get("global_batch_size") or cfg.global_batch_size
-        global_batch, micro_batches = divide_global_batch(
-            global_batch, cfg.batch_size, cfg.grad_accum, world.size
-        )
+        wanted = state.get("global_batch_size") or cfg.global_batch_size
+        sizes = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
         return out
+    global_batch, micro_batches = sizes
     shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
     loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     out = claim_output(out, "finetune", world)
-    check_output_folder(out, folder, world)
+    model_bytes = sum(math.prod(info.shape) * info.dtype.itemsize for info in weights.values())
+    check_output_folder(out, folder, world, needed_bytes=model_bytes)
     if world.rank == 0:
         keep_config(cfg, out, state)
-    print0(f"model     {cfg.model}: {config.architectures[0]}, {len(weights)} tensors")
+    plain = "" if tokenizer.template_name != "built-in plain" else "; no chat template: plain text"
+    print0(f"model     {cfg.model}: {config.architectures[0]}, {len(weights)} tensors{plain}")
     print0(f"data      {cfg.dataset}: {examples.summary()}")
-    print0(
-        f"held out  {held_out.summary()}" if held_out else "held out  nothing (--eval_dataset, --eval_share)"
-    )
+    print0(f"held out  {held_out.summary() if held_out else 'nothing: see --eval_dataset, --eval_share'}")
     print0(f"ranks     {mesh_sentence(world)}")
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
-    print0(f"output    {out}" + (f", continuing from {checkpoint.name}" if checkpoint else ""))
+    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
 
-    # --- build: on meta, structure only ---------------------------------------------------------------
+    # --- build: the structure that is trained ---------------------------------------------------------
     act("build")
-    attn = None if cfg.attn == "auto" else cfg.attn
-    with together(world):
-        if cfg.low_cpu_fsdp:
-            model = build_model(config, torch.float32, attn, cfg.trust_remote_code)
-        else:
-            model = load_whole_model(folder, config, torch.float32, attn, cfg.trust_remote_code)
+    if not cfg.low_cpu_fsdp:
+        model = load_whole_model(folder, config, torch.float32, cfg.attn, cfg.trust_remote_code)
         pieces = plan_pieces(model, weights, folder)
     add_chunked_loss(model)
     states = estimate_states(model, world.size)
-    print0("\n".join(plan_lines(states)))
     print0(f"compute   {cfg.dtype} over fp32 weights, attention {model.config._attn_implementation}")
+    print0(states.sentence())
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     act("shard")
@@ -229,8 +220,6 @@ def main(cfg: Config) -> Path:
     # --- data: which rows this rank sees, and when -----------------------------------------------------
     act("data")
     eval_loader = held_out and GlobalBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
-    flops = flops_per_token(config, cfg.seq_len, matmul_parameters(model))
-    peak_flops_per_second = (peak_flops(world.device) or 0) * world.size
 
     # --- resume: weights, optimizer and position, exactly ---------------------------------------------
     act("resume")
@@ -269,7 +258,7 @@ def main(cfg: Config) -> Path:
         log.step(
             step=done, loss=loss, grad_norm=grad_norm, lr=lr, taught_tokens=int(taught), tokens=int(tokens),
             seconds=seconds, tokens_per_second=tokens / seconds, peak_memory_gib=peak / 2**30,
-            mfu=tokens / seconds * flops / peak_flops_per_second if peak_flops_per_second else None,
+            mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
         )  # fmt: skip
         if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
             one_epoch = (b for k in range(eval_loader.per_epoch) for b in eval_loader.batches(k))

@@ -88,7 +88,8 @@ if __name__ == "__main__":
     plain = plain_path()
     for path in sorted(everything(), key=lambda p: (p not in plain, p)):
         print(
-            f"{lines_of_code(path):6}  {path.relative_to(ROOT)}{'' if path in plain else '  (not on the plain path)'}"
+            f"{lines_of_code(path):6}  {path.relative_to(ROOT)}",
+            "" if path in plain else "(not on the plain path)",
         )
     print(f"{sum(map(lines_of_code, plain)):6}  the plain path (at most {PLAIN})")
     print(f"{sum(map(lines_of_code, everything())):6}  recipes/ and utils/ together (at most {ALL})")

@@ -495,8 +495,8 @@ def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk):
     assert agreed
     assert "need 0.0" in text
     assert "have 0.0" in text
-    for free_bytes in (2**17, 2**13):  # full in the middle of the weights; of the tokenizer's files
-        errors = run_ranks(fill_up_then_write, 2, out, free_bytes)
+    for pages in (1, 2, 3, 4, 5, 6, 8, 32):  # full in the headers, the configs, the tokenizer, the weights
+        errors = run_ranks(fill_up_then_write, 2, out, pages * 4096)
         assert "no space left" in errors[0][0]
         assert "\n" not in errors[0][0]
         assert errors[0] == errors[1]

@@ -58,7 +58,7 @@ def tiny_config(kind: str, **changes):
 
 
 def tiny_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> torch.nn.Module:
-    """A model with seeded random weights, larger than the initialization's so that its logits say something."""
+    """A model with seeded random weights, larger than usual so that its logits differ."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def tiny_model_folder(
 
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

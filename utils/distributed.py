@@ -133,7 +133,7 @@ def host_name() -> str:
 
 
 def same_on_all_ranks(world: World, values: dict, what: str) -> None:
-    """Raise ConfigError on all ranks unless every rank has the same values; names the first key that differs."""
+    """Raise ConfigError on all ranks unless every rank has the same values; name the first that differs."""
     seen = gather(world, values)
     for rank, other in enumerate(seen):
         for key in values:

@@ -21,44 +21,48 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from .errors import ConfigError, check
-from .hf_format import Piece, TensorInfo, local_box
+from .hf_format import Piece, local_box
+from .model_folder import TensorInfo, first_five
 
 Tensors = dict[str, torch.Tensor]
 
 
 def build_model(
-    config: PretrainedConfig, dtype: torch.dtype, attn: str | None = None, trust_remote_code: bool = False
+    config: PretrainedConfig, dtype: torch.dtype, attn: str = "auto", trust_remote_code: bool = False
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory.
 
     attn: sdpa, flash_attention_2, eager; None lets transformers choose. Raises ConfigError where the model
     cannot.
     """
-    options = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": trust_remote_code}
+    options = _options(dtype, attn, trust_remote_code)
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **options)
     except (ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{config.model_type} cannot be built with --attn {attn or 'auto'}: {reason}"
-        ) from None
+        raise ConfigError(f"{config.model_type} cannot be built with --attn {attn}: {reason}") from None
 
 
 def load_whole_model(
     folder: Path,
     config: PretrainedConfig,
     dtype: torch.dtype,
-    attn: str | None = None,
+    attn: str = "auto",
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """`--low_cpu_fsdp false`: transformers' own loader, the whole model in every rank's memory; shard it
     after.
     """
-    options = {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": trust_remote_code}
+    options = _options(dtype, attn, trust_remote_code)
     return AutoModelForCausalLM.from_pretrained(
         folder, config=config, use_safetensors=True, local_files_only=True, **options
     )
+
+
+def _options(dtype: torch.dtype, attn: str, trust_remote_code: bool) -> dict:
+    attn = None if attn == "auto" else attn
+    return {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": trust_remote_code}
 
 
 def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) -> list[Piece]:
@@ -101,14 +105,9 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
         if covered[name] > tensor.numel():
             repeated.append(name)
     wrong = {"lacks": missing, "has unknown": extra, "has misshapen": misshapen, "repeats": repeated}
-    for what, names in wrong.items():
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        wrong[what] = names and f"{what} {', '.join(names[:5])}{more}"
-    if any(wrong.values()):
-        problems = "; ".join(text for text in wrong.values() if text)
-        raise ConfigError(
-            f"{folder}: the weights {problems} (fix: weights and config.json of one and the same model)"
-        )
+    problems = "; ".join(f"{what} {first_five(names)}" for what, names in wrong.items() if names)
+    fix = "weights and config.json of one and the same model"
+    check(not problems, f"{folder}: the weights {problems} (fix: {fix})")
     return pieces
 
 
@@ -175,8 +174,6 @@ def _expert_box(
     known = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
     if not known or number is None or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in kinds)
-        raise ConfigError(
-            f"{folder}: {name} is stored in a layout that this version cannot cut into slices: {steps}"
-        )
+        raise ConfigError(f"{folder}: {name} is stored in a layout that cannot be cut into slices: {steps}")
     at = (int(number[1]), converter.source_patterns.index(pattern) * info.shape[0], 0)
     return at, (1, *info.shape)

@@ -19,6 +19,14 @@ class States:
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
+    def sentence(self) -> str:
+        """What the plan prints."""
+        parts = " + ".join(f"{name} {size / GIB:.3f}" for name, size in vars(self).items())
+        return (
+            f"memory    {parts} = {self.total / GIB:.3f} GiB on the fullest rank; "
+            "states only: activations and gathered layers come on top"
+        )
+
 
 def estimate_states(model: nn.Module, shards: int, rank: int = 0) -> States:
     """Bytes on rank `rank` when every parameter is cut along dim 0 over `shards` ranks, as FSDP2 cuts it.
@@ -38,12 +46,3 @@ def estimate_states(model: nn.Module, shards: int, rank: int = 0) -> States:
             gradients += most * row_bytes
             optimizer += 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
     return States(weights, gradients, optimizer)
-
-
-def plan_lines(states: States) -> list[str]:
-    """The estimate as the plan prints it."""
-    parts = " + ".join(f"{name} {size / GIB:.3f}" for name, size in vars(states).items())
-    return [
-        f"memory of the fullest rank, states only: {parts} = {states.total / GIB:.3f} GiB",
-        "  (not counted yet: activations, logits, gathered layers, whole gradients while they accumulate)",
-    ]

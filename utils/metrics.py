@@ -114,6 +114,16 @@ def check_trackers(tensorboard: bool, wandb: bool) -> None:
         check(not wanted or (spec and spec.origin), f"--{name} needs a package (fix: pip install {name})")
 
 
+def mfu(model: nn.Module, seq_len: int, tokens_per_second: float, device: torch.device, ranks: int):
+    """Model FLOPs utilization: the share of `ranks` devices' peak that training tokens at this speed takes.
+
+    None where the device's peak is not known.
+    """
+    peak = peak_flops(device)
+    flops = flops_per_token(model.config, seq_len, matmul_parameters(model)) if peak else 0.0
+    return tokens_per_second * flops / (peak * ranks) if peak else None
+
+
 def matmul_parameters(model: nn.Module) -> int:
     """Parameters that a token is multiplied with: matrices, with the head, without the embedding table.
 

@@ -64,10 +64,8 @@ def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
         complete = (
             found.is_dir() and newest_checkpoint(found.parent) is not None and (found / "state.json").exists()
         )
-        check(
-            complete,
-            f"--resume {resume}: there is no complete checkpoint (fix: a folder like OUT/checkpoints/step_00000500)",
-        )
+        fix = "a folder like OUT/checkpoints/step_00000500"
+        check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
     return (found, read_state(found)) if found else (None, {})
 
 
