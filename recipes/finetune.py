@@ -41,17 +41,10 @@ from utils.loading import build_model, load_pieces, load_whole_model, plan_piece
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
 from utils.memory import estimate_states
 from utils.mesh import build_mesh, mesh_sentence
-from utils.metrics import RunLog, check_trackers, mfu, peak_memory_bytes
+from utils.metrics import RunLog, mfu, peak_memory_bytes
 from utils.model_folder import check_model_config, check_vocab, open_weights
 from utils.optim import build_optimizer, clip_gradients, learning_rate
-from utils.run_folder import (
-    claim_output,
-    differences,
-    find_checkpoint,
-    find_output,
-    finished_steps,
-    write_plan,
-)
+from utils.run_folder import claim_output, differences, find_checkpoint, find_output, finished_at, write_plan
 from utils.sharding import shard_model, sync_gradients
 from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
 
@@ -89,26 +82,18 @@ class Config:
     seed: int = 0  # order of the data, dropout
 
     # How
-    dtype: Literal["auto", "bf16", "fp32"] = (
-        "auto"  # compute dtype over fp32 weights; auto: bf16 on a GPU that has it
-    )
-    low_cpu_fsdp: bool = (
-        True  # each rank reads only its own shards; false: the whole model on every rank first
-    )
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
+    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model on every rank
     sync_each_microbatch: bool = False  # reduce gradients in every micro-batch: less memory, more traffic
     pin_memory: bool = True  # copy batches to a GPU from page-locked memory; nothing to do on a CPU
 
     # Where
     output_dir: str = ""  # run folder; empty: the next free output/finetune-NNN
-    resume: str = (
-        "auto"  # auto: continue what --output_dir holds; none: refuse such a folder; or a checkpoint
-    )
+    resume: str = "auto"  # auto: go on with what --output_dir holds; none: refuse that; or a checkpoint
     save_every: int = 500  # steps between checkpoints; 0: none
     keep: int = 2  # newest checkpoints that stay; 0: all
     save_model: bool = True  # write OUT/model at the end
-    save_dtype: Literal["original", "bf16", "fp32"] = (
-        "original"  # dtype of OUT/model; original: the checkpoint's
-    )
+    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
     log_every: int = 1  # steps between console lines
     tensorboard: bool = False  # also log to OUT/tensorboard
     wandb: bool = False  # also log to Weights & Biases
@@ -120,10 +105,7 @@ class Config:
                 smallest = least.get(name, 0)
                 check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
-        check(
-            self.eval_share < 1,
-            f"--eval_share {self.eval_share} leaves nothing to train on (fix: --eval_share 0.02)",
-        )
+        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         both = self.eval_dataset and self.eval_share
         check(not both, "--eval_dataset and --eval_share both name the held-out rows (fix: give one)")
         here = (TINY / "config.json").exists()
@@ -162,7 +144,7 @@ def main(cfg: Config) -> Path:
     out = find_output(cfg.output_dir, "finetune", world)
     with together(world):
         checkpoint, state = find_checkpoint(cfg.resume, out)
-        finished = finished_steps(out)
+        finished = finished_at(out)
         check_same_run(cfg, out, finished, state, examples.fingerprint)
         wanted = state.get("global_batch_size") or cfg.global_batch_size
         sizes = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
@@ -299,15 +281,17 @@ def settle(cfg: Config, world: World) -> Config:
     if cfg.dtype == "auto":
         cfg = replace(cfg, dtype="bf16" if has_bf16 else "fp32")
     device = torch.cuda.get_device_name(world.device) if cuda else "the CPU"
-    check(
-        cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {device} has no bf16 (fix: --dtype fp32)"
-    )
+    can = cfg.dtype != "bf16" or has_bf16 or not cuda
+    check(can, f"--dtype bf16: {device} has no bf16 (fix: --dtype fp32)")
     if cfg.attn == "flash_attention_2":
         check(cuda, f"--attn flash_attention_2 does not run on {device} (fix: --attn sdpa)")
         installed = transformers.utils.is_flash_attn_2_available()
         check(installed, "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)")
         check(cfg.dtype == "bf16", "--attn flash_attention_2 computes in 16 bit (fix: --dtype bf16)")
-    check_trackers(cfg.tensorboard, cfg.wandb)
+    if cfg.tensorboard or cfg.wandb:
+        from utils.trackers import check_trackers
+
+        check_trackers(cfg.tensorboard, cfg.wandb)
     return cfg
 
 
@@ -334,18 +318,14 @@ def check_same_run(cfg: Config, out: Path | None, finished: int, state: dict, da
     if finished:
         saved = load_config(Config, out / "config.yaml")
         changed = differences(asdict(saved), asdict(cfg), but=("resume", "log_every"))
-        check(
-            not changed,
-            f"{out} holds a finished run with other settings: {changed} (fix: another --output_dir)",
-        )
+        what = f"{out} holds a finished run with other settings: {changed}"
+        check(not changed, f"{what} (fix: another --output_dir)")
     now = {"data": data, "seed": cfg.seed, "global_batch_size": cfg.global_batch_size}
     if state and not cfg.global_batch_size:
         now.pop("global_batch_size")  # the checkpoint says it
     changed = differences(state, now) if state else ""
-    check(
-        not changed,
-        f"the checkpoint is of another run: {changed} (fix: the same flags and data, or --resume none)",
-    )
+    fix = "the same flags and data, or another --output_dir"
+    check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
 
 
 def keep_config(cfg: Config, out: Path, state: dict) -> None:
@@ -367,9 +347,7 @@ def stop_if_not_finite(step, loss, grad_norm, losses, batches, world) -> None:
     mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
     found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]
     where = "; ".join(found) or "every loss is finite, a gradient is not"
-    text = (
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); this step has changed no weight"
-    )
+    text = f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); no weight was changed"
     raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
 
 

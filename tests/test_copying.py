@@ -11,7 +11,13 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 
 NOTHING = shutil.ignore_patterns("__pycache__")
-OPTIONAL = ("hub.py", "llama_recipes.py")  # what the plain path does not import
+OPTIONAL = (
+    "hub",
+    "llama_recipes",
+    "templates",
+    "diagnose",
+    "trackers",
+)  # what the plain path does not import
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def test_a_flat_copy_beside_its_own_utils_though_the_parent_has_other_utils(tmp_
 def test_a_renamed_folder_and_one_sed_without_the_optional_files(tmp_path, flags):
     shutil.copytree(ROOT / "utils", tmp_path / "fsdp_utils", ignore=NOTHING)
     for name in OPTIONAL:
-        (tmp_path / "fsdp_utils" / name).unlink()
+        (tmp_path / "fsdp_utils" / f"{name}.py").unlink()
     text = (ROOT / "recipes" / "finetune.py").read_text().replace("from utils.", "from fsdp_utils.")
     (tmp_path / "train.py").write_text(text)
     trains("train.py", flags, tmp_path)

@@ -22,7 +22,6 @@ from utils.errors import ConfigError
 from utils.memory import States, estimate_states
 from utils.metrics import (
     RunLog,
-    check_trackers,
     flops_per_token,
     matmul_parameters,
     peak_flops,
@@ -31,6 +30,7 @@ from utils.metrics import (
 )
 from utils.optim import build_optimizer
 from utils.sharding import shard_model
+from utils.trackers import check_trackers
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-4, "taught_tokens": 99, "tokens_per_second": 12345.6}

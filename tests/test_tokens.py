@@ -305,7 +305,7 @@ def test_damaged_tokenizers_are_named_in_one_line(tmp_path):
     assert "no tokenizer here" in refusal("nothing", {})
     assert "no tokenizer here" in refusal("gpt2", {"config.json": b'{"model_type": "gpt2"}'})
     assert "tokenizer.json cannot be read" in refusal("cut", {"tokenizer.json": good[: len(good) // 2]})
-    assert "tokenizer.model is a git-lfs pointer" in refusal("pointer", {"tokenizer.model": pointer})
+    assert "tokenizer.model: a git-lfs pointer" in refusal("pointer", {"tokenizer.model": pointer})
     assert "tokenizer.model cannot be read" in refusal("wrong", {"tokenizer.model": b"\x08\x01" * 40})
     with pytest.raises(ConfigError, match="no tokenizer here"):
         load_tokenizer(tmp_path / "no_such_folder")

@@ -4,12 +4,10 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 [k G, (k + 1) G) of the epoch's permutation, however many ranks and micro-batches share it (house.md, §2).
 """
 
-import difflib
 import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import stat
 from array import array
@@ -59,9 +57,8 @@ class Examples:
         taught = sum(label != IGNORE for item in self.items for label in item.labels)
         notes = [f"{self.truncated:,} cut at --seq_len"] if self.truncated else []
         notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
-        return ", ".join(
-            [f"{len(self.items):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught", *notes]
-        )
+        head = f"{len(self.items):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught"
+        return ", ".join([head, *notes])
 
 
 # --- files -> rows
@@ -110,13 +107,14 @@ def _check_file(path: Path) -> None:
         with path.open("rb") as file:
             head = file.read(100).lstrip()
     except OSError as error:
-        names = os.listdir(path.parent) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, set(names) - {path.name}, n=1)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
-        raise ConfigError(f"{path}: {error.strerror}{hint}") from None
-    lfs = head.startswith(b"version https://git-lfs")
-    check(not lfs, f"{path}:1: a git-lfs pointer, not the data; run `git lfs pull` in its folder")
-    check(not head.startswith(b"<"), f"{path}:1: a page of HTML, not JSON; download the file itself")
+        from .diagnose import did_you_mean
+
+        raise ConfigError(f"{path}: {error.strerror}{did_you_mean(path)}") from None
+    if head[:1] not in (b"[", b"{", b""):
+        from .diagnose import impostor
+
+        what = impostor(head)
+        check(not what, f"{path}:1: {what}")
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
@@ -127,9 +125,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
                 continue
             where = f"{path}:{number}"
             if number == 1 and (line.strip() == b"{" or line.startswith(b"[")):
-                raise ConfigError(
-                    f"{where}: not one object a line; an array of objects belongs in a .json file"
-                )
+                raise ConfigError(f"{where}: not one object a line; an array belongs in a .json file")
             try:
                 yield where, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except ValueError as error:
@@ -187,9 +183,8 @@ def _number(text: str) -> int | float:
     return number if set(text) & set(".eE") else int(text)
 
 
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_float=_number, parse_int=_number, parse_constant=_number
-)
+_NUMBERS = dict.fromkeys(("parse_float", "parse_int", "parse_constant"), _number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, **_NUMBERS)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -202,9 +197,7 @@ def _raise_all(errors: list[str]) -> None:
 # --- rows -> examples
 
 
-def load_examples(
-    path: str | Path, tokenizer, seq_len: int, max_rows: int = 0, progress: bool = False
-) -> Examples:
+def load_examples(path, tokenizer, seq_len: int, max_rows: int = 0, progress: bool = False) -> Examples:
     """The rows of a file as token ids and labels. `progress`: a bar, if standard error is a terminal.
 
     A longer row is cut at seq_len tokens; one in which nothing taught is left is dropped and counted.
@@ -243,20 +236,15 @@ def split_by_hash(examples: Examples, share: float) -> tuple[Examples, Examples]
     for item in examples.items:
         point = int.from_bytes(hashlib.sha256(item.ids.tobytes()).digest()[:8], "little") / 2**64  # [0, 1)
         (held_out if point < share else train).append(item)
-    check(
-        train and held_out,
-        f"--eval_share {share} of {len(examples.items)} examples holds out {len(held_out)} and trains on "
-        f"{len(train)}; choose another share, or name an --eval_dataset",
-    )
+    split = f"--eval_share {share} holds out {len(held_out)} of {len(examples.items)} examples"
+    check(train and held_out, f"{split}; choose another share, or name an --eval_dataset")
     return Examples(train, examples.dropped, truncated=examples.truncated), Examples(held_out)
 
 
 # --- examples -> global batches
 
 
-def divide_global_batch(
-    global_batch_size: int, batch_size: int, grad_accum: int, ranks: int
-) -> tuple[int, int]:
+def divide_global_batch(global_batch_size: int, batch_size: int, grad_accum: int, ranks: int):
     """(sequences per optimizer step, micro-batches of a rank in it) from what is given; 0 means derive it.
 
     ConfigError where they contradict each other names what would fit.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .errors import ConfigError, check, say
 
+FIX = "(fix: start with torchrun, or unset it)"
 START_TIMEOUT = timedelta(minutes=10)  # a rank may read and tokenize data while the others wait
 
 
@@ -43,16 +44,10 @@ def init_distributed() -> World:
         rank, size, local_rank, local_size = 0, 1, 0, 1
         store = dist.HashStore()  # a world of one needs no port
     else:
-        check(
-            rank is not None and size is not None,
-            "only one of RANK and WORLD_SIZE is set (fix: start with torchrun, or unset it)",
-        )
-        check(0 <= rank < size, f"RANK={rank} is not below WORLD_SIZE={size} (fix: start with torchrun)")
+        check(None not in (rank, size), f"only one of RANK and WORLD_SIZE is set {FIX}")
+        check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
         for name in ("MASTER_ADDR", "MASTER_PORT"):
-            check(
-                os.environ.get(name),
-                f"RANK is set but {name} is not (fix: start with torchrun, or set {name})",
-            )
+            check(os.environ.get(name), f"RANK is set but {name} is not {FIX}")
         local_rank = rank if local_rank is None else local_rank
         local_size = size if local_size is None else local_size
         store = None
@@ -116,14 +111,14 @@ def together(world: World) -> Iterator[None]:
     except ConfigError as error:
         mine = str(error)
     said: dict[str, list[int]] = {}
+    lines = []
     for rank, text in enumerate(gather(world, mine)):
         for line in (text or "").splitlines():
             said.setdefault(line, []).append(rank)
     if said:
-        lines = [
-            line if len(ranks) == world.size else f"rank {_ranges(ranks)}: {line}"
-            for line, ranks in said.items()
-        ]
+        for line, ranks in said.items():
+            some = len(ranks) < world.size
+            lines.append(f"rank {','.join(map(str, ranks))}: {line}" if some else line)
         raise ConfigError("\n".join(lines), agreed=True)
 
 
@@ -146,10 +141,7 @@ def same_on_all_ranks(world: World, values: dict, what: str) -> None:
 
 def _env_int(name: str) -> int | None:
     value = os.environ.get(name)
-    check(
-        value is None or value.isdecimal(),
-        f"{name}={value} is not a number (fix: start with torchrun, or unset it)",
-    )
+    check(value is None or value.isdecimal(), f"{name}={value} is not a number {FIX}")
     return None if value is None else int(value)
 
 
@@ -160,7 +152,3 @@ def _device(local_rank: int, local_size: int) -> torch.device:
     too_many = f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
     check(local_size <= count, f"{too_many} (fix: --nproc_per_node {count})")
     return torch.device("cuda", local_rank)
-
-
-def _ranges(ranks: list[int]) -> str:
-    return ",".join(map(str, ranks))

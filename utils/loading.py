@@ -55,9 +55,8 @@ def load_whole_model(
     after.
     """
     options = _options(dtype, attn, trust_remote_code)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, use_safetensors=True, local_files_only=True, **options
-    )
+    options |= {"use_safetensors": True, "local_files_only": True}
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
 
 
 def _options(dtype: torch.dtype, attn: str, trust_remote_code: bool) -> dict:
@@ -122,9 +121,8 @@ def load_pieces(model: nn.Module, pieces: list[Piece], device: torch.device) -> 
     model.tie_weights()
     state = model.state_dict(keep_vars=True)
     filled: set[tuple] = set()
-    for file, group in groupby(
-        sorted(pieces, key=lambda piece: str(piece.info.file)), key=lambda piece: piece.info.file
-    ):
+    by_file = sorted(pieces, key=lambda piece: str(piece.info.file))
+    for file, group in groupby(by_file, key=lambda piece: piece.info.file):
         with safe_open(file, framework="pt") as tensors:
             for piece in group:
                 _load_piece(tensors, piece, state[piece.param], filled)
@@ -138,9 +136,8 @@ def _load_piece(tensors, piece: Piece, target: torch.Tensor, filled: set[tuple])
     local, rows = box
     shard = (target.to_local() if isinstance(target, DTensor) else target)[local]
     added = len(piece.shape) - len(piece.info.shape)  # leading 1s of an expert's box
-    source = (
-        tensors.get_slice(piece.name)[rows[added:]] if piece.info.shape else tensors.get_tensor(piece.name)
-    )
+    scalar = not piece.info.shape
+    source = tensors.get_tensor(piece.name) if scalar else tensors.get_slice(piece.name)[rows[added:]]
     source = source.view(shard.shape)
     key = (id(target), piece.at)
     if key in filled:  # a tied weight that the checkpoint stores twice

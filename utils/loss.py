@@ -65,10 +65,8 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
             return ""
     model.full_logits = True
     gib = vocabulary * 4 * 4 / 2**30  # fp32 logits, softmax, and their gradients
-    return (
-        f"{type(model.base_model).__name__} changes its logits in a way that the chunked loss does not know: "
-        f"full logits are used, about {gib * 1024:.2f} GiB for each 1,024 tokens of a micro-batch"
-    )
+    why = f"{type(model.base_model).__name__} changes its logits in a way that the chunked loss does not know"
+    return f"{why}: full logits are used, about {gib * 1024:.2f} GiB for 1,024 tokens of a micro-batch"
 
 
 def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
@@ -107,9 +105,8 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
     head = self.get_output_embeddings()
     if self.full_logits:
         logits = type(self).forward(self, input_ids, use_cache=False, **kwargs).logits[:, :-1].float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
-        )
+        targets = labels[:, 1:].flatten()
+        return F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
     output = self.base_model(input_ids, use_cache=False, **kwargs)
     if probe:
         return head(output.last_hidden_state)
@@ -128,9 +125,8 @@ def _head_forward(self, hidden, targets=None):
     if targets is None:
         return type(self).forward(self, hidden)
     grad = torch.is_grad_enabled()
-    return _ChunkedCrossEntropy.apply(
-        hidden, self.weight, self.bias, targets, self.logits_to_loss, self.chunk_tokens, grad
-    )
+    options = (self.logits_to_loss, self.chunk_tokens, grad)
+    return _ChunkedCrossEntropy.apply(hidden, self.weight, self.bias, targets, *options)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -22,10 +22,8 @@ class States:
     def sentence(self) -> str:
         """What the plan prints."""
         parts = " + ".join(f"{name} {size / GIB:.3f}" for name, size in vars(self).items())
-        return (
-            f"memory    {parts} = {self.total / GIB:.3f} GiB on the fullest rank; "
-            "states only: activations and gathered layers come on top"
-        )
+        caveat = "states only, without activations and gathered layers"
+        return f"memory    {parts} = {self.total / GIB:.3f} GiB on the fullest rank; {caveat}"
 
 
 def estimate_states(model: nn.Module, shards: int, rank: int = 0) -> States:

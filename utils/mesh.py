@@ -13,12 +13,9 @@ def build_mesh(world: World, replicate: int = 1) -> DeviceMesh:
     On GPUs this is where NCCL and the CUDA context begin. Raises ConfigError where `replicate` does not fit.
     """
     fits = 0 < replicate <= world.size and world.size % replicate == 0
-    check(
-        fits, f"--replicate {replicate} does not divide {world.size} ranks (fix: a divisor of {world.size})"
-    )
-    axes = (
-        {"replicate": replicate, "shard": world.size // replicate} if replicate > 1 else {"shard": world.size}
-    )
+    check(fits, f"--replicate {replicate} does not divide {world.size} ranks (fix: a number that does)")
+    axes = {"replicate": replicate} if replicate > 1 else {}
+    axes["shard"] = world.size // replicate
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     names, sizes = tuple(axes), tuple(axes.values())
     backends = dict.fromkeys(names, backend)
@@ -30,6 +27,4 @@ def mesh_sentence(world: World, replicate: int = 1) -> str:
     shard = world.size // replicate
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     copies = "" if replicate == 1 else f"{replicate} copies of "
-    return (
-        f"{ranks} on {world.device.type}; {copies}every weight cut into {shard}; each rank has its own data"
-    )
+    return f"{ranks} on {world.device.type}; {copies}every weight cut into {shard}, the data too"

@@ -7,14 +7,11 @@ import re
 import resource
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
-
-from .errors import check
 
 LINE = {
     "loss": "loss {:.4f}",
@@ -51,24 +48,18 @@ class RunLog:
     file says of later steps is dropped, since they are taken again.
     """
 
-    def __init__(
-        self, folder: Path | None, total_steps: int, log_every=1, tensorboard=False, wandb=False, done=0
-    ):
+    def __init__(self, folder: Path | None, total_steps, log_every=1, tensorboard=False, wandb=False, done=0):
         self.folder, self.total_steps, self.log_every = folder, total_steps, log_every
-        self.tensorboard = self.wandb = None
+        self.trackers = []
         silent = folder is None or not sys.stdout.isatty()
         self.bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent)
         if folder is None:
             return
         _forget_after(done, folder / "metrics.jsonl")
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        if tensorboard or wandb:
+            from .trackers import open_trackers
 
-            self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
-        if wandb:
-            import wandb
-
-            self.wandb = wandb.init(dir=folder, name=folder.name)
+            self.trackers = open_trackers(folder, tensorboard, wandb, done)
 
     def step(self, **numbers: float | None) -> None:
         """Record what is known after optimizer step `step` (from 1): one JSON object, and perhaps a line.
@@ -83,10 +74,8 @@ class RunLog:
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(finite) + "\n")
         step = numbers.pop("step")
-        for name, value in numbers.items() if self.tensorboard else ():
-            self.tensorboard.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.log(numbers, step=step)
+        for tracker in self.trackers:
+            tracker.log(numbers, step)
         shown = [form.format(numbers[name]) for name, form in LINE.items() if name in numbers]
         try:
             self.bar.update(step - self.bar.n)
@@ -100,18 +89,8 @@ class RunLog:
     def close(self) -> None:
         """Finish the bar and the trackers."""
         self.bar.close()
-        if self.tensorboard:
-            self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
-
-
-def check_trackers(tensorboard: bool, wandb: bool) -> None:
-    """Raise ConfigError when a tracker that was asked for is not installed."""
-    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
-        spec = find_spec(name) if wanted else None
-        # A folder named wandb, left by an earlier run, is found as well, but has no origin.
-        check(not wanted or (spec and spec.origin), f"--{name} needs a package (fix: pip install {name})")
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def mfu(model: nn.Module, seq_len: int, tokens_per_second: float, device: torch.device, ranks: int):

@@ -17,8 +17,6 @@ from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 from .errors import ConfigError, check
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
-NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
 # What decides how much is allocated; the limits are far above any model there is.
 COUNTS, MAX_COUNT = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 10_000
@@ -45,7 +43,9 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     single, index = folder / SINGLE, folder / INDEX
     if not os.path.lexists(index):
         if not os.path.lexists(single):
-            raise ConfigError(_nothing_to_read(folder))
+            from .diagnose import nothing_to_read
+
+            raise ConfigError(nothing_to_read(folder))
         return _read_header(file_inside(folder, SINGLE))
 
     names = read_json(file_inside(folder, INDEX)).get("weight_map")
@@ -94,7 +94,9 @@ def read_json(file: Path) -> dict:
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: {_impostor(text) or f'not JSON: {error}'[:100]} {AGAIN}") from None
+        from .diagnose import impostor
+
+        raise ConfigError(f"{file}: {impostor(text) or f'not JSON: {error}'[:100]} {AGAIN}") from None
     check(isinstance(value, dict), f"{file}: expected a JSON object, got a {type(value).__name__} {AGAIN}")
     return value
 
@@ -156,49 +158,10 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a dict
             found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
     except (SafetensorError, OSError) as error:
-        what = _damage(file) if isinstance(error, SafetensorError) else error.strerror or error
+        from .diagnose import damage
+
+        what = damage(file) if isinstance(error, SafetensorError) else error.strerror or error
         raise ConfigError(f"{file}: {what} {AGAIN}") from None
     odd = [f"{name} ({code})" for name, (code, _) in found.items() if code not in DTYPES]
     check(not odd, f"{file}: dtypes that torch does not have: {first_five(odd)} (fix: another --model)")
     return {name: TensorInfo(file, DTYPES[code], shape) for name, (code, shape) in found.items()}
-
-
-def _damage(file: Path) -> str:
-    """Why safetensors refused the file; its own words name neither the file nor the sizes."""
-    size = file.stat().st_size
-    with open(file, "rb") as raw:
-        start = raw.read(8)
-        needed = 8 + int.from_bytes(start, "little")
-        start += raw.read(min(needed, 10**8))
-    try:
-        tensors = json.loads(start[8:needed])
-        needed += max(tensors[name]["data_offsets"][1] for name in tensors if name != "__metadata__")
-    except (ValueError, TypeError, LookupError, RecursionError):
-        if 8 <= size < needed <= 10**8:  # cut within the header
-            return f"damaged: its header alone needs {needed} bytes, the file has {size}"
-        return _impostor(start) or f"not safetensors, in these {size} bytes"
-    return f"damaged: its header asks for {needed} bytes, the file has {size}"
-
-
-def _impostor(start: bytes) -> str:
-    """What a download often leaves in place of a file."""
-    pointer = start.startswith(b"version https://git-lfs")
-    page = start.lstrip()[:1] == b"<" and "an HTML page, not the file itself"
-    return "a git-lfs pointer, not the file itself; try `git lfs pull`" if pointer else page or ""
-
-
-def _nothing_to_read(folder: Path) -> str:
-    """Why a folder without safetensors cannot be used, and how to make one of it that can."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    other = [name for name in names if name.endswith(OTHER_FORMATS) and not name.startswith(NOT_WEIGHTS)]
-    if not other:
-        held = first_five(names) or "nothing"
-        return f"{folder}: neither {SINGLE} nor {INDEX}, but {held} (fix: another --model)"
-    readable = {".bin": "", ".gguf": f', gguf_file="{other[0]}"'}
-    fix = "another --model, or convert it with the tools of its format"
-    if (suffix := Path(other[0]).suffix) in readable:
-        load = f'from_pretrained("{folder}"{readable[suffix]})'
-        save = f'save_pretrained("{folder}-safetensors")'
-        both = "; ".join(f"t.{auto}.{load}.{save}" for auto in ("AutoModelForCausalLM", "AutoTokenizer"))
-        fix = f"if you trust this one, convert it: python -c 'import transformers as t; {both}'"
-    return f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: {fix})"

@@ -36,9 +36,8 @@ def claim_output(out: Path | None, stem: str, world: World) -> Path:
             try:
                 out = _make_folder(out, stem)
             except OSError as error:
-                raise ConfigError(
-                    f"--output_dir {out or 'output'}: {error.strerror} (fix: another folder)"
-                ) from None
+                what = f"--output_dir {out or 'output'}: {error.strerror}"
+                raise ConfigError(f"{what} (fix: another folder)") from None
     return broadcast(world, out)
 
 
@@ -50,10 +49,7 @@ def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
     """
     holds_run = out is not None and any((out / name).exists() for name in RUN_FILES)
     if resume == "none":
-        check(
-            not holds_run,
-            f"--resume none, but {out} holds a run (fix: another --output_dir, or --resume auto)",
-        )
+        check(not holds_run, f"--resume none, but {out} holds a run (fix: another --output_dir)")
         return None, {}
     if resume == "auto":
         found = newest_checkpoint(out / "checkpoints") if holds_run else None
@@ -61,15 +57,13 @@ def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
         found = Path(resume).absolute()
         if (found / "checkpoints").is_dir():
             found = newest_checkpoint(found / "checkpoints") or found
-        complete = (
-            found.is_dir() and newest_checkpoint(found.parent) is not None and (found / "state.json").exists()
-        )
+        complete = found.is_dir() and (found / "state.json").exists() and (found / ".metadata").exists()
         fix = "a folder like OUT/checkpoints/step_00000500"
         check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
     return (found, read_state(found)) if found else (None, {})
 
 
-def finished_steps(out: Path | None) -> int:
+def finished_at(out: Path | None) -> int:
     """The number of steps after which the run in `out` finished; 0: it has not."""
     path = out / "plan.json" if out else None
     if path is None or not path.exists():

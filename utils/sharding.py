@@ -42,7 +42,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) 
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward left gathered: meanwhile model.parameters() are not the shards."""
+    """Free what a forward without a backward left gathered; until then parameters() are not the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -17,14 +17,8 @@ from .errors import ConfigError, check
 
 IGNORE = -100
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "*.model",
-    "vocab.*",
-    "*.tiktoken",
-    "tekken.json",
-    "tokenizer_config.json",
-)
+_TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json"]
+_TOKENIZER_FILES += ["tokenizer_config.json"]
 
 
 def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_code: bool = False):
@@ -38,15 +32,14 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     # Without its files transformers makes some tokenizers up, with an empty vocabulary, and says nothing.
     check(files, f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # damaged files make it raise anything
-        raise ConfigError(_blame(files, error)) from error
-    check(
-        tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
-        f"{folder}: its tokenizer has no vocabulary or gives no offsets; it needs a tokenizer.json",
-    )
+        from .diagnose import tokenizer_damage
+
+        raise ConfigError(tokenizer_damage(files, error)) from error
+    usable = tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder)
+    check(usable, f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json")
     tokenizer.template_name = f"of {folder}"
     if chat_template or not tokenizer.chat_template:
         from .templates import set_template
@@ -57,20 +50,6 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return tokenizer
-
-
-def _blame(files: list[Path], error: Exception) -> str:
-    """One line that names the damaged file, as far as that can be told: transformers' errors name none."""
-    for file in files:
-        if file.read_bytes().startswith(b"version https://git-lfs"):
-            return f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
-    if "trust_remote_code" in str(error):
-        return f"{files[0].parent}: its tokenizer is Python code; read it, then add --trust_remote_code"
-    names = ", ".join(file.name for file in files)
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return (
-        f"{files[0].parent}: {names} cannot be read, cut short or damaged ({reason}); fetch the files again"
-    )
 
 
 def pad_id(tokenizer) -> int:
@@ -150,10 +129,8 @@ def _content_spans(tokenizer, messages, text: str) -> list[tuple[int, int]]:
             built += literal
         if built == text:
             return spans
-    raise ValueError(
-        f"{_name(tokenizer)} rewrites the contents, so what to teach cannot be told; in a copy of it, put "
-        "{% generation %} and {% endgeneration %} around the assistant's words"
-    )
+    fix = "in a copy of it, put {% generation %} and {% endgeneration %} around the assistant's words"
+    raise ValueError(f"{_name(tokenizer)} rewrites the contents, so what to teach cannot be told; {fix}")
 
 
 def _name(tokenizer) -> str:

@@ -1,0 +1,73 @@
+"""Why a file cannot be read: imported only when one could not, to say so in one line with the remedy."""
+
+import difflib
+import json
+import os
+from pathlib import Path
+
+from .model_folder import INDEX, SINGLE, first_five
+
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+
+
+def did_you_mean(path: Path) -> str:
+    """A neighbour of almost the same name, as "; did you mean X?"; else nothing."""
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, set(names) - {path.name}, n=1)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def tokenizer_damage(files: list[Path], error: Exception) -> str:
+    """One line that names the damaged file, as far as that can be told: transformers' errors name none."""
+    for file in files:
+        if what := impostor(file.read_bytes()[:100]):
+            return f"{file}: {what}"
+    if "trust_remote_code" in str(error):
+        return f"{files[0].parent}: its tokenizer is Python code; read it, then add --trust_remote_code"
+    names = ", ".join(file.name for file in files)
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return (
+        f"{files[0].parent}: {names} cannot be read, cut short or damaged ({reason}); fetch the files again"
+    )
+
+
+def damage(file: Path) -> str:
+    """Why safetensors refused the file; its own words name neither the file nor the sizes."""
+    size = file.stat().st_size
+    with open(file, "rb") as raw:
+        start = raw.read(8)
+        needed = 8 + int.from_bytes(start, "little")
+        start += raw.read(min(needed, 10**8))
+    try:
+        tensors = json.loads(start[8:needed])
+        needed += max(tensors[name]["data_offsets"][1] for name in tensors if name != "__metadata__")
+    except (ValueError, TypeError, LookupError, RecursionError):
+        if 8 <= size < needed <= 10**8:  # cut within the header
+            return f"damaged: its header alone needs {needed} bytes, the file has {size}"
+        return impostor(start) or f"not safetensors, in these {size} bytes"
+    return f"damaged: its header asks for {needed} bytes, the file has {size}"
+
+
+def impostor(start: bytes) -> str:
+    """What a download often leaves in place of a file."""
+    pointer = start.startswith(b"version https://git-lfs")
+    page = start.lstrip()[:1] == b"<" and "an HTML page, not the file itself"
+    return "a git-lfs pointer, not the file itself; try `git lfs pull`" if pointer else page or ""
+
+
+def nothing_to_read(folder: Path) -> str:
+    """Why a folder without safetensors cannot be used, and how to make one of it that can."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    other = [name for name in names if name.endswith(OTHER_FORMATS) and not name.startswith(NOT_WEIGHTS)]
+    if not other:
+        held = first_five(names) or "nothing"
+        return f"{folder}: neither {SINGLE} nor {INDEX}, but {held} (fix: another --model)"
+    readable = {".bin": "", ".gguf": f', gguf_file="{other[0]}"'}
+    fix = "another --model, or convert it with the tools of its format"
+    if (suffix := Path(other[0]).suffix) in readable:
+        load = f'from_pretrained("{folder}"{readable[suffix]})'
+        save = f'save_pretrained("{folder}-safetensors")'
+        both = "; ".join(f"t.{auto}.{load}.{save}" for auto in ("AutoModelForCausalLM", "AutoTokenizer"))
+        fix = f"if you trust this one, convert it: python -c 'import transformers as t; {both}'"
+    return f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: {fix})"
