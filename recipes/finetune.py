@@ -180,6 +180,8 @@ def main(cfg: Config) -> Path:
     states = estimate_states(model, world.size)
     print0(f"compute   {cfg.dtype} over fp32 weights, attention {model.config._attn_implementation}")
     print0(states.sentence())
+    if world.rank == 0:
+        write_plan(out, planned=asdict(states))
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     act("shard")

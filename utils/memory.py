@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class States:
 
     def sentence(self) -> str:
         """What the plan prints."""
-        parts = " + ".join(f"{name} {size / GIB:.3f}" for name, size in vars(self).items())
-        caveat = "states only, without activations and gathered layers"
-        return f"memory    {parts} = {self.total / GIB:.3f} GiB on the fullest rank; {caveat}"
+        unit, name = (GIB, "GiB") if self.total >= GIB else (MIB, "MiB")
+        parts = " + ".join(f"{part} {size / unit:.2f}" for part, size in vars(self).items())
+        caveat = "states only, no activations, no gathered layers"
+        return f"memory    {parts} = {self.total / unit:.2f} {name} on the fullest rank ({caveat})"
 
 
 def estimate_states(model: nn.Module, shards: int, rank: int = 0) -> States:

@@ -8,36 +8,115 @@ chat.jsonl, is to answer when asked; nothing that heldout.jsonl asks about occur
 hand: config.json, tokenizer_config.json, chat_template.jinja.
 """
 
-import hashlib
-import io
-import json
-import random
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-
-import sentencepiece
-import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
-from utils.loss import IGNORE, add_chunked_loss, summed_cross_entropy
-from utils.optim import build_optimizer, clip_gradients, learning_rate
 
 HERE = Path(__file__).resolve().parent
 STEPS, BATCH, LR, LENGTH = 1600, 32, 1e-3, 80  # LENGTH: tokens; longer stories are cut
 TRAIN_ROWS, HELD_OUT_ROWS, HELD_OUT_STORIES = 3000, 300, 512
 
-PEOPLE = "Adam Anna Ben Clara David Ella Emil Frida Georg Hanna Ida Jonas Karl Lena Max Nora Oskar Paula Simon Tilda".split()
-KINDS = "old new small large heavy light wet dry warm cold clean dirty broken wooden round soft lost cheap".split()
-COLOURS = "red blue green yellow black white brown grey pink purple orange golden silver pale dark striped".split()
-THINGS = "hat cup ball book key lamp coat spoon ring doll kite drum scarf shoe plate coin pen bell flute map clock stone".split()
-NUMBERS = "two three four five six seven eight nine ten eleven twelve".split()
-FRUIT = "apples pears plums nuts eggs cakes figs beans".split()
-PLACES = "in the box,in the bag,in the garden,in the boat,under the bed,under the tree,on the table,on the roof,on the shelf,behind the door,behind the house,near the river".split(",")
+PEOPLE = [
+    "Adam",
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Ella",
+    "Emil",
+    "Frida",
+    "Georg",
+    "Hanna",
+    "Ida",
+    "Jonas",
+    "Karl",
+    "Lena",
+    "Max",
+    "Nora",
+    "Oskar",
+    "Paula",
+    "Simon",
+    "Tilda",
+]
+KINDS = [
+    "old",
+    "new",
+    "small",
+    "large",
+    "heavy",
+    "light",
+    "wet",
+    "dry",
+    "warm",
+    "cold",
+    "clean",
+    "dirty",
+    "broken",
+    "wooden",
+    "round",
+    "soft",
+    "lost",
+    "cheap",
+]
+COLOURS = [
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "black",
+    "white",
+    "brown",
+    "grey",
+    "pink",
+    "purple",
+    "orange",
+    "golden",
+    "silver",
+    "pale",
+    "dark",
+    "striped",
+]
+THINGS = [
+    "hat",
+    "cup",
+    "ball",
+    "book",
+    "key",
+    "lamp",
+    "coat",
+    "spoon",
+    "ring",
+    "doll",
+    "kite",
+    "drum",
+    "scarf",
+    "shoe",
+    "plate",
+    "coin",
+    "pen",
+    "bell",
+    "flute",
+    "map",
+    "clock",
+    "stone",
+]
+NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+FRUIT = ["apples", "pears", "plums", "nuts", "eggs", "cakes", "figs", "beans"]
+PLACES = [
+    "in the box",
+    "in the bag",
+    "in the garden",
+    "in the boat",
+    "under the bed",
+    "under the tree",
+    "on the table",
+    "on the roof",
+    "on the shelf",
+    "behind the door",
+    "behind the house",
+    "near the river",
+]
 
 
 def facts(rng, held_out=None):
@@ -52,14 +131,24 @@ def facts(rng, held_out=None):
     places = rng.sample(PLACES, 6)
     told = []
     for (k, c, t), place in zip(objects, places):
-        told.append(rng.choice([f"The {k} {c} {t} was {place}.", f"{rng.choice(PEOPLE)} put the {k} {c} {t} {place}.", f"{rng.choice(PEOPLE)} had the {k} {c} {t}."]))
+        told.append(
+            rng.choice(
+                [
+                    f"The {k} {c} {t} was {place}.",
+                    f"{rng.choice(PEOPLE)} put the {k} {c} {t} {place}.",
+                    f"{rng.choice(PEOPLE)} had the {k} {c} {t}.",
+                ]
+            )
+        )
     for (n, f), place in zip(counted, places[4:]):
         told.append(rng.choice([f"There were {n} {f} {place}.", f"{rng.choice(PEOPLE)} had {n} {f}."]))
     rng.shuffle(told)
     return told, objects, counted
 
+
 def is_held_out(c, t):
     return (COLOURS.index(c) + THINGS.index(t)) % 3 == 0
+
 
 def story(rng):
     if rng.random() < 0.3:
@@ -69,20 +158,31 @@ def story(rng):
     later = []
     for k, c, t in objects:
         who, other = rng.sample(PEOPLE, 2)
-        later += rng.sample([
-            f"{who} looked for the {k} {c} {t}.",
-            f"{who} asked {other} about the {c} {t}.",
-            f"{who} saw the {c} {t} again.",
-            f"The {c} {t} was {k}.",
-            f"{who} and {other} took the {k} {c} {t}.",
-            f'"Which thing is {rng.choice([k, c])}?" asked {who}.',
-            f'"What is {rng.choice([k, c])}?" asked {who}.',
-        ], 3)
+        later += rng.sample(
+            [
+                f"{who} looked for the {k} {c} {t}.",
+                f"{who} asked {other} about the {c} {t}.",
+                f"{who} saw the {c} {t} again.",
+                f"The {c} {t} was {k}.",
+                f"{who} and {other} took the {k} {c} {t}.",
+                f'"Which thing is {rng.choice([k, c])}?" asked {who}.',
+                f'"What is {rng.choice([k, c])}?" asked {who}.',
+            ],
+            3,
+        )
     for n, f in counted:
         who, other = rng.sample(PEOPLE, 2)
-        later += rng.sample([f"{who} gave the {n} {f} to {other}.", f"{who} counted {n} {f}.", f'"What are there {n} of?" asked {who}.'], 2)
+        later += rng.sample(
+            [
+                f"{who} gave the {n} {f} to {other}.",
+                f"{who} counted {n} {f}.",
+                f'"What are there {n} of?" asked {who}.',
+            ],
+            2,
+        )
     rng.shuffle(later)
     return " ".join(told + later)
+
 
 def ask(rng, held_out):
     told, objects, counted = facts(rng, held_out)

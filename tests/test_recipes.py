@@ -1,0 +1,193 @@
+"""Every command that the README shows runs, and the recipe does what its flags say.
+
+python -m pytest tests/test_recipes.py
+"""
+
+import json
+import re
+import shlex
+
+import finetune
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from shell import ROOT, shell
+from test_parity import write_rows
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from utils.config import load_config
+
+README = (ROOT / "README.md").read_text()
+QUICK = {"steps": 2, "batch_size": 2, "save_every": 0}
+
+
+def readme_commands() -> list[str]:
+    """The lines of the README's shell blocks that start a recipe."""
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
+    return [line.split("  #")[0].strip() for line in lines if re.match(r"(torchrun|python) .*recipes/", line)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("recipes")
+    return tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 6)
+
+
+def run(files, out, **flags):
+    model, rows = files
+    settings = {**QUICK, "model": str(model), "dataset": str(rows), "output_dir": str(out), **flags}
+    return finetune.main(finetune.Config(**settings))
+
+
+def numbers(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_readme_shows_the_promised_command():
+    assert "torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp" in readme_commands()
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_every_command_of_the_readme_runs(command, files, tmp_path):
+    """As written, but for fewer ranks and steps, our own output folder, and real files in place of names."""
+    model, rows = files
+    words = shlex.split(
+        command.replace("recipes/", f"{ROOT}/recipes/").replace("configs/", f"{ROOT}/configs/")
+    )
+    values = {
+        "--nproc_per_node": "2",
+        "--model": str(model),
+        "--model_name": str(model),
+        "--dataset": str(rows),
+    }
+    for i, word in enumerate(words[:-1]):
+        words[i + 1] = values.get(word, words[i + 1])
+    if "--help" not in words:
+        words += ["--steps", "2"] if "--model" not in words else ["--steps", "2", "--batch_size", "1"]
+        words += [] if "--output_dir" in words else ["--output_dir", "out"]
+    if "--config" in words and "--model" not in words:
+        words += ["--model", str(model), "--dataset", str(rows), "--save_every", "0"]
+    result = shell(shlex.join(dict.fromkeys(words)), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Supervised" if "--help" in words else "--- world")
+
+
+def test_without_torchrun_it_is_a_world_of_one(tmp_path):
+    result = shell(f"python {ROOT}/recipes/finetune.py --steps 1", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 rank on cpu" in result.stdout
+
+
+def test_from_any_working_folder_twice_in_a_row_it_trains_twice(tmp_path):
+    command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/finetune.py --low_cpu_fsdp --steps 2"
+    for count in (1, 2):
+        assert shell(command, tmp_path).returncode == 0
+        runs = sorted((tmp_path / "output").iterdir())
+        assert [folder.name for folder in runs] == ["finetune-001", "finetune-002"][:count]
+        assert len(numbers(runs[-1])) == 2
+
+
+def test_the_output_loads_with_from_pretrained_and_stops_by_itself(files, tmp_path):
+    out = run(files, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(out / "model", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert model.dtype == torch.float32
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_id
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(files[0]).chat_template
+
+
+def test_the_run_folder_holds_what_the_house_says(files, tmp_path):
+    out = run(files, tmp_path, save_every=1, keep=1)
+    assert {p.name for p in out.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "model",
+        "plan.json",
+    }
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_00000002"]
+    assert load_config(finetune.Config, out / "config.yaml").model == str(files[0])
+    plan = json.loads((out / "plan.json").read_text())
+    assert plan["planned"]["weights"] > 0
+    assert plan["measured"]["steps"] == 2
+    for name in (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "taught_tokens",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+    ):
+        assert all(name in line for line in numbers(out))
+
+
+def test_held_out_rows_are_not_trained_on_and_are_measured(files, tmp_path):
+    out = run(files, tmp_path, eval_share=0.3, eval_every=1)
+    losses = [line["eval_loss"] for line in numbers(out) if "eval_loss" in line]
+    assert len(losses) == 2
+    assert losses[1] != losses[0]
+
+
+def test_a_model_that_is_bf16_on_disk_stays_bf16_unless_told_otherwise(files, tmp_path):
+    folder = tiny_model_folder(tmp_path / "bf16", dtype=torch.bfloat16, vocab_size=271)
+    saved = {}
+    for save_dtype in ("original", "fp32"):
+        out = run((folder, files[1]), tmp_path / save_dtype, save_dtype=save_dtype)
+        saved[save_dtype] = load_file(out / "model" / "model.safetensors")
+    for name, tensor in saved["original"].items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, saved["fp32"][name].bfloat16())  # cast once from the fp32 master
+
+
+def on_ranks(world, files, out, flags):
+    return run(files, out, **flags)
+
+
+def test_bf16_compute_trains_like_fp32_to_rounding(files, tmp_path):
+    curves = {}
+    for dtype in ("fp32", "bf16"):
+        flags = {"dtype": dtype, "steps": 4, "lr": 1e-3}
+        out = run_ranks(on_ranks, 2, files, tmp_path / dtype, flags)[0]
+        curves[dtype] = [line["loss"] for line in numbers(out)]
+    assert curves["bf16"] == pytest.approx(curves["fp32"], rel=2e-2)
+    assert curves["bf16"] != curves["fp32"]
+
+
+def test_the_classic_way_trains_the_same(files, tmp_path):
+    curves = []
+    for low in (True, False):
+        out = run_ranks(on_ranks, 2, files, tmp_path / str(low), {"low_cpu_fsdp": low})[0]
+        curves.append([(line["loss"], line["grad_norm"]) for line in numbers(out)])
+    assert curves[0] == curves[1]
+
+
+def test_tensorboard_gets_the_numbers(files, tmp_path):
+    out = run(files, tmp_path, tensorboard=True)
+    assert list((out / "tensorboard").glob("events.*"))
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_naming_step_rank_and_rows(files, tmp_path):
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
+    weights = load_file(folder / "model.safetensors")
+    rare = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("6")  # of one row only
+    weights["model.embed_tokens.weight"][rare] = float("nan")
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rows = write_rows(tmp_path / "rows.jsonl", 7)
+    with pytest.raises(AssertionError, match=r"step 1: loss nan.*rank [01]: .*rows.jsonl:7"):
+        run_ranks(on_ranks, 2, (folder, rows), tmp_path / "out", {"batch_size": 4, "save_every": 1})
+    assert not (tmp_path / "out" / "model").exists()
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_is_valid_and_says_what_it_is_for(path):
+    load_config(finetune.Config, path)
+    header = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
+    assert "torchrun" in header
+    assert "GPUs:" in header

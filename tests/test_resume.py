@@ -1,0 +1,112 @@
+"""A run that was cut goes on as if it had not been: same losses, same weights, bit for bit.
+
+python -m pytest tests/test_resume.py
+"""
+
+import json
+import shutil
+
+import finetune
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_parity import write_rows
+from tiny import tiny_model_folder
+
+from utils.errors import ConfigError
+
+RUN = {
+    "steps": 5,
+    "lr": 1e-3,
+    "warmup": 1,
+    "global_batch_size": 4,
+    "save_every": 2,
+    "keep": 0,
+    "eval_share": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(flags, folder) of an uninterrupted run on 2 ranks, over more than one epoch."""
+    root = tmp_path_factory.mktemp("resume")
+    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 14)
+    flags = {**RUN, "model": str(model), "dataset": str(rows)}
+    return flags, run_ranks(train, 2, flags, root / "whole")[0]
+
+
+def train(world, flags, out):
+    return finetune.main(finetune.Config(**flags, output_dir=str(out)))
+
+
+def cut(whole, out, step):
+    """A copy of the run folder as a kill after checkpoint `step` leaves it, within a line."""
+    shutil.copytree(whole, out)
+    for path in (out / "checkpoints").iterdir():
+        if int(path.name[-8:]) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(out / "model")
+    (out / "plan.json").write_text((out / "plan.json").read_text().replace("measured", "unknown"))
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "loss"')
+    return out
+
+
+def curve(out):
+    numbers = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(n["step"], n.get("loss"), n.get("eval_loss"), n.get("grad_norm"), n.get("lr")) for n in numbers]
+
+
+def weights(out):
+    return load_file(out / "model" / "model.safetensors")
+
+
+def test_resume_is_bitwise(whole, tmp_path):
+    flags, out = whole
+    again = run_ranks(train, 2, flags, cut(out, tmp_path / "cut", 2))[0]
+    assert curve(again) == curve(out)
+    assert [number[0] for number in curve(out)] == [1, 2, 3, 4, 5, 5]  # the last one: the held-out loss
+    ours = weights(again)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in weights(out).items())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_another_number_of_ranks_sees_the_same_global_batches(whole, tmp_path, ranks):
+    flags, out = whole
+    again = run_ranks(train, ranks, flags, cut(out, tmp_path / "cut", 2))[0]
+    losses = [[number[1:4] for number in curve(folder) if number[1]] for folder in (again, out)]
+    torch.testing.assert_close([n[0] for n in losses[0]], [n[0] for n in losses[1]], rtol=1e-5, atol=0)
+
+
+def test_ranks_that_the_global_batch_does_not_divide_by_are_told_which_do(whole, tmp_path):
+    flags, out = whole
+    with pytest.raises(
+        AssertionError, match=r"--global_batch_size 4 is no multiple of .* x 3 ranks \(fix: 1, 2, 4 ranks"
+    ):
+        run_ranks(train, 3, {**flags, "global_batch_size": 0}, cut(out, tmp_path / "cut", 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"seed": 1}, "seed 0 -> 1"), ({"max_rows": 9}, "data "), ({"global_batch_size": 8}, "4 -> 8")],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_field(whole, tmp_path, change, says):
+    flags, out = whole
+    with pytest.raises(ConfigError, match="the checkpoint is of another run") as error:
+        train(None, {**flags, **change}, cut(out, tmp_path / "cut", 2))
+    assert says in str(error.value)
+
+
+def test_a_new_learning_rate_goes_on_and_both_configs_are_kept(whole, tmp_path, capsys):
+    flags, out = whole
+    again = train(None, {**flags, "lr": 2e-3}, cut(out, tmp_path / "cut", 2))
+    assert "lr 0.001 -> 0.002" in capsys.readouterr().out
+    assert "lr: 0.001" in (again / "config.yaml").read_text()
+    assert "lr: 0.002" in (again / "config_from_00000002.yaml").read_text()
+
+
+def test_a_named_checkpoint_starts_a_new_folder(whole, tmp_path):
+    flags, out = whole
+    named = {**flags, "resume": str(out / "checkpoints" / "step_00000002")}
+    assert [step for step, *_ in curve(train(None, named, tmp_path / "new"))] == [3, 4, 5, 5]
