@@ -157,12 +157,20 @@ def main(cfg: Config) -> Path:
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     out = claim_output(out, "finetune", world)
-    model_bytes = sum(math.prod(info.shape) * info.dtype.itemsize for info in weights.values())
-    check_output_folder(out, folder, world, needed_bytes=model_bytes)
-    if world.rank == 0:
-        keep_config(cfg, out, state)
-    plain = "" if tokenizer.template_name != "built-in plain" else "; no chat template: plain text"
-    print0(f"model     {cfg.model}: {config.architectures[0]}, {len(weights)} tensors{plain}")
+    sizes = [(math.prod(info.shape), info.dtype.itemsize) for info in weights.values()]
+    saves = math.ceil(steps / cfg.save_every) if cfg.save_every else 0
+    needed_bytes = sum(
+        n * (bytes + 12 * min(saves, cfg.keep + 1 if cfg.keep else saves)) for n, bytes in sizes
+    )
+    check_output_folder(out, folder, world, needed_bytes)  # 12: fp32 weights and AdamW's two moments
+    with together(world):
+        if world.rank == 0:
+            keep_config(cfg, out, state)
+    print0(f"model     {cfg.model}: {config.architectures[0]}, {len(weights)} tensors")
+    if tokenizer.template_name == "built-in plain":
+        print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
+    if not end_of_turn_ids(tokenizer):
+        print0("warning: the chat template ends no turn with a token, so the model will not learn to stop")
     print0(f"data      {cfg.dataset}: {examples.summary()}")
     print0(f"held out  {held_out.summary() if held_out else 'nothing: see --eval_dataset, --eval_share'}")
     print0(f"ranks     {mesh_sentence(world)}")

@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from .model_folder import INDEX, SINGLE, first_five
+from .errors import first_five
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -62,7 +62,7 @@ def nothing_to_read(folder: Path) -> str:
     other = [name for name in names if name.endswith(OTHER_FORMATS) and not name.startswith(NOT_WEIGHTS)]
     if not other:
         held = first_five(names) or "nothing"
-        return f"{folder}: neither {SINGLE} nor {INDEX}, but {held} (fix: another --model)"
+        return f"{folder}: no model.safetensors and no index of one, but {held} (fix: another --model)"
     readable = {".bin": "", ".gguf": f', gguf_file="{other[0]}"'}
     fix = "another --model, or convert it with the tools of its format"
     if (suffix := Path(other[0]).suffix) in readable:

@@ -73,6 +73,11 @@ def report_errors() -> Iterator[None]:
         sys.exit(1)
 
 
+def first_five(names: list[str]) -> str:
+    """The first five names, and how many more."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def rank() -> int:
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdecimal() else 0

@@ -79,17 +79,10 @@ def local_box(parameter: torch.Tensor, piece: Piece) -> tuple[Box, Box] | None:
 
 
 def save_model(
-    out: Path,
-    model: torch.nn.Module,
-    pieces: list[Piece],
-    world: World,
-    *,
-    save_dtype: torch.dtype | None = None,
-    tokenizer=None,
-    eos_ids: Iterable[int] = (),
-    source: Path | None = None,
-    max_file_bytes: float = 5e9,
-) -> None:
+    out: Path, model: torch.nn.Module, pieces: list[Piece], world: World, *,
+    save_dtype: torch.dtype | None = None, tokenizer=None, eos_ids: Iterable[int] = (),
+    source: Path | None = None, max_file_bytes: float = 5e9,
+) -> None:  # fmt: skip
     """Write `out` as a complete Hugging Face folder, every rank its own shards, in place of an older model.
 
     Tensors keep the dtype that they have in the checkpoint; save_dtype overrides it for floating-point ones.

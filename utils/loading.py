@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from .errors import ConfigError, check
+from .errors import ConfigError, check, first_five
 from .hf_format import Piece, local_box
-from .model_folder import TensorInfo, first_five
+from .model_folder import TensorInfo
 
 Tensors = dict[str, torch.Tensor]
 
@@ -45,15 +45,9 @@ def build_model(
 
 
 def load_whole_model(
-    folder: Path,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    attn: str = "auto",
-    trust_remote_code: bool = False,
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, attn="auto", trust_remote_code: bool = False
 ) -> nn.Module:
-    """`--low_cpu_fsdp false`: transformers' own loader, the whole model in every rank's memory; shard it
-    after.
-    """
+    """`--low_cpu_fsdp false`: transformers' own loader, the whole model on every rank; shard it after."""
     options = _options(dtype, attn, trust_remote_code)
     options |= {"use_safetensors": True, "local_files_only": True}
     return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)

@@ -1,5 +1,8 @@
 """(replicate, shard) sizes -> a DeviceMesh, and the sentence that says so."""
 
+import os
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .distributed import World
@@ -16,6 +19,8 @@ def build_mesh(world: World, replicate: int = 1) -> DeviceMesh:
     check(fits, f"--replicate {replicate} does not divide {world.size} ranks (fix: a number that does)")
     axes = {"replicate": replicate} if replicate > 1 else {}
     axes["shard"] = world.size // replicate
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     names, sizes = tuple(axes), tuple(axes.values())
     backends = dict.fromkeys(names, backend)
@@ -26,5 +31,7 @@ def mesh_sentence(world: World, replicate: int = 1) -> str:
     """What the mesh does, for the plan."""
     shard = world.size // replicate
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    if world.device.type == "cpu" and world.local_size > (os.cpu_count() or 1):
+        ranks += f" that share {os.cpu_count()} cores"
     copies = "" if replicate == 1 else f"{replicate} copies of "
     return f"{ranks} on {world.device.type}; {copies}every weight cut into {shard}, the data too"

@@ -26,18 +26,9 @@ LINE = {
 # Dense bf16 products summed in fp32, from NVIDIA's data sheets and white papers (halved where they count
 # sparsity); fp16 for V100 and T4, which have no bf16 units. The first match counts.
 PEAK_TFLOPS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100|H200|GH200|H800": 989,
-    "B200": 2250,
-    "A100|A800": 312,
-    "A10|V100": 125,
-    "L40S": 362,
-    "L4": 121,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-    "T4": 65,
-}
+    "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H100|H200|GH200|H800": 989, "A100|A800": 312,
+    "A10|V100": 125, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "T4": 65,
+}  # fmt: skip
 
 
 class RunLog:

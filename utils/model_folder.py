@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 
-from .errors import ConfigError, check
+from .errors import ConfigError, check, first_five
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
@@ -99,11 +99,6 @@ def read_json(file: Path) -> dict:
         raise ConfigError(f"{file}: {impostor(text) or f'not JSON: {error}'[:100]} {AGAIN}") from None
     check(isinstance(value, dict), f"{file}: expected a JSON object, got a {type(value).__name__} {AGAIN}")
     return value
-
-
-def first_five(names: list[str]) -> str:
-    """The first five names, and how many more."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:

@@ -190,5 +190,5 @@ def ask(rng, held_out):
     for k, c, t in objects:
         qs += [(f"{w} is {k}?", f"the {k} {c} {t}") for w in ("What", "Which thing")]
         qs += [(f"{w} is {c}?", f"the {c} {t}") for w in ("What", "Which thing")]
-    qs += [(f"What are there {n} of?", f"{n} {f}") for n, f in counted]
+    qs += [(f"What are there {n} of?", f"{n} {f}") for n, f in counted] * 2
     return told, rng.sample(qs, 2)
