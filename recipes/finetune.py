@@ -156,13 +156,13 @@ def main(cfg: Config) -> Path:
     loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
-    out = claim_output(out, "finetune", world)
     sizes = [(math.prod(info.shape), info.dtype.itemsize) for info in weights.values()]
     saves = math.ceil(steps / cfg.save_every) if cfg.save_every else 0
     needed_bytes = sum(
         n * (bytes + 12 * min(saves, cfg.keep + 1 if cfg.keep else saves)) for n, bytes in sizes
     )
-    check_output_folder(out, folder, world, needed_bytes)  # 12: fp32 weights and AdamW's two moments
+    check_output_folder(out or Path("output"), folder, world, needed_bytes)  # 12: fp32 weights, two moments
+    out = claim_output(out, "finetune", world)
     with together(world):
         if world.rank == 0:
             keep_config(cfg, out, state)
