@@ -11,19 +11,19 @@ import torch
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model_folder
+from tiny import KINDS, tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.errors import ConfigError
-from utils.hf_format import open_weights
+from utils.hf_format import save_model
 from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
 from utils.mesh import build_mesh
+from utils.model_folder import open_weights
 from utils.sharding import shard_model
 
 IDS = torch.arange(40).view(2, 20) * 23 % 1003
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KINDS = ["llama", "llama3", "qwen2", "gemma2", "mixtral", "qwen3_moe"]
 
 
 def sharded(world, folder, dtype=torch.float32, whole=False):
@@ -56,6 +56,25 @@ def test_logits_are_bit_equal_to_from_pretrained(folders, kind, dtype, ranks):
         expected = reference(IDS, use_cache=False).logits
     for ours in run_ranks(logits, ranks, folders[kind], DTYPES[dtype]):
         assert torch.equal(ours, expected)
+
+
+def round_trip(world, folder, out):
+    """Load and save, with no step between."""
+    config = AutoConfig.from_pretrained(folder)
+    model = build_model(config, torch.float32)
+    pieces = plan_pieces(model, open_weights(folder), folder)
+    shard_model(model, build_mesh(world), torch.float32)
+    load_pieces(model, pieces, world.device)
+    save_model(out, model, pieces, world, source=folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_has_the_names_the_dtypes_and_the_bits_that_were_read(folders, tmp_path, kind):
+    run_ranks(round_trip, 3, folders[kind], tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    read = {k: v for file in folders[kind].glob("*.safetensors") for k, v in load_file(file).items()}
+    assert saved.keys() == read.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in read.items())
 
 
 def test_the_classic_way_gives_the_same_model(folders):

@@ -101,7 +101,9 @@ def test_a_read_only_output_folder_is_refused_before_the_model_is_loaded(flags, 
 def test_too_little_room_is_said_before_training_with_both_numbers_and_leaves_nothing(flags, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
-        assert "no space left: need 0.0" in refused(**{**flags, "save_every": 1}, output_dir=str(tmp_path / "out"))
+        assert "no space left: need 0.0" in refused(
+            **{**flags, "save_every": 1}, output_dir=str(tmp_path / "out")
+        )
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

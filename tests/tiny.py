@@ -27,11 +27,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 KINDS = {
     "llama": ("llama", {}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 2.0}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {}),
+    "gpt2": ("gpt2", {"n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, **NO_DROPOUT}),
+    "glm4": ("glm4", {"head_dim": 16}),
     "cohere": ("cohere", {"logit_scale": 0.7}),
     "granite": ("granite", {"logits_scaling": 3.0}),
     "mixtral": (
