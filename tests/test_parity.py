@@ -133,8 +133,8 @@ def test_every_family_equals_a_plain_loop_on_two_ranks(kind, tmp_path):
     curve = curve_of(tmp_path / "out")
     torch.testing.assert_close(curve, expected, rtol=1e-5, atol=0)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float32).state_dict()
-    # All tensors as one vector: a key bias has, in exact arithmetic, no gradient, and Adam makes steps of what
-    # rounding leaves there (GPT-2, GLM-4).
+    # All tensors as one vector: a key bias has, in exact arithmetic, no gradient, and Adam makes steps of
+    # what rounding leaves there (GPT-2, GLM-4).
     difference = sum((tensor - weights[name]).square().sum() for name, tensor in ours.items())
     assert difference.sqrt() <= 1e-5 * sum(tensor.square().sum() for tensor in weights.values()).sqrt()
 
