@@ -40,12 +40,12 @@ from utils.hf_format import check_output_folder, save_model
 from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
 from utils.memory import estimate_states
-from utils.mesh import build_mesh, mesh_sentence
-from utils.metrics import RunLog, mfu, peak_memory_bytes
+from utils.mesh import build_mesh, mesh_axes, mesh_sentence
+from utils.metrics import RunLog, peak_memory_bytes
 from utils.model_folder import check_model_config, check_vocab, open_weights
 from utils.optim import build_optimizer, clip_gradients, learning_rate
 from utils.run_folder import claim_output, differences, find_checkpoint, find_output, finished_at, write_plan
-from utils.sharding import shard_model, sync_gradients
+from utils.sharding import decoder_layers, shard_model, sync_gradients
 from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
 
 TINY = Path(__file__).resolve().parent / "tiny"
@@ -83,7 +83,13 @@ class Config:
 
     # How
     dtype: Literal["auto", "bf16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer; bf16 halves them
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model on every rank
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in the backward
+    compile: bool = False  # torch.compile for each layer
+    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    reshard_after_forward: bool = True  # false: keep layers gathered until their backward, like ZeRO-2
+    replicate: int = 1  # HSDP: so many copies of the model, each sharded over ranks / replicate
     sync_each_microbatch: bool = False  # reduce gradients in every micro-batch: less memory, more traffic
     pin_memory: bool = True  # copy batches to a GPU from page-locked memory; nothing to do on a CPU
 
@@ -99,7 +105,7 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "warmup": -1}
+        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "replicate": 1, "warmup": -1}
         for name, value in asdict(self).items():
             if type(value) in (int, float):
                 smallest = least.get(name, 0)
@@ -137,7 +143,9 @@ def main(cfg: Config) -> Path:
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
         examples, held_out = read_data(cfg, tokenizer, world)
         if cfg.low_cpu_fsdp:
-            model = build_model(config, torch.float32, cfg.attn, cfg.trust_remote_code)  # on meta, no memory
+            model = build_model(
+                config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code
+            )  # on meta, no memory
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
     files = {"data": examples.fingerprint, "weights": sorted((n, i.shape) for n, i in weights.items())}
     same_on_all_ranks(world, files, "files")
@@ -173,7 +181,7 @@ def main(cfg: Config) -> Path:
         print0("warning: the chat template ends no turn with a token, so the model will not learn to stop")
     print0(f"data      {cfg.dataset}: {examples.summary()}")
     print0(f"held out  {held_out.summary() if held_out else 'nothing: see --eval_dataset, --eval_share'}")
-    print0(f"ranks     {mesh_sentence(world)}")
+    print0(f"ranks     {mesh_sentence(world, cfg.replicate)}")
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
@@ -182,25 +190,34 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained ---------------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = load_whole_model(folder, config, torch.float32, cfg.attn, cfg.trust_remote_code)
+        model = load_whole_model(folder, config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
         pieces = plan_pieces(model, weights, folder)
     add_chunked_loss(model)
-    states = estimate_states(model, world.size)
-    print0(f"compute   {cfg.dtype} over fp32 weights, attention {model.config._attn_implementation}")
+    if cfg.activation_checkpointing != "none":
+        from utils.activations import recompute_activations
+
+        recompute_activations(model, cfg.activation_checkpointing)
+    if cfg.compile:
+        for layer in decoder_layers(model):
+            layer.compile()  # in place; layers are alike, so one compilation serves all
+    states = estimate_states(model, world.size // cfg.replicate)
+    print0(
+        f"compute   {cfg.dtype} over {cfg.param_dtype} weights, attention {model.config._attn_implementation}"
+    )
     print0(states.sentence())
     if world.rank == 0:
         write_plan(out, planned=asdict(states))
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     act("shard")
-    mesh = build_mesh(world)  # on GPUs, NCCL and the CUDA context begin here
-    shard_model(model, mesh, DTYPES[cfg.dtype])
+    mesh = build_mesh(world, cfg.replicate)  # on GPUs, NCCL and the CUDA context begin here
+    shard_model(model, mesh, DTYPES[cfg.dtype], cfg.reshard_after_forward, cfg.cpu_offload)
 
     # --- load: the first act that costs memory --------------------------------------------------------
     act("load")
     started = time.monotonic()
     if cfg.low_cpu_fsdp:
-        load_pieces(model, pieces, world.device)
+        load_pieces(model, pieces, world.device, cfg.cpu_offload)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
@@ -221,6 +238,9 @@ def main(cfg: Config) -> Path:
     # --- train ----------------------------------------------------------------------------------------
     act("train")
     model.train()
+    mfu = None  # known where the device's peak is
+    if world.device.type == "cuda":
+        from utils.flops import mfu
     own_log = out if world.rank == 0 else None
     log = RunLog(own_log, steps, cfg.log_every, cfg.tensorboard, cfg.wandb, first)
     for step in range(first, steps):
@@ -250,7 +270,7 @@ def main(cfg: Config) -> Path:
         log.step(
             step=done, loss=loss, grad_norm=grad_norm, lr=lr, taught_tokens=int(taught), tokens=int(tokens),
             seconds=seconds, tokens_per_second=tokens / seconds, peak_memory_gib=peak / 2**30,
-            mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
+            mfu=mfu and mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
         )  # fmt: skip
         if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
             one_epoch = (b for k in range(eval_loader.per_epoch) for b in eval_loader.batches(k))
@@ -293,6 +313,7 @@ def settle(cfg: Config, world: World) -> Config:
     device = torch.cuda.get_device_name(world.device) if cuda else "the CPU"
     can = cfg.dtype != "bf16" or has_bf16 or not cuda
     check(can, f"--dtype bf16: {device} has no bf16 (fix: --dtype fp32)")
+    mesh_axes(world.size, cfg.replicate)
     if cfg.attn == "flash_attention_2":
         check(cuda, f"--attn flash_attention_2 does not run on {device} (fix: --attn sdpa)")
         installed = transformers.utils.is_flash_attn_2_available()

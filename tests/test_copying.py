@@ -12,6 +12,8 @@ from tiny import tiny_model_folder
 
 NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
+    "activations",
+    "flops",
     "hub",
     "llama_recipes",
     "templates",

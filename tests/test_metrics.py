@@ -19,15 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.errors import ConfigError
+from utils.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
 from utils.memory import States, estimate_states
-from utils.metrics import (
-    RunLog,
-    flops_per_token,
-    matmul_parameters,
-    peak_flops,
-    peak_flops_of,
-    peak_memory_bytes,
-)
+from utils.metrics import RunLog, peak_memory_bytes
 from utils.optim import build_optimizer
 from utils.sharding import shard_model
 from utils.trackers import check_trackers

@@ -105,13 +105,15 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
 
 
 @torch.no_grad()
-def load_pieces(model: nn.Module, pieces: list[Piece], device: torch.device) -> None:
-    """Allocate this rank's shards of a meta model on `device` and fill them, one slice at a time.
+def load_pieces(model: nn.Module, pieces: list[Piece], device: torch.device, cpu_offload=False) -> None:
+    """Allocate this rank's shards of a meta model and fill them, one slice at a time.
+
+    They are on `device`, or with cpu_offload on the host, and only the buffers on `device`.
 
     Peak memory above the shards: the largest slice. Raises ConfigError when a tied weight is stored twice
     with different values.
     """
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if cpu_offload else device)
     model.tie_weights()
     state = model.state_dict(keep_vars=True)
     filled: set[tuple] = set()
@@ -121,6 +123,9 @@ def load_pieces(model: nn.Module, pieces: list[Piece], device: torch.device) -> 
             for piece in group:
                 _load_piece(tensors, piece, state[piece.param], filled)
     _fill_buffers(model, state)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def _load_piece(tensors, piece: Piece, target: torch.Tensor, filled: set[tuple]) -> None:

@@ -35,8 +35,7 @@ def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
     weights are there.
     """
     head = model.get_output_embeddings()
-    candidates = _logit_transforms(model)
-    head.logits_to_loss = candidates[0]
+    head.logits_to_loss = _logit_transforms(model)[0]
     head.chunk_tokens = chunk_tokens or max(64, CHUNK_LOGITS // head.weight.shape[0])
     head.forward = MethodType(_head_forward, head)
     model.full_logits = False

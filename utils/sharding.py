@@ -7,38 +7,49 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .errors import check
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> nn.Module:
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    reshard_after_forward=True,
+    cpu_offload=False,
+) -> nn.Module:
     """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
 
     The shards keep the parameters' dtype (fp32 masters); they are gathered in compute_dtype, and gradients
-    are reduced in fp32.
+    are reduced in fp32. reshard_after_forward False keeps the layers gathered until their backward, like ZeRO
+    stage 2: less traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host.
     """
     param_dtype = None if compute_dtype == torch.float32 else compute_dtype
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    options = {"mesh": mesh, "mp_policy": precision}
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     layers = decoder_layers(model)
     for layer in layers:
         # Free a layer after its forward and gather it again for its backward; but the last one's backward
         # comes at once.
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=layer is not layers[-1])
+        free = reshard_after_forward and layer is not layers[-1]
+        fully_shard(layer, reshard_after_forward=free, **options)
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is head.weight:
         # One unit, since a tied weight cannot be in two. It is needed first and last in the forward, and
         # again at once.
-        fully_shard([embedding, head], mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard([embedding, head], reshard_after_forward=False, **options)
     else:
-        fully_shard(embedding, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
         # The head's backward follows its forward: freeing it in between would gather it twice.
-        fully_shard(head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(head, reshard_after_forward=False, **options)
 
     # The root holds the rest: the final norm, position embeddings. Small, so it stays gathered.
-    return fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    return fully_shard(model, reshard_after_forward=False, **options)
 
 
 def reshard(model: nn.Module) -> None:
