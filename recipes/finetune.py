@@ -50,7 +50,7 @@ from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
 
 TINY = Path(__file__).resolve().parent / "tiny"
 TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3}  # what it needs where a flag is left at its default
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "original": None}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Config:
     seed: int = 0  # order of the data, dropout
 
     # How
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer; bf16 halves them
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model on every rank
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in the backward
@@ -166,10 +166,9 @@ def main(cfg: Config) -> Path:
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     sizes = [(math.prod(info.shape), info.dtype.itemsize) for info in weights.values()]
     saves = math.ceil(steps / cfg.save_every) if cfg.save_every else 0
-    needed_bytes = sum(
-        n * (bytes + 12 * min(saves, cfg.keep + 1 if cfg.keep else saves)) for n, bytes in sizes
-    )
-    check_output_folder(out or Path("output"), folder, world, needed_bytes)  # 12: fp32 weights, two moments
+    saves = min(saves, cfg.keep + 1) if cfg.keep else saves
+    needed_bytes = sum(n * (size + 12 * saves) for n, size in sizes)  # 12: fp32 weights and two moments
+    check_output_folder(out or Path("output"), folder, world, needed_bytes)
     out = claim_output(out, "finetune", world)
     with together(world):
         if world.rank == 0:
@@ -179,8 +178,8 @@ def main(cfg: Config) -> Path:
         print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
     if not end_of_turn_ids(tokenizer):
         print0("warning: the chat template ends no turn with a token, so the model will not learn to stop")
-    print0(f"data      {cfg.dataset}: {examples.summary()}")
-    print0(f"held out  {held_out.summary() if held_out else 'nothing: see --eval_dataset, --eval_share'}")
+    evaluated = f"; held out: {held_out.summary()}" if held_out else ""
+    print0(f"data      {cfg.dataset}: {examples.summary()}{evaluated}")
     print0(f"ranks     {mesh_sentence(world, cfg.replicate)}")
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
@@ -225,6 +224,7 @@ def main(cfg: Config) -> Path:
     # --- optimizer ------------------------------------------------------------------------------------
     act("optimizer")
     optimizer = build_optimizer(model, cfg.lr, cfg.weight_decay)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")  # else it does nothing
 
     # --- data: which rows this rank sees, and when -----------------------------------------------------
     act("data")
@@ -232,7 +232,10 @@ def main(cfg: Config) -> Path:
 
     # --- resume: weights, optimizer and position, exactly ---------------------------------------------
     act("resume")
-    first = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
+    first, skipped = 0, 0  # skipped: steps in a row that fp16 left out
+    if checkpoint:
+        first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
+        scaler.load_state_dict(state["scaler"])
     print0(f"starting at step {first} of {steps}")
 
     # --- train ----------------------------------------------------------------------------------------
@@ -241,8 +244,8 @@ def main(cfg: Config) -> Path:
     mfu = None  # known where the device's peak is
     if world.device.type == "cuda":
         from utils.flops import mfu
-    own_log = out if world.rank == 0 else None
-    log = RunLog(own_log, steps, cfg.log_every, cfg.tensorboard, cfg.wandb, first)
+    trackers = (cfg.tensorboard, cfg.wandb)
+    log = RunLog(out if world.rank == 0 else None, steps, cfg.log_every, *trackers, done=first)
     for step in range(first, steps):
         started = time.monotonic()
         torch.manual_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout resumes exactly
@@ -253,24 +256,28 @@ def main(cfg: Config) -> Path:
             sync_gradients(model, cfg.sync_each_microbatch or i == len(batches) - 1)
             batch = batch.to(world.device, cfg.pin_memory)  # batch.ids, batch.labels: (B, T)
             loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
-            (loss * world.size / taught).backward()  # FSDP averages over ranks
+            scaler.scale(loss * world.size / taught).backward()  # FSDP averages over ranks
             losses.append(loss.detach())
         loss = all_reduce_sum(torch.stack(losses).sum(), world) / taught
+        scaler.unscale_(optimizer)
         grad_norm = clip_gradients(model, cfg.clip_norm)
         peak = peak_memory_bytes(world.device)  # where most is alive
-        stop_if_not_finite(step, loss, grad_norm, losses, batches, world)
+        skipped = skipped + 1 if scaler.is_enabled() and not math.isfinite(grad_norm) else 0
+        stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world)
         lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        scaler.step(optimizer)  # in fp16 all ranks skip it together where a gradient is not finite ...
+        scaler.update()  # ... and halve the scale
         optimizer.zero_grad()
 
         done, seconds = step + 1, time.monotonic() - started
         tokens = all_reduce_sum(sum(int(b.mask.sum()) for b in batches), world)
         log.step(
             step=done, loss=loss, grad_norm=grad_norm, lr=lr, taught_tokens=int(taught), tokens=int(tokens),
-            seconds=seconds, tokens_per_second=tokens / seconds, peak_memory_gib=peak / 2**30,
+            skipped=int(skipped > 0), seconds=seconds, tokens_per_second=tokens / seconds,
             mfu=mfu and mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
+            peak_memory_gib=peak / 2**30,
         )  # fmt: skip
         if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
             one_epoch = (b for k in range(eval_loader.per_epoch) for b in eval_loader.batches(k))
@@ -278,7 +285,7 @@ def main(cfg: Config) -> Path:
             log.step(step=done, eval_loss=all_reduce_sum(summed, world) / all_reduce_sum(count, world))
         if cfg.save_every and (done == steps or done % cfg.save_every == 0):
             position = {"step": done, "global_batch_size": global_batch, "seed": cfg.seed}
-            position["data"] = examples.fingerprint
+            position |= {"data": examples.fingerprint, "scaler": scaler.state_dict()}
             save_checkpoint(out / "checkpoints", done, model, optimizer, position, cfg.keep, world)
     log.close()
 
@@ -311,14 +318,13 @@ def settle(cfg: Config, world: World) -> Config:
     if cfg.dtype == "auto":
         cfg = replace(cfg, dtype="bf16" if has_bf16 else "fp32")
     device = torch.cuda.get_device_name(world.device) if cuda else "the CPU"
-    can = cfg.dtype != "bf16" or has_bf16 or not cuda
-    check(can, f"--dtype bf16: {device} has no bf16 (fix: --dtype fp32)")
+    check(cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {device} has none (fix: --dtype fp16)")
     mesh_axes(world.size, cfg.replicate)
     if cfg.attn == "flash_attention_2":
         check(cuda, f"--attn flash_attention_2 does not run on {device} (fix: --attn sdpa)")
         installed = transformers.utils.is_flash_attn_2_available()
         check(installed, "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)")
-        check(cfg.dtype == "bf16", "--attn flash_attention_2 computes in 16 bit (fix: --dtype bf16)")
+        check(cfg.dtype != "fp32", "--attn flash_attention_2 computes in 16 bit (fix: --dtype bf16)")
     if cfg.tensorboard or cfg.wandb:
         from utils.trackers import check_trackers
 
@@ -371,9 +377,9 @@ def keep_config(cfg: Config, out: Path, state: dict) -> None:
     save_config(cfg, path)
 
 
-def stop_if_not_finite(step, loss, grad_norm, losses, batches, world) -> None:
-    """All ranks stop together, before the optimizer has touched a weight."""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+def stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world) -> None:
+    """All ranks stop together, before the optimizer touches a weight; in fp16 after 20 gradients in a row."""
+    if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < skipped < 20):
         return
     mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
     found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]

@@ -11,7 +11,6 @@ flag only after main has run. Here a command line is understood completely, or r
 """
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import io
@@ -33,10 +32,6 @@ from .errors import ConfigError, check, rank
 
 SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
-# What transformers' Trainer calls our settings, for "did you mean".
-TRAINER = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "max_length": "seq_len",
-           "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "grad_accum",
-           "model_name_or_path": "model", "max_grad_norm": "clip_norm"}  # fmt: skip
 
 
 def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
@@ -58,7 +53,10 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
         settings = {name: text}
         if name not in kinds:
             settings, weak, note = _translate(aliases, name, text, kinds)
-            check(note, f"unknown flag {_shown(flag)} ({_near(name, kinds, '--')})")
+            if not note:
+                from .diagnose import near_setting
+
+                raise ConfigError(f"unknown flag {_shown(flag)} ({near_setting(name, kinds, '--')})")
             implied |= {key: (flag, value) for key, value in weak.items()}
             notes.append(note)
         for key, value in settings.items():
@@ -188,17 +186,20 @@ def _read_yaml(kinds: dict, path: str) -> dict:
         at = f"{shown}:{error.problem_mark.line + 1}"
         raise ConfigError(f"{at}: {error.problem}; write `name: value` lines, without tabs") from None
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-        beside = [p.name for p in file.parent.glob("*")] if not file.exists() else []
-        near = difflib.get_close_matches(file.name, beside, 1)
+        from .diagnose import did_you_mean
+
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        hint = f" (did you mean {_shown(str(file.with_name(near[0])))}?)" if near else ""
+        hint = "" if file.exists() else _shown(did_you_mean(file))
         raise ConfigError(f"config file {shown}: {reason}{hint}") from None
     check(root is None or isinstance(root, yaml.MappingNode), f"{shown}: expected lines such as `lr: 1e-4`")
     values = {}
     for key, node in root.value if root else []:
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a list"
         at = f"{shown}:{key.start_mark.line + 1}: {_shown(name)}"
-        check(name in kinds, f"{at} is no setting ({_near(name, kinds)})")
+        if name not in kinds:
+            from .diagnose import near_setting
+
+            raise ConfigError(f"{at} is no setting ({near_setting(name, kinds)})")
         check(name not in values, f"{at} is set twice: write it once")
         check(isinstance(node, yaml.ScalarNode), f"{at} takes one value, not a list or a mapping")
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
@@ -206,17 +207,6 @@ def _read_yaml(kinds: dict, path: str) -> dict:
         check(plain, f'{at} takes a plain value, not {_shown(tag)}; the empty text is ""')
         values[name] = _read(*kinds[name], at, node.value)
     return values
-
-
-def _near(name: str, kinds: dict, dashes: str = "") -> str:
-    """What the user may have meant by an unknown name."""
-    name = name.strip("-").replace("-", "_").lower()
-    positive = re.sub("^no_?", "", name)
-    if kinds.get(positive, (str,))[0] is bool:
-        return f"did you mean {dashes}{positive} false?"
-    names = {key: key for key in kinds} | {theirs: key for theirs, key in TRAINER.items() if key in kinds}
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {dashes}{names[near[0]]}?" if near else "--help lists them all"
 
 
 def _shown(text: str) -> str:

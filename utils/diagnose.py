@@ -3,12 +3,17 @@
 import difflib
 import json
 import os
+import re
 from pathlib import Path
 
 from .errors import first_five
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+# What transformers' Trainer calls our settings, for "did you mean".
+TRAINER = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "max_length": "seq_len",
+           "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "grad_accum",
+           "model_name_or_path": "model", "max_grad_norm": "clip_norm"}  # fmt: skip
 
 
 def did_you_mean(path: Path) -> str:
@@ -71,3 +76,14 @@ def nothing_to_read(folder: Path) -> str:
         both = "; ".join(f"t.{auto}.{load}.{save}" for auto in ("AutoModelForCausalLM", "AutoTokenizer"))
         fix = f"if you trust this one, convert it: python -c 'import transformers as t; {both}'"
     return f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: {fix})"
+
+
+def near_setting(name: str, kinds: dict, dashes: str = "") -> str:
+    """What the user may have meant by an unknown name."""
+    name = name.strip("-").replace("-", "_").lower()
+    positive = re.sub("^no_?", "", name)
+    if kinds.get(positive, (str,))[0] is bool:
+        return f"did you mean {dashes}{positive} false?"
+    names = {key: key for key in kinds} | {theirs: key for theirs, key in TRAINER.items() if key in kinds}
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {dashes}{names[near[0]]}?" if near else "--help lists them all"

@@ -41,8 +41,8 @@ def chat_messages(row: dict) -> list[dict[str, str]]:
             raise ValueError(f"messages[{i}].role: {role[:40]!r} is not one of {', '.join(ROLES)}")
         expected = "assistant" if messages and messages[-1]["role"] == "user" else "user"
         if role != expected and not (role == "system" and i == 0):
-            turns = "a conversation is at most one system turn, then user and assistant by turns"
-            raise ValueError(f"messages[{i}].role: expected {expected}, got {role}; {turns}")
+            rule = "a conversation is at most one system turn, then user and assistant by turns"
+            raise ValueError(f"messages[{i}].role: expected {expected}, got {role}; {rule}")
         messages.append({"role": role, "content": _text(turn, "content", f"messages[{i}].")})
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("messages: no assistant turn, so there is nothing to learn")

@@ -7,6 +7,7 @@ A run is finished when its plan.json says what was measured. Nothing that a fold
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from .checkpoint import newest_checkpoint, read_state
@@ -92,11 +93,10 @@ def _make_folder(out: Path | None, stem: str) -> Path:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         return out
-    number = 1
+    number = 0
     while True:
+        number += 1
         out = Path("output", f"{stem}-{number:03d}").absolute()
-        try:
+        with suppress(FileExistsError):
             out.mkdir(parents=True)
             return out
-        except FileExistsError:
-            number += 1

@@ -6,6 +6,7 @@ the task. Everything is a function of the random numbers that come in.
 
 from random import Random
 
+SONG, LATER = 0.3, 3
 PEOPLE = (
     "Adam Anna Ben Clara David Ella Emil Frida Georg Hanna Ida Jonas Karl Lena Max Nora Oskar Paula".split()
 )
@@ -29,10 +30,12 @@ PLACES = [
 
 def story(rng: Random) -> str:
     """Things are told of, then mentioned again. Or words are sung three times: from these a model first learns to look back."""
-    if rng.random() < 0.3:
-        words = rng.sample(PEOPLE + KINDS + COLOURS + THINGS + NUMBERS + FRUIT, rng.randint(6, 16))
-        line = " ".join(words) + "."
-        return f"{rng.choice(PEOPLE)} sang: {line} {line} {line}"
+    if rng.random() < SONG:
+        count = rng.randint(3, 5)
+        words = zip(rng.sample(KINDS, count), rng.sample(COLOURS, count), rng.sample(THINGS, count), strict=True)
+        verse = [" ".join(w) for w in words]
+        lines = [" ".join(rng.sample(verse, count)) + "." for _ in range(3)]
+        return f"{rng.choice(PEOPLE)} sang: {' '.join(lines)}"
     things, counted = draw(rng)
     later = []
     for kind, colour, thing in things:
@@ -45,7 +48,7 @@ def story(rng: Random) -> str:
             f'"What is {rng.choice([kind, colour])}?" asked {who}.',
             f'"Which thing is {rng.choice([kind, colour])}?" asked {who}.',
         ]
-        later += rng.sample(again, 3)
+        later += rng.sample(again, LATER)
     for number, fruit in counted:
         who, other = rng.sample(PEOPLE, 2)
         later.append(f"{who} gave the {number} {fruit} to {other}.")
@@ -74,10 +77,10 @@ def chat_row(rng: Random, held_out: bool) -> dict:
 
 def draw(rng: Random, held_out: bool | None = None) -> tuple[list[tuple], list[tuple]]:
     """2-4 (kind, colour, thing) and 0-2 (number, fruit), from all pairs or from those of one side."""
-    kinds = rng.sample(KINDS, rng.randint(2, 4))
+    kinds = rng.sample(KINDS, rng.randint(2, 3))
     pairs = draw_pairs(rng, COLOURS, THINGS, len(kinds), held_out)
     things = [(kind, *pair) for kind, pair in zip(kinds, pairs, strict=True)]
-    return things, draw_pairs(rng, NUMBERS, FRUIT, rng.randint(0, 2), held_out)
+    return things, draw_pairs(rng, NUMBERS, FRUIT, rng.randint(0, 1), held_out)
 
 
 def draw_pairs(rng: Random, firsts: list, seconds: list, count: int, held_out: bool | None) -> list[tuple]:
