@@ -49,7 +49,7 @@ from utils.sharding import decoder_layers, shard_model, sync_gradients
 from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
 
 TINY = Path(__file__).resolve().parent / "tiny"
-TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3}  # what it needs where a flag is left at its default
+TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # for flags left at their defaults
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 

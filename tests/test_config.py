@@ -545,7 +545,6 @@ def test_llama_recipes_values_become_ours(argv, expected):
         ("--fsdp_config.pure_bf16", "--fsdp_config.pure_bf16 comes with bf16 weights"),
         ("--fsdp_cpu_offload", "comes with CPU offload"),
         ("--fsdp_activation_checkpointing true", "comes with recomputing"),
-        ("--hsdp --sharding_strategy HYBRID_SHARD", "--hsdp comes with hybrid sharding"),
         ("--sharding_strategy NO_SHARD", "--sharding_strategy no_shard is not possible here"),
         ("--peft_method prefix", "--peft_method prefix is not possible here: leave it out, or write lora"),
         ("--freeze_layers", "--freeze_layers is not possible here"),

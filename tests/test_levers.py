@@ -3,8 +3,13 @@
 python -m pytest tests/test_levers.py
 """
 
+import json
+
+import finetune
 import pytest
 import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from test_parity import GLOBAL_BATCH, plain_loop, with_recipe, write_rows
 from tiny import tiny_model_folder
 
@@ -61,3 +66,43 @@ def test_compiled_layers_train_alike(setting, tmp_path):
     _, _, (expected, _) = setting
     curve, _ = trained(setting, tmp_path, compile=True)
     torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
+
+
+def test_fp16_trains_like_fp32_to_its_rounding(setting, tmp_path):
+    _, _, (expected, _) = setting
+    curve, _ = trained(setting, tmp_path, dtype="fp16")
+    torch.testing.assert_close([loss for loss, _ in curve], [loss for loss, _ in expected], rtol=2e-2, atol=0)
+
+
+def in_fp16(world, flags):
+    return finetune.main(
+        finetune.Config(**flags, dtype="fp16", steps=24, save_every=0, lr=1e-4, batch_size=2)
+    )
+
+
+def loud(tmp_path, factors):
+    """Flags for a model whose gradients, times the first loss scale of 65536, are too large for fp16."""
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
+    weights = load_file(folder / "model.safetensors")
+    for name, factor in factors.items():
+        weights[name] *= factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rows = write_rows(tmp_path / "rows.jsonl")
+    return {"model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path / "out")}
+
+
+def test_overflows_in_fp16_are_skipped_and_counted_on_all_ranks_and_training_goes_on(tmp_path):
+    out = run_ranks(in_fp16, 2, loud(tmp_path, {"model.norm.weight": 100.0}))[0]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    skipped = [line["skipped"] for line in lines]
+    assert skipped == sorted(skipped, reverse=True)  # the scale halves until it fits
+    assert 1 <= sum(skipped) < 20
+    assert lines[0]["grad_norm"] is None  # JSON has no infinity
+    assert lines[-1]["grad_norm"] > 0
+
+
+def test_twenty_overflows_in_a_row_stop_an_fp16_run(tmp_path):
+    factors = {"model.embed_tokens.weight": 1e-3, "model.norm.weight": 1e3}
+    flags = loud(tmp_path, {**factors, "model.layers.0.input_layernorm.weight": 1e3})
+    with pytest.raises(AssertionError, match="step 20: loss .* gradient norm (inf|nan)"):
+        run_ranks(in_fp16, 2, flags)

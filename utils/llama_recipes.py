@@ -13,7 +13,9 @@ from .errors import check
 
 DATA = "dataset, eval_dataset and eval_share name the rows"
 LORA = "--lora_rank 8 --lora_alpha 32 --lora_targets q_proj,v_proj --lora_dropout 0.05"
-RECOMPUTE = {"true": "--activation_checkpointing", "false": ""}
+RECOMPUTE = {"true": "--activation_checkpointing full", "false": ""}
+HYBRID = "replicate sets hybrid sharding: the number of copies of the model"
+STRATEGIES = {"full_shard": "", "shard_grad_op": "--reshard_after_forward false", "hybrid_shard": HYBRID}
 METRICS = "metrics.jsonl always has it"
 
 # Their flag and what it is here. "--x": our name for it. {value: "--x y"}: our flags for that value, where ""
@@ -47,9 +49,9 @@ LLAMA_RECIPES: dict[str, str | dict[str, str]] = {
     "fsdp_cpu_offload": {"true": "--cpu_offload", "false": ""},
     **dict.fromkeys(("fsdp_activation_checkpointing", "enable_activation_checkpointing"), RECOMPUTE),
     "activation_checkpointing_use_reentrant": "recomputing is never reentrant",
-    "sharding_strategy": {"full_shard": "", "hybrid_shard": "comes with hybrid sharding"},
-    "hsdp": {"true": "comes with hybrid sharding", "false": ""},
-    "sharding_group_size": "--shard",
+    "sharding_strategy": STRATEGIES,
+    "hsdp": {"true": HYBRID, "false": ""},
+    "sharding_group_size": "it is the number of ranks divided by replicate",
     "replica_group_size": "--replicate",
     "quantization": {"true": "--quantization", "8bit": "--quantization", "4bit": "--quantization 4bit"},
     "quant_type": {"int8": "--quantization 8bit", "int4": "--quantization 4bit"},
@@ -77,7 +79,7 @@ LLAMA_RECIPES: dict[str, str | dict[str, str]] = {
 # What brings a setting that a recipe lacks, by the first word of its name.
 LATER = {"lora": "LoRA support", "adapter": "LoRA support", "quantization": "8-bit support",
          "dtype": "fp16 support", "param": "bf16 weights", "activation": "recomputing", "cpu": "CPU offload",
-         "packing": "packing", "replicate": "hybrid sharding", "shard": "hybrid sharding"}  # fmt: skip
+         "packing": "packing", "reshard": "resharding", "replicate": "hybrid sharding"}  # fmt: skip
 
 
 def translate(name: str, text: str | None, kinds: dict) -> tuple[dict, dict, str]:

@@ -1,0 +1,111 @@
+"""The embedded model is real, small, made by the project, and its task is one that it cannot do before.
+
+python -m pytest tests/test_tiny.py            # -m "" rebuilds it too, about 5 minutes
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+from shell import ROOT, shell
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TINY = ROOT / "recipes" / "tiny"
+MADE = json.loads((TINY / "made.json").read_text())
+sys.path.append(str(TINY))
+
+import make
+from stories import chat_row
+
+
+def rows(name):
+    return [json.loads(line)["messages"] for line in (TINY / name).read_text().splitlines()]
+
+
+def test_the_text_the_tokenizer_and_the_task_are_made_again_byte_for_byte(tmp_path):
+    text = make.make_text()
+    assert make.sha256("\n".join(text).encode()) == MADE["text_sha256"]
+    make.make_tokenizer(text[-make.TOKENIZER_STORIES :], tmp_path)
+    make.make_task(tmp_path)
+    for name in ("tokenizer.model", "tokenizer.json", "chat.jsonl", "heldout.jsonl"):
+        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
+        assert hashlib.sha256((TINY / name).read_bytes()).hexdigest() == MADE[name]
+
+
+def test_no_held_out_question_is_in_the_training_file_and_no_answer_is_common():
+    asked = {row[-2]["content"] for row in rows("chat.jsonl")}
+    held_out = rows("heldout.jsonl")
+    assert len(held_out) >= 200
+    assert not {row[-2]["content"] for row in held_out} & asked
+    answers = Counter(row[-1]["content"] for row in held_out)
+    assert len(answers) >= 100
+    assert answers.most_common(1)[0][1] <= 0.05 * len(held_out)
+
+
+def test_what_held_out_rows_tell_of_things_is_told_in_no_training_row():
+    seen = {row[-1]["content"] for row in rows("chat.jsonl")}
+    things = {row[-1]["content"] for row in rows("heldout.jsonl") if row[-1]["content"].startswith("the ")}
+    assert len(things) > 100
+    assert not things & seen
+
+
+def test_rows_are_a_function_of_the_random_numbers():
+    assert chat_row(Random(7), False) == chat_row(Random(7), False)
+    assert chat_row(Random(7), False) != chat_row(Random(8), False)
+
+
+def test_the_weights_are_at_most_2_mb_and_have_the_recorded_loss():
+    assert (TINY / "model.safetensors").stat().st_size <= 2_000_000
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    make.add_chunked_loss(model)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    stories = make.make_text()[-make.VALIDATION_STORIES :]
+    with torch.no_grad():
+        loss = make.mean_loss(model, tokenizer(stories)["input_ids"]).item()
+    assert loss == pytest.approx(MADE["loss"], abs=1e-3)
+
+
+def test_the_tokenizer_keeps_text_and_knows_the_templates_markers():
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    text = "Anna had the wet red hat. Ünïcödé, 漢字 and 🙂 too."
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).strip() == text
+    for marker in make.MARKERS:
+        assert tokenizer.encode(marker, add_special_tokens=False) == [tokenizer.convert_tokens_to_ids(marker)]
+    talk = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "the red hat"}]
+    rendered = tokenizer.apply_chat_template(talk, tokenize=False)
+    assert rendered == "<s><|user|> What is red?<|end|><|assistant|> the red hat<|end|>"
+
+
+@pytest.mark.slow
+def test_make_rebuilds_the_same(tmp_path):
+    for name in ("recipes/tiny", "utils"):
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors")
+        )
+    result = shell("python recipes/tiny/make.py", tmp_path, seconds=900)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "recipes" / "tiny" / "model.safetensors").exists()
+    changed = [
+        f for f in (tmp_path / "recipes" / "tiny").iterdir() if f.suffix in (".jsonl", ".json", ".model")
+    ]
+    assert all(file.read_bytes() == (TINY / file.name).read_bytes() for file in changed)
+
+
+@pytest.mark.slow
+def test_the_demo_teaches_it(tmp_path):
+    """The exact command, and the score of what it saved, in a process that imports nothing of ours."""
+    command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/finetune.py --low_cpu_fsdp"
+    trained = shell(command, tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    score = shell(f"python {TINY}/score.py {TINY} output/finetune-001/model", tmp_path)
+    assert score.returncode == 0, score.stdout
+    before, after = (
+        int(line.split(":")[1].split()[0]) for line in score.stdout.splitlines() if "exact match" in line
+    )
+    assert before <= 3
+    assert after >= 270
