@@ -90,7 +90,7 @@ def make_tokenizer(text: list[str], folder: Path) -> sentencepiece.SentencePiece
     merges = [
         (a, b) for a, b in splits if a in vocab and b in vocab
     ]  # in the order in which pieces were found
-    options = {"pad_token": "<pad>", "extra_special_tokens": MARKERS}
+    options = {"pad_token": "<pad>", "add_bos_token": True, "extra_special_tokens": MARKERS}
     LlamaTokenizer(vocab, merges, **options).backend_tokenizer.save(str(folder / "tokenizer.json"))
     return sp
 
