@@ -143,9 +143,7 @@ def main(cfg: Config) -> Path:
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
         examples, held_out = read_data(cfg, tokenizer, world)
         if cfg.low_cpu_fsdp:
-            model = build_model(
-                config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code
-            )  # on meta, no memory
+            model = build_model(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
     files = {"data": examples.fingerprint, "weights": sorted((n, i.shape) for n, i in weights.items())}
     same_on_all_ranks(world, files, "files")
@@ -155,11 +153,11 @@ def main(cfg: Config) -> Path:
         finished = finished_at(out)
         check_same_run(cfg, out, finished, state, examples.fingerprint)
         wanted = state.get("global_batch_size") or cfg.global_batch_size
-        sizes = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
+        batching = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
         return out
-    global_batch, micro_batches = sizes
+    global_batch, micro_batches = batching
     shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
     loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -173,7 +171,7 @@ def main(cfg: Config) -> Path:
     with together(world):
         if world.rank == 0:
             keep_config(cfg, out, state)
-    print0(f"model     {cfg.model}: {config.architectures[0]}, {len(weights)} tensors")
+    print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     if tokenizer.template_name == "built-in plain":
         print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
     if not end_of_turn_ids(tokenizer):
@@ -200,9 +198,8 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     states = estimate_states(model, world.size // cfg.replicate)
-    print0(
-        f"compute   {cfg.dtype} over {cfg.param_dtype} weights, attention {model.config._attn_implementation}"
-    )
+    attention = model.config._attn_implementation
+    print0(f"compute   {cfg.dtype} over {cfg.param_dtype} weights, attention {attention}")
     print0(states.sentence())
     if world.rank == 0:
         write_plan(out, planned=asdict(states))
@@ -235,7 +232,7 @@ def main(cfg: Config) -> Path:
     first, skipped = 0, 0  # skipped: steps in a row that fp16 left out
     if checkpoint:
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(state["scaler"])
+        scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # {}: it was not fp16
     print0(f"starting at step {first} of {steps}")
 
     # --- train ----------------------------------------------------------------------------------------
@@ -389,6 +386,7 @@ def stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world) -
 
 
 if __name__ == "__main__":
+    # --- parse: the command line is understood completely, or refused, before anything starts ---------
     with report_errors():
         main(parse_cli(Config, aliases="llama_recipes"))
         stop_distributed()

@@ -106,3 +106,18 @@ def test_twenty_overflows_in_a_row_stop_an_fp16_run(tmp_path):
     flags = loud(tmp_path, {**factors, "model.layers.0.input_layernorm.weight": 1e3})
     with pytest.raises(AssertionError, match="step 20: loss .* gradient norm (inf|nan)"):
         run_ranks(in_fp16, 2, flags)
+
+
+def test_a_run_may_go_on_in_fp16_and_back(tmp_path):
+    flags = {**loud(tmp_path, {}), "steps": 2, "save_every": 1}
+    for steps, dtype in ((2, "fp32"), (4, "fp16"), (6, "fp32")):
+        run_ranks(continued, 2, {**flags, "steps": steps, "dtype": dtype})
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def continued(world, flags):
+    """Leave the run unfinished, as a kill before its last line does."""
+    out = finetune.main(finetune.Config(**flags))
+    if world.rank == 0:
+        (out / "plan.json").unlink()
