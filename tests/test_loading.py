@@ -58,6 +58,14 @@ def test_logits_are_bit_equal_to_from_pretrained(folders, kind, dtype, ranks):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_than_experts_is_no_problem(tmp_path, ranks):
+    folder = tiny_model_folder(tmp_path, "mixtral", num_local_experts=2)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS, use_cache=False).logits
+    assert all(torch.equal(ours, expected) for ours in run_ranks(logits, ranks, folder, torch.float32))
+
+
 def round_trip(world, folder, out):
     """Load and save, with no step between."""
     config = AutoConfig.from_pretrained(folder)

@@ -26,7 +26,7 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     """Keep only each layer's input (full), or also its matrix products and attention (selective), for the
     backward.
 
-    full costs about a third more compute in a full fine-tune, selective a few per cent. The losses do not
+    full costs one more forward, selective the cheap part of one. The losses do not
     change. https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     name = type(model).__name__
