@@ -23,11 +23,11 @@ EXPENSIVE = (
 
 
 def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
-    """Keep only each layer's input (full), or also its matrix products and attention (selective), for the
-    backward.
+    """Keep for the backward only each layer's input (full), or its matrix products and attention too
+    (selective).
 
-    full costs one more forward, selective the cheap part of one. The losses do not
-    change. https://docs.pytorch.org/docs/stable/checkpoint.html
+    full costs one more forward, selective the cheap part of one; the losses do not change. Raises ConfigError
+    for a model that cannot. https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     name = type(model).__name__
     check(
