@@ -62,6 +62,18 @@ def test_the_routers_loss_is_part_of_it():
     assert losses[1] > losses[0] + 1
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma2"])
+def test_full_logits_give_the_same_loss_and_gradients_router_included(kind):
+    chunked, full = add_chunked_loss(tiny_model(kind), chunk_tokens=16), add_chunked_loss(tiny_model(kind))
+    full.full_logits = True
+    losses = [summed_cross_entropy(model, some_batch()) for model in (chunked, full)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for ours, theirs in zip(chunked.parameters(), full.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 2e-6 * theirs.grad.norm()
+
+
 def test_an_unknown_transform_falls_back_to_full_logits_and_says_the_price():
     reference, batch = tiny_model("gemma2"), some_batch()
     model = copy.deepcopy(reference)

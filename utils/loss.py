@@ -103,9 +103,11 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
         kwargs.update(output_router_logits=True, attention_mask=attention_mask)
     head = self.get_output_embeddings()
     if self.full_logits:
-        logits = type(self).forward(self, input_ids, use_cache=False, **kwargs).logits[:, :-1].float()
-        targets = labels[:, 1:].flatten()
-        return F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
+        output = type(self).forward(self, input_ids, use_cache=False, **kwargs)
+        logits, targets = output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        aux = self.router_aux_loss_coef * output.aux_loss * (targets != IGNORE).sum() if router else 0.0
+        return loss + aux
     output = self.base_model(input_ids, use_cache=False, **kwargs)
     if probe:
         return head(output.last_hidden_state)
