@@ -22,7 +22,7 @@ test: lint      ## lint and tests, under 10 minutes on 2 cores
 	$(BIN)/python -m pytest
 
 test-all: lint  ## the slow tests too, at most 40 minutes
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "not gpu"
 
 lint: $(READY)  ## ruff: style and format
 	$(BIN)/ruff check .
@@ -32,10 +32,21 @@ format: $(READY) ## let ruff format everything
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: $(READY) ## ratios against other ways: load, save, step and loss, about NN minutes on 2 cores
+	$(BIN)/python recipes/bench.py load
+	$(BIN)/python recipes/bench.py save
+	$(BIN)/python recipes/bench.py step
+	$(BIN)/python recipes/bench.py loss
+
+gpu: $(READY)   ## what needs a GPU: its tests, and the table configs/measured_<device>.md
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		$(BIN)/python -m pytest -m gpu tests/test_gpu.py && $(BIN)/python recipes/bench.py gpu --repeats 1; \
+	else echo "no GPU here: nothing was run"; fi
+
 lines: $(READY) ## the promise, counted
 	$(BIN)/python tests/test_lines.py
 
 tiny: $(READY)  ## make recipes/tiny again: text, tokenizer, model, task
 	$(BIN)/python recipes/tiny/make.py
 
-.PHONY: help setup demo test test-all lint format lines tiny
+.PHONY: help setup demo test test-all lint format bench gpu lines tiny

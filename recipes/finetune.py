@@ -4,6 +4,7 @@ Supervised fine-tuning. Every rank builds the model on meta and reads only its o
     torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
     torchrun --nproc_per_node 8 recipes/finetune.py --model DIR --dataset chat.jsonl --output_dir runs/first
     torchrun --nproc_per_node 8 recipes/finetune.py --config configs/llama3_8b_full_8x80gb.yaml --lr 1e-5
+    torchrun --nproc_per_node 2 recipes/finetune.py --model DIR --lora_rank 16 --quantization 8bit
     python recipes/finetune.py --help
 
 Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do.
@@ -13,7 +14,7 @@ The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, m
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,34 +23,29 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
-from utils.checkpoint import load_checkpoint, save_checkpoint
-from utils.config import load_config, parse_cli, save_config
-from utils.data import GlobalBatches, divide_global_batch, load_examples, split_by_hash
-from utils.distributed import (
-    World,
-    all_reduce_sum,
-    gather,
-    init_distributed,
-    print0,
-    same_on_all_ranks,
-    stop_distributed,
-    together,
-)
-from utils.errors import ConfigError, act, check, report_errors
+from utils.checkpoint import save_checkpoint
+from utils.config import parse_cli, save_config
+from utils.data import GlobalBatches, divide_global_batch, load_split
+from utils.distributed import all_reduce_sum, init_distributed, same_on_all_ranks, stop_distributed, together
+from utils.errors import act, check, print0, report_errors
 from utils.hf_format import check_output_folder, save_model
 from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
-from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
+from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.memory import estimate_states
 from utils.mesh import build_mesh, mesh_axes, mesh_sentence
-from utils.metrics import RunLog, peak_memory_bytes
-from utils.model_folder import check_model_config, check_vocab, open_weights
-from utils.optim import build_optimizer, clip_gradients, learning_rate
-from utils.run_folder import claim_output, differences, find_checkpoint, find_output, finished_at, write_plan
+from utils.metrics import RunLog, peak_memory_bytes, peak_memory_of_all
+from utils.model_folder import check_model_config, check_vocab, find_model, open_weights
+from utils.optim import build_optimizer, clip_gradients, learning_rate, stop_if_not_finite
+from utils.run_folder import claim_output, find_output, holds_run, write_plan
 from utils.sharding import decoder_layers, shard_model, sync_gradients
 from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
 
 TINY = Path(__file__).resolve().parent / "tiny"
+LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
 TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # for flags left at their defaults
+Optimizers = Literal[
+    "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
+]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 
@@ -84,12 +80,28 @@ class Config:
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer; bf16 halves them
+    optimizer: Optimizers = "adamw"  # 8-bit and paged ones are bitsandbytes'; 8 bit: 2 bytes of state, not 8
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
+    lora_alpha: float = 16.0  # what adapters add counts alpha / rank
+    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression for whole names
+    lora_dropout: float = 0.0  # of what adapters read
+    use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+    use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
+    lora_init: str = "default"  # other ways to start need whole weights, and are refused
+    modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
+    adapter: str = ""  # peft folder of an adapter to continue
+    quantization: Literal["none", "8bit", "4bit"] = field(
+        default="none", metadata={"bare": "8bit"}
+    )  # of what is frozen
+    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 rounds activations too, batch by batch
+    keep_experts_16bit: bool = False  # quantize a mixture though most of it, its experts, stays in 16 bit
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model on every rank
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in the backward
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # weights, gradients and optimizer on the host
     reshard_after_forward: bool = True  # false: keep layers gathered until their backward, like ZeRO-2
-    replicate: int = 1  # HSDP: so many copies of the model, each sharded over ranks / replicate
+    replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
+    shard: int = 0  # ranks that a copy is cut over; 0: ranks / replicate, and all where neither is given
     sync_each_microbatch: bool = False  # reduce gradients in every micro-batch: less memory, more traffic
     pin_memory: bool = True  # copy batches to a GPU from page-locked memory; nothing to do on a CPU
 
@@ -101,17 +113,25 @@ class Config:
     save_model: bool = True  # write OUT/model at the end
     save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
     log_every: int = 1  # steps between console lines
+    profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
     tensorboard: bool = False  # also log to OUT/tensorboard
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "replicate": 1, "warmup": -1}
+        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "warmup": -1}
         for name, value in asdict(self).items():
             if type(value) in (int, float):
                 smallest = least.get(name, 0)
                 check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
+        lora = self.lora_rank or self.adapter
+        alone = [f"--{n}" for n in (*LORA, "int8_mode") if getattr(self, n) != getattr(Config, n)]
+        check(lora or not alone, f"{', '.join(alone)} without adapters changes nothing (fix: --lora_rank 16)")
+        frozen = f"--quantization {self.quantization} freezes the weights and --lora_rank is 0"
+        check(lora or self.quantization == "none", f"{frozen}: nothing would train (fix: --lora_rank 16)")
+        plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
+        check(not lora or self.param_dtype == "fp32", f"{plain} (fix: leave it out)")
         both = self.eval_dataset and self.eval_share
         check(not both, "--eval_dataset and --eval_share both name the held-out rows (fix: give one)")
         here = (TINY / "config.json").exists()
@@ -131,27 +151,33 @@ def main(cfg: Config) -> Path:
     # --- plan: everything that can fail cheaply fails here --------------------------------------------
     act("plan")
     with together(world):
+        axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
     same_on_all_ranks(world, asdict(cfg), "flags")
-    folder = find_model(cfg.model, cfg, world)
-    tokenizer_folder = find_model(cfg.tokenizer, cfg, world) if cfg.tokenizer else folder
+    folder = find_model(cfg.model, world, cfg.trust_remote_code)
+    other = cfg.tokenizer and find_model(cfg.tokenizer, world, cfg.trust_remote_code)
+    lora = bool(cfg.lora_rank or cfg.adapter)
     with together(world):
         check_model_config(folder, cfg.trust_remote_code)
         weights = open_weights(folder)
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, cfg.trust_remote_code)
+        tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        examples, held_out = read_data(cfg, tokenizer, world)
+        options = {"max_rows": cfg.max_rows, "progress": world.rank == 0}
+        files = (cfg.dataset, cfg.eval_dataset, cfg.eval_share)
+        examples, held_out = load_split(*files, tokenizer, cfg.seq_len, **options)
         if cfg.low_cpu_fsdp:
             model = build_model(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
     files = {"data": examples.fingerprint, "weights": sorted((n, i.shape) for n, i in weights.items())}
     same_on_all_ranks(world, files, "files")
     out = find_output(cfg.output_dir, "finetune", world)
+    checkpoint, state, finished = None, {}, 0
     with together(world):
-        checkpoint, state = find_checkpoint(cfg.resume, out)
-        finished = finished_at(out)
-        check_same_run(cfg, out, finished, state, examples.fingerprint)
+        if holds_run(out) or cfg.resume not in ("auto", "none"):
+            from utils.resume import keep_changed_config, load_checkpoint, previous_run
+
+            checkpoint, state, finished = previous_run(cfg, out, examples.fingerprint)
         wanted = state.get("global_batch_size") or cfg.global_batch_size
         batching = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
     if finished:
@@ -162,15 +188,17 @@ def main(cfg: Config) -> Path:
     loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
-    sizes = [(math.prod(info.shape), info.dtype.itemsize) for info in weights.values()]
+    sizes = [(math.prod(info.shape), info.dtype.itemsize) for info in weights.values() if not lora]
     saves = math.ceil(steps / cfg.save_every) if cfg.save_every else 0
     saves = min(saves, cfg.keep + 1) if cfg.keep else saves
     needed_bytes = sum(n * (size + 12 * saves) for n, size in sizes)  # 12: fp32 weights and two moments
     check_output_folder(out or Path("output"), folder, world, needed_bytes)
     out = claim_output(out, "finetune", world)
     with together(world):
-        if world.rank == 0:
-            keep_config(cfg, out, state)
+        if world.rank == 0 and (out / "config.yaml").exists():
+            keep_changed_config(cfg, out, state)
+        elif world.rank == 0:
+            save_config(cfg, out / "config.yaml")
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     if tokenizer.template_name == "built-in plain":
         print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
@@ -178,7 +206,7 @@ def main(cfg: Config) -> Path:
         print0("warning: the chat template ends no turn with a token, so the model will not learn to stop")
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
     print0(f"data      {cfg.dataset}: {examples.summary()}{evaluated}")
-    print0(f"ranks     {mesh_sentence(world, cfg.replicate)}")
+    print0(f"ranks     {mesh_sentence(world, axes)}")
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
@@ -189,6 +217,23 @@ def main(cfg: Config) -> Path:
     if not cfg.low_cpu_fsdp:
         model = load_whole_model(folder, config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
         pieces = plan_pieces(model, weights, folder)
+    names = None  # of parameters that adapters have renamed
+    if lora:
+        from utils.lora import add_adapter, add_lora, base_names, cast_frozen, fill_adapters, save_adapter
+
+        given = {name: getattr(cfg, name) for name in LORA if getattr(cfg, name) != getattr(Config, name)}
+        flags = {name.removeprefix("lora_"): getattr(cfg, name) for name in LORA}
+        with together(world):
+            old = cfg.adapter and add_adapter(model, Path(cfg.adapter), given)
+            adapters = old or add_lora(model, **flags)
+            if cfg.quantization != "none":
+                from utils.quantize import check_experts, quantize_linears
+
+                quantized = quantize_linears(model, cfg.quantization, DTYPES[cfg.dtype], cfg.int8_mode)
+                check_experts(quantized, cfg.keep_experts_16bit)
+                print0(f"quantized {quantized.sentence()}")
+        cast_frozen(model, DTYPES[cfg.dtype])
+        names = base_names(model)
     add_chunked_loss(model)
     if cfg.activation_checkpointing != "none":
         from utils.activations import recompute_activations
@@ -197,30 +242,35 @@ def main(cfg: Config) -> Path:
     if cfg.compile:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
-    states = estimate_states(model, world.size // cfg.replicate)
+    states = estimate_states(model, axes["shard"], optimizer=cfg.optimizer)
     attention = model.config._attn_implementation
-    print0(f"compute   {cfg.dtype} over {cfg.param_dtype} weights, attention {attention}")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    over = f"frozen weights; {trained:,} fp32 parameters train" if lora else f"{cfg.param_dtype} weights"
+    print0(f"compute   {cfg.dtype} over {over}; attention {attention}")
     print0(states.sentence())
     if world.rank == 0:
         write_plan(out, planned=asdict(states))
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     act("shard")
-    mesh = build_mesh(world, cfg.replicate)  # on GPUs, NCCL and the CUDA context begin here
+    mesh = build_mesh(world, axes)  # on GPUs, NCCL and the CUDA context begin here
     shard_model(model, mesh, DTYPES[cfg.dtype], cfg.reshard_after_forward, cfg.cpu_offload)
 
     # --- load: the first act that costs memory --------------------------------------------------------
     act("load")
     started = time.monotonic()
-    if cfg.low_cpu_fsdp:
-        load_pieces(model, pieces, world.device, cfg.cpu_offload)
+    with together(world):
+        if cfg.low_cpu_fsdp:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
+        if lora:
+            fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
 
     # --- optimizer ------------------------------------------------------------------------------------
     act("optimizer")
-    optimizer = build_optimizer(model, cfg.lr, cfg.weight_decay)
+    optimizer = build_optimizer(model, cfg.lr, cfg.weight_decay, cfg.optimizer)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")  # else it does nothing
 
     # --- data: which rows this rank sees, and when -----------------------------------------------------
@@ -243,6 +293,11 @@ def main(cfg: Config) -> Path:
         from utils.flops import mfu
     trackers = (cfg.tensorboard, cfg.wandb)
     log = RunLog(out if world.rank == 0 else None, steps, cfg.log_every, *trackers, done=first)
+    profiler = None
+    if cfg.profile:
+        from utils.profiling import start_profiler
+
+        profiler = start_profiler(out / "profile", world, first, steps)
     for step in range(first, steps):
         started = time.monotonic()
         torch.manual_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout resumes exactly
@@ -276,7 +331,11 @@ def main(cfg: Config) -> Path:
             mfu=mfu and mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
             peak_memory_gib=peak / 2**30,
         )  # fmt: skip
+        if profiler:
+            profiler.step()
         if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
+            from utils.held_out import held_out_loss
+
             one_epoch = (b for k in range(eval_loader.per_epoch) for b in eval_loader.batches(k))
             summed, count = held_out_loss(model, one_epoch, world.device)
             log.step(step=done, eval_loss=all_reduce_sum(summed, world) / all_reduce_sum(count, world))
@@ -288,20 +347,21 @@ def main(cfg: Config) -> Path:
 
     # --- save: each rank writes its own bytes of the final files --------------------------------------
     act("save")
-    if cfg.save_model:
-        save_model(
-            out / "model", model, pieces, world,
-            save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer, eos_ids=end_of_turn_ids(tokenizer),
-            source=folder,
-        )  # fmt: skip
-    peaks = gather(world, peak_memory_bytes(world.device))
+    if cfg.save_model and lora:
+        base = str(folder.absolute()) if Path(cfg.model).is_dir() else cfg.model
+        print0(f"adapter   {save_adapter(out / 'adapter', model, adapters, base, world, tokenizer)}")
+    elif cfg.save_model:
+        options = {"save_dtype": DTYPES[cfg.save_dtype], "tokenizer": tokenizer, "source": folder}
+        save_model(out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options)
+    peaks = peak_memory_of_all(world)
     if world.rank == 0:
         write_plan(out, planned=asdict(states), measured={"steps": steps, "peak_memory_bytes": peaks})
-    print0(f"finished  {steps} steps; {out / 'model' if cfg.save_model else out}")
+    saved = out / ("adapter" if lora else "model") if cfg.save_model else out
+    print0(f"finished  {steps} steps; {saved}")
     return out
 
 
-def settle(cfg: Config, world: World) -> Config:
+def settle(cfg: Config, world) -> Config:
     """Replace what is left open by what it means here; check what depends on the device."""
     if not cfg.model:
         open_values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
@@ -316,73 +376,20 @@ def settle(cfg: Config, world: World) -> Config:
         cfg = replace(cfg, dtype="bf16" if has_bf16 else "fp32")
     device = torch.cuda.get_device_name(world.device) if cuda else "the CPU"
     check(cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {device} has none (fix: --dtype fp16)")
-    mesh_axes(world.size, cfg.replicate)
     if cfg.attn == "flash_attention_2":
-        check(cuda, f"--attn flash_attention_2 does not run on {device} (fix: --attn sdpa)")
+        where = f"it computes in 16 bit on GPUs, not in {cfg.dtype} on {device}"
+        check(cuda and cfg.dtype != "fp32", f"--attn flash_attention_2: {where} (fix: --attn sdpa)")
         installed = transformers.utils.is_flash_attn_2_available()
         check(installed, "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)")
-        check(cfg.dtype != "fp32", "--attn flash_attention_2 computes in 16 bit (fix: --dtype bf16)")
+    if cfg.optimizer != "adamw":
+        from utils.optim_8bit import import_bitsandbytes
+
+        import_bitsandbytes(cfg.optimizer)
     if cfg.tensorboard or cfg.wandb:
         from utils.trackers import check_trackers
 
         check_trackers(cfg.tensorboard, cfg.wandb)
     return cfg
-
-
-def find_model(name: str, cfg: Config, world: World) -> Path:
-    """A folder as it is; anything else is a Hugging Face id, fetched once per machine."""
-    if all(gather(world, Path(name).is_dir())):
-        return Path(name)
-    from utils.hub import fetch_model
-
-    return fetch_model(name, world, cfg.trust_remote_code)
-
-
-def read_data(cfg: Config, tokenizer, world: World):
-    """(training examples, held-out examples or None), every row checked."""
-    options = {"max_rows": cfg.max_rows, "progress": world.rank == 0}
-    examples = load_examples(Path(cfg.dataset), tokenizer, cfg.seq_len, **options)
-    if cfg.eval_dataset:
-        return examples, load_examples(Path(cfg.eval_dataset), tokenizer, cfg.seq_len, **options)
-    return split_by_hash(examples, cfg.eval_share) if cfg.eval_share else (examples, None)
-
-
-def check_same_run(cfg: Config, out: Path | None, finished: int, state: dict, data: str) -> None:
-    """A folder is continued only by the run that began it: same data, same global batches."""
-    if finished:
-        saved = load_config(Config, out / "config.yaml")
-        changed = differences(asdict(saved), asdict(cfg), but=("resume", "log_every"))
-        what = f"{out} holds a finished run with other settings: {changed}"
-        check(not changed, f"{what} (fix: another --output_dir)")
-    now = {"data": data, "seed": cfg.seed, "global_batch_size": cfg.global_batch_size}
-    if state and not cfg.global_batch_size:
-        now.pop("global_batch_size")  # the checkpoint says it
-    changed = differences(state, now) if state else ""
-    fix = "the same flags and data, or another --output_dir"
-    check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
-
-
-def keep_config(cfg: Config, out: Path, state: dict) -> None:
-    """Write config.yaml; a restart with other flags leaves the first one and writes its own beside it."""
-    path = out / "config.yaml"
-    if path.exists():
-        changed = differences(asdict(load_config(Config, path)), asdict(cfg))
-        if not changed:
-            return
-        print0(f"changed since the first start: {changed}")
-        path = out / f"config_from_{state.get('step', 0):08d}.yaml"
-    save_config(cfg, path)
-
-
-def stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world) -> None:
-    """All ranks stop together, before the optimizer touches a weight; in fp16 after 20 gradients in a row."""
-    if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < skipped < 20):
-        return
-    mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
-    found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]
-    where = "; ".join(found) or "every loss is finite, a gradient is not"
-    text = f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); no weight was changed"
-    raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
 
 
 if __name__ == "__main__":

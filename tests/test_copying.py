@@ -13,11 +13,15 @@ from tiny import tiny_model_folder
 NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
     "activations",
+    "diagnose",
+    "experts",
     "flops",
+    "held_out",
     "hub",
     "llama_recipes",
+    "optim_8bit",
+    "profiling",
     "templates",
-    "diagnose",
     "trackers",
 )  # what the plain path does not import
 

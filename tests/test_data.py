@@ -17,10 +17,10 @@ from utils.data import (
     parse_json,
     permutation,
     read_rows,
-    split_by_hash,
 )
 from utils.errors import ConfigError
 from utils.formats import to_messages
+from utils.held_out import split_by_hash
 from utils.tokens import IGNORE, load_tokenizer
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

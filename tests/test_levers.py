@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 from test_parity import GLOBAL_BATCH, plain_loop, with_recipe, write_rows
 from tiny import tiny_model_folder
 
+from utils.errors import ConfigError
+from utils.mesh import mesh_axes
+
 LEVERS = {
     "full_recompute": {"activation_checkpointing": "full"},
     "selective_recompute": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
     "zero_2": {"reshard_after_forward": False},
     "hsdp": {"replicate": 2},
+    "hsdp_by_shard": {"shard": 1},
     "together": {"activation_checkpointing": "full", "cpu_offload": True, "reshard_after_forward": False},
 }
 
@@ -49,10 +53,31 @@ def test_a_lever_changes_no_loss_and_no_weight(setting, tmp_path, lever):
 
 def test_hsdp_on_2_x_2_ranks_equals_the_plain_loop(setting, tmp_path):
     _, _, (expected, weights) = setting
-    curve, ours = trained(setting, tmp_path, ranks=4, replicate=2)
+    curve, ours = trained(setting, tmp_path, ranks=4, replicate=2, shard=2)
     torch.testing.assert_close(curve, expected, rtol=1e-5, atol=0)
     for name, tensor in ours.items():
         assert (tensor - weights[name]).norm() <= 1e-5 * weights[name].norm(), name
+
+
+@pytest.mark.parametrize(
+    ("given", "axes"),
+    [
+        ((0, 0), {"shard": 8}),
+        ((2, 0), {"replicate": 2, "shard": 4}),
+        ((0, 2), {"replicate": 4, "shard": 2}),
+        ((4, 2), {"replicate": 4, "shard": 2}),
+        ((8, 1), {"replicate": 8, "shard": 1}),
+        ((1, 0), {"shard": 8}),
+    ],
+)
+def test_either_axis_of_the_mesh_follows_from_the_other(given, axes):
+    assert mesh_axes(8, *given) == axes
+
+
+@pytest.mark.parametrize("given", [(3, 0), (0, 3), (2, 2), (16, 0)])
+def test_axes_that_do_not_make_up_the_ranks_are_refused(given):
+    with pytest.raises(ConfigError, match=r"--(replicate|shard) \d+.* does not divide 8 ranks \(fix: "):
+        mesh_axes(8, *given)
 
 
 def test_pure_bf16_trains_like_fp32_to_its_rounding(setting, tmp_path):
@@ -66,6 +91,31 @@ def test_compiled_layers_train_alike(setting, tmp_path):
     _, _, (expected, _) = setting
     curve, _ = trained(setting, tmp_path, compile=True)
     torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
+
+
+def frames_compiled(world, folder, rows, out):
+    """How many pieces of Python were compiled in a run of a model with so many layers."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    flags = {"model": str(folder), "dataset": str(rows), "output_dir": str(out), "batch_size": 20}
+    finetune.main(finetune.Config(**flags, steps=2, save_every=0, save_model=False, compile=True))
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_one_compilation_is_shared_by_all_layers(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    few, many = (
+        run_ranks(
+            frames_compiled,
+            1,
+            tiny_model_folder(tmp_path / str(n), num_hidden_layers=n),
+            rows,
+            tmp_path / f"out{n}",
+        )[0]
+        for n in (2, 6)
+    )
+    assert 0 < few == many
 
 
 def test_fp16_trains_like_fp32_to_its_rounding(setting, tmp_path):

@@ -160,8 +160,8 @@ def collectives(world, kind, micro_batches):
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_chunks_cost_no_extra_gather_and_no_extra_reduction(kind, micro_batches):
     layers = 3
-    # Each layer twice but the last, the head (or the tied pair) and the root once; an untied embedding is
-    # gathered again by FSDP before its backward. Every unit is reduced once, in the last micro-batch.
+    # Each layer twice but the last; embedding, head (or the tied pair) and root once. Every unit is reduced
+    # once, in the last micro-batch.
     units = layers + (2 if kind == "qwen2" else 3)
-    gathers = 2 * layers - 1 + (2 if kind == "qwen2" else 4)
+    gathers = 2 * layers - 1 + (2 if kind == "qwen2" else 3)
     assert run_ranks(collectives, 2, kind, micro_batches)[0] == (gathers * micro_batches, units)

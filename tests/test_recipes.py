@@ -177,11 +177,3 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_naming_step_rank_and_rows(fil
         run_ranks(on_ranks, 2, (folder, rows), tmp_path / "out", {"batch_size": 4, "save_every": 1})
     assert not (tmp_path / "out" / "model").exists()
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_is_valid_and_says_what_it_is_for(path):
-    load_config(finetune.Config, path)
-    header = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
-    assert "torchrun" in header
-    assert "GPUs:" in header

@@ -39,7 +39,7 @@ def dense_pieces(model: nn.Module, dtype=FP32, kept_in_fp32=()) -> list[Piece]:
     pieces = []
     for name, parameter in model.named_parameters():
         wanted = FP32 if any(part in name for part in kept_in_fp32) else dtype
-        info = TensorInfo(Path("source"), wanted, tuple(parameter.shape))
+        info = TensorInfo(Path("source"), wanted, tuple(parameter.shape), 0)
         pieces.append(Piece(name, info, name, (0,) * parameter.ndim, info.shape))
     return pieces
 
@@ -57,7 +57,7 @@ def expert_pieces(model: nn.Module, dtype=FP32) -> list[Piece]:
         rows //= len(parts)
         for expert in range(experts):
             for j, part in enumerate(parts):
-                info = TensorInfo(Path("source"), dtype, (rows, columns))
+                info = TensorInfo(Path("source"), dtype, (rows, columns), 0)
                 at, shape = (expert, j * rows, 0), (1, rows, columns)
                 pieces.append(Piece(f"{prefix}.{expert}.{part}.weight", info, piece.param, at, shape))
     return pieces
@@ -254,7 +254,7 @@ def save_two_ways(world, out):
     pieces = [
         Piece(
             name,
-            TensorInfo(Path("s"), tensor.dtype, tuple(tensor.shape)),
+            TensorInfo(Path("s"), tensor.dtype, tuple(tensor.shape), 0),
             name,
             (0,) * tensor.ndim,
             tensor.shape,
@@ -278,7 +278,7 @@ def test_columns_scalars_plain_tensors_and_integers_are_saved(tmp_path):
 def boxes(world):
     """local_box of a (5, 4) matrix on this rank, for each way to place it."""
     whole = torch.arange(20.0).reshape(5, 4)
-    piece = Piece("w", TensorInfo(Path("s"), FP32, (2, 4)), "w", (2, 0), (2, 4))
+    piece = Piece("w", TensorInfo(Path("s"), FP32, (2, 4), 0), "w", (2, 0), (2, 4))
     line = init_device_mesh("cpu", (world.size,))
     plane = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
     found = []
@@ -319,10 +319,10 @@ def test_local_box_is_the_overlap_of_shard_and_piece():
 
 
 def test_plain_tensor_is_one_shard():
-    whole = Piece("w", TensorInfo(Path("s"), FP32, (5, 4)), "w", (0, 0), (5, 4))
+    whole = Piece("w", TensorInfo(Path("s"), FP32, (5, 4), 0), "w", (0, 0), (5, 4))
     everything = (slice(0, 5), slice(0, 4))
     assert local_box(torch.zeros(5, 4), whole) == (everything, everything)
-    scalar = Piece("s", TensorInfo(Path("s"), FP32, ()), "s", (), ())
+    scalar = Piece("s", TensorInfo(Path("s"), FP32, (), 0), "s", (), ())
     assert local_box(torch.tensor(1.0), scalar) == ((), ())
 
 
@@ -384,7 +384,7 @@ def test_leftovers_of_this_folder_alone_are_removed_with_a_line(tmp_path, capsys
     for name in [".tmp_model_0123abcd", *theirs]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
-    hf_format._remove_siblings(tmp_path / "model", ".tmp")
+    hf_format.remove_siblings(tmp_path / "model", ".tmp")
     assert sorted(os.listdir(tmp_path)) == theirs
     left = tmp_path / ".tmp_model_0123abcd"
     assert capsys.readouterr().out == f"removed {left}, which a run that died left behind\n"
@@ -471,7 +471,7 @@ def small_disk(tmp_path):
 
 def fill_up_then_write(world, out, free_bytes):
     """The disk fills after the space was checked: in the middle of the weights."""
-    original = hf_format._check_space
+    original = hf_format.check_space
     filler = out.parent / "filler"
 
     def check_then_fill(folder, needed_bytes):
@@ -479,11 +479,11 @@ def fill_up_then_write(world, out, free_bytes):
         disk = os.statvfs(folder)
         filler.write_bytes(b"0" * (disk.f_bavail * disk.f_frsize - free_bytes))
 
-    hf_format._check_space = check_then_fill
+    hf_format.check_space = check_then_fill
     try:
         return saved(world, out, tokenizer=tiny_tokenizer())
     finally:
-        hf_format._check_space = original
+        hf_format.check_space = original
 
 
 def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk):

@@ -225,20 +225,16 @@ def load_examples(path, tokenizer, seq_len: int, max_rows: int = 0, progress: bo
     return Examples(items, dropped, truncated=truncated)
 
 
-def split_by_hash(examples: Examples, share: float) -> tuple[Examples, Examples]:
-    """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
+def load_split(path, eval_path, eval_share: float, tokenizer, seq_len: int, **options):
+    """(training examples, held-out examples or None): of two files, or of one by hash. See load_examples."""
+    examples = load_examples(Path(path), tokenizer, seq_len, **options)
+    if eval_path:
+        return examples, load_examples(Path(eval_path), tokenizer, seq_len, **options)
+    if not eval_share:
+        return examples, None
+    from .held_out import split_by_hash
 
-    So a row stays on its side when others come, go or move, and its copies stay with it.
-    """
-    if share == 0:
-        return examples, Examples([])
-    train, held_out = [], []
-    for item in examples.items:
-        point = int.from_bytes(hashlib.sha256(item.ids.tobytes()).digest()[:8], "little") / 2**64  # [0, 1)
-        (held_out if point < share else train).append(item)
-    split = f"--eval_share {share} holds out {len(held_out)} of {len(examples.items)} examples"
-    check(train and held_out, f"{split}; choose another share, or name an --eval_dataset")
-    return Examples(train, examples.dropped, truncated=examples.truncated), Examples(held_out)
+    return split_by_hash(examples, eval_share)
 
 
 # --- examples -> global batches

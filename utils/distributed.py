@@ -1,4 +1,4 @@
-"""Start and stop torch.distributed; World; print0; the few collectives.
+"""Start and stop torch.distributed; World; the few collectives.
 
 RANK and WORLD_SIZE are read here and nowhere else. The default group is gloo, on the CPU: it exists before
 any CUDA context does, carries the small things (counts, error texts), and is enough for a whole run on a
@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, check, say
+from .errors import ConfigError, check
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_TIMEOUT = timedelta(minutes=10)  # a rank may read and tokenize data while the others wait
@@ -68,12 +68,6 @@ def stop_distributed() -> None:
     """Leave the group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def print0(*parts: object) -> None:
-    """Print on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        say(*parts)
 
 
 def gather(world: World, value: object) -> list:

@@ -35,8 +35,7 @@ def act(name: str) -> None:
     """Announce an act of the recipe's story, so that a log, a hang or a crash tells where it was."""
     global _act
     _act = name
-    if rank() == 0:
-        say(f"--- {name}")
+    print0(f"--- {name}")
 
 
 def say(*parts: object) -> None:
@@ -47,6 +46,12 @@ def say(*parts: object) -> None:
         print(*parts, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print0(*parts: object) -> None:
+    """Print a line on rank 0."""
+    if rank() == 0:
+        say(*parts)
 
 
 @contextmanager

@@ -95,14 +95,14 @@ def save_model(
     places, headers = lay_out(pieces, save_dtype, max_file_bytes)
     temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
     state = model.state_dict()  # where forward left parameters gathered, FSDP2 shards them again here
-    mine = [piece for piece in pieces if _is_writer(state[piece.param], world)]
+    mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
     mine.sort(key=lambda piece: places[piece.name].file)  # so that each file is opened and synced once
     try:
         with together(world), disk_errors(out):
             if world.rank == 0:
                 _check_replaceable(out, source)
-                _remove_siblings(out, ".tmp")
-                _create_files(temp, places, headers)
+                remove_siblings(out, ".tmp")
+                create_files(temp, places, headers)
                 _write_configs(temp, model, [place.dtype for place in places.values()], eos_ids, source)
                 _write_companions(temp, tokenizer, source)
         with together(world), disk_errors(out):
@@ -114,7 +114,7 @@ def save_model(
         with together(world), disk_errors(out):
             if world.rank == 0:
                 _verify_headers(temp, pieces, places)
-                _publish(temp, out)
+                publish(temp, out)
     finally:
         if world.rank == 0:
             shutil.rmtree(temp, ignore_errors=True)
@@ -136,7 +136,7 @@ def check_output_folder(out_dir: Path, source: Path | None, world: World, needed
                 created += [folder for folder in (out_dir, *out_dir.parents) if not os.path.lexists(folder)]
                 out_dir.mkdir(parents=True, exist_ok=True)
                 probe.write_text(probe.name)  # only trying tells: chmod does not stop root, a mount does
-                _check_space(out_dir, needed_bytes)
+                check_space(out_dir, needed_bytes)
         with together(world), disk_errors(out_dir):
             seen = probe.exists() and probe.read_text() == probe.name
             fix = "(fix: an --output_dir that all machines share)"
@@ -184,7 +184,7 @@ def local_chunks(state: dict, pieces: list[Piece], places: dict[str, Place]) -> 
         parameter, place = state[piece.param], places[piece.name]
         if box := local_box(parameter, piece):
             shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            for first, values in _runs(shard[box[0]], box[1], piece.shape):
+            for first, values in runs(shard[box[0]], box[1], piece.shape):
                 for i in range(0, len(values), CHUNK):
                     data = values[i : i + CHUNK].to(place.dtype).cpu().contiguous().view(torch.uint8)
                     yield place.file, place.begin + (first + i) * place.dtype.itemsize, data, piece.name
@@ -192,14 +192,14 @@ def local_chunks(state: dict, pieces: list[Piece], places: dict[str, Place]) -> 
 
 def write_chunks(folder: Path, chunks: Iterable[tuple]) -> int:
     """Write chunks at their places, through to the disk; the number of bytes."""
-    return sum(_transfer(os.pwritev, file, at, data) for file, at, data, _ in _opened(folder, chunks, "r+b"))
+    return sum(transfer(os.pwritev, file, at, data) for file, at, data, _ in _opened(folder, chunks, "r+b"))
 
 
 def verify_chunks(folder: Path, chunks: Iterable[tuple]) -> None:
     """Compare chunks with the disk, bit for bit. Files are opened anew: a network file system looks again."""
     for file, at, data, tensor in _opened(folder, chunks, "rb"):
         found = torch.empty_like(data)
-        same = _transfer(os.preadv, file, at, found) == len(data) and torch.equal(found, data)
+        same = transfer(os.preadv, file, at, found) == len(data) and torch.equal(found, data)
         check(same, f"{file.name}: {tensor} reads back other than it was written (fix: check the disk)")
 
 
@@ -217,7 +217,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {what} (fix: another --output_dir, or make room)") from None
 
 
-def _is_writer(parameter: torch.Tensor, world: World) -> bool:
+def is_writer(parameter: torch.Tensor, world: World) -> bool:
     """Of the ranks that hold the same values, the first writes them."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
@@ -225,13 +225,13 @@ def _is_writer(parameter: torch.Tensor, world: World) -> bool:
     return all(coordinate == 0 for coordinate, placement in coordinates if placement.is_replicate())
 
 
-def _runs(box: torch.Tensor, rows: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+def runs(box: torch.Tensor, rows: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
     """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows: one."""
     cut = max((dim for dim in range(len(shape)) if rows[dim] != slice(0, shape[dim])), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for index in itertools.product(*map(range, box.shape[:cut])):
         at = zip(rows, (*index, 0), strides, strict=False)
-        yield sum((row.start + i) * stride for row, i, stride in at), box[index].reshape(-1)
+        yield sum((row.start + i) * stride for row, i, stride in at), box[index].view(-1)
 
 
 def _opened(folder: Path, chunks: Iterable[tuple], mode: str) -> Iterator[tuple]:
@@ -242,7 +242,7 @@ def _opened(folder: Path, chunks: Iterable[tuple], mode: str) -> Iterator[tuple]
             os.fsync(file)
 
 
-def _transfer(call, file, at: int, data: torch.Tensor) -> int:
+def transfer(call, file, at: int, data: torch.Tensor) -> int:
     """os.pwritev or os.preadv until all is done, or nothing more comes; the number of bytes."""
     view, done = memoryview(data.numpy()), 0
     while done < len(view) and (moved := call(file.fileno(), [view[done:]], at + done)):
@@ -250,11 +250,11 @@ def _transfer(call, file, at: int, data: torch.Tensor) -> int:
     return done
 
 
-def _create_files(temp: Path, places: dict[str, Place], headers: dict[str, bytes]) -> None:
+def create_files(temp: Path, places: dict[str, Place], headers: dict[str, bytes]) -> None:
     """Every file with its header and, up to its full size, zeros."""
     sizes = {place.file: place.end for place in places.values()}  # the last tensor of a file ends it
     temp.parent.mkdir(parents=True, exist_ok=True)
-    _check_space(temp.parent, sum(sizes.values()))
+    check_space(temp.parent, sum(sizes.values()))
     temp.mkdir()
     for file, header in headers.items():
         (temp / file).write_bytes(header)
@@ -295,7 +295,9 @@ def _verify_headers(temp: Path, pieces: list[Piece], places: dict[str, Place]) -
     found = open_weights(temp)
     for piece in pieces:
         place = places[piece.name]
-        assert found.pop(piece.name) == TensorInfo(temp / place.file, place.dtype, piece.info.shape)
+        assert found.pop(piece.name) == TensorInfo(
+            temp / place.file, place.dtype, piece.info.shape, place.begin
+        )
     assert not found, f"{temp} holds what was not laid out: {list(found)}"
 
 
@@ -303,7 +305,7 @@ def _write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _publish(temp: Path, out: Path) -> None:
+def publish(temp: Path, out: Path) -> None:
     """Put temp in the place of out: never half a folder, and the old one goes when the new one is there."""
     for path in (*temp.iterdir(), temp):
         _sync(path)
@@ -312,7 +314,7 @@ def _publish(temp: Path, out: Path) -> None:
         os.rename(out, old)
     os.rename(temp, out)
     _sync(out.parent)
-    _remove_siblings(out, ".old")
+    remove_siblings(out, ".old")
 
 
 def _sync(path: Path) -> None:
@@ -321,7 +323,7 @@ def _sync(path: Path) -> None:
     os.close(fd)
 
 
-def _remove_siblings(out: Path, kind: str) -> None:
+def remove_siblings(out: Path, kind: str) -> None:
     """Temporary folders (.tmp) that killed saves left beside `out`; models (.old) that they had set aside."""
     ours = re.compile(re.escape(f"{kind}_{out.name}_") + "[0-9a-f]{8}")
     for path in filter(lambda path: ours.fullmatch(path.name), out.parent.glob(".*")):
@@ -340,7 +342,7 @@ def _check_replaceable(out: Path, source: Path | None) -> None:
     check(model, f"{out} is no model folder, and a save would replace it (fix: another --output_dir)")
 
 
-def _check_space(folder: Path, needed_bytes: int) -> None:
+def check_space(folder: Path, needed_bytes: int) -> None:
     disk = os.statvfs(folder)
     free_bytes = disk.f_bavail * disk.f_frsize
     enough = needed_bytes <= free_bytes or disk.f_blocks == 0  # some network file systems do not say

@@ -8,12 +8,13 @@ What goes where is decided before anything is read, as a list of pieces (hf_form
 same list backwards.
 """
 
+import os
 import re
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -21,10 +22,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from .errors import ConfigError, check, first_five
-from .hf_format import Piece, local_box
-from .model_folder import TensorInfo
+from .hf_format import Piece, local_box, runs, transfer
+from .model_folder import AGAIN, TensorInfo
 
+CHUNK = 2**20  # elements that are read, and cast or quantized, at a time
 Tensors = dict[str, torch.Tensor]
+Names = dict[str, list[str]]
 
 
 def build_model(
@@ -82,7 +85,9 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
             continue
         at, shape = (0,) * len(info.shape), info.shape
         if pattern is not None:
-            at, shape = _expert_box(name, info, pattern, converters, folder)
+            from .experts import expert_box
+
+            at, shape = expert_box(name, info, pattern, converters, folder)
         full = tuple(state[target].shape)
         if len(shape) != len(full) or any(a + s > f for a, s, f in zip(at, shape, full, strict=True)):
             misshapen.append(f"{name} {list(info.shape)} for {target} {list(full)}")
@@ -105,46 +110,67 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
 
 
 @torch.no_grad()
-def load_pieces(model: nn.Module, pieces: list[Piece], device: torch.device, cpu_offload=False) -> None:
-    """Allocate this rank's shards of a meta model and fill them, one slice at a time.
+def load_pieces(
+    model: nn.Module, pieces: list[Piece], device: torch.device, cpu_offload=False, names: Names | None = None
+) -> None:
+    """Allocate this rank's shards of a meta model and fill them, some MiB at a time.
 
-    They are on `device`, or with cpu_offload on the host, and only the buffers on `device`.
+    They are on `device`, or with cpu_offload on the host, and only the buffers on `device`. names: what a
+    parameter is called now, where the model was changed since the pieces were planned; two names, two copies.
 
-    Peak memory above the shards: the largest slice. Raises ConfigError when a tied weight is stored twice
-    with different values.
+    Peak memory above the shards: CHUNK elements. Files are read, not mapped: mapped pages count as this
+    process's memory, and come in small on network file systems. Raises ConfigError when a file is cut short,
+    or a tied weight is stored twice with different values.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     model.tie_weights()
     state = model.state_dict(keep_vars=True)
     filled: set[tuple] = set()
-    by_file = sorted(pieces, key=lambda piece: str(piece.info.file))
-    for file, group in groupby(by_file, key=lambda piece: piece.info.file):
-        with safe_open(file, framework="pt") as tensors:
+    staging = torch.empty(CHUNK * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    by_file = sorted(pieces, key=lambda piece: (str(piece.info.file), piece.info.begin))
+    for path, group in groupby(by_file, key=lambda piece: piece.info.file):
+        with open(path, "rb", buffering=0) as file:
             for piece in group:
-                _load_piece(tensors, piece, state[piece.param], filled)
+                for name in (names or {}).get(piece.param, [piece.param]):
+                    module = model.get_submodule(name.rpartition(".")[0])
+                    if hasattr(module, "copy_rows") and name.endswith(".weight"):
+                        from .quantize import load_rows
+
+                        load_rows(partial(read_elements, file, piece), piece, state[name], module, device)
+                    else:
+                        _load_piece(file, piece, state[name], filled, staging)
     _fill_buffers(model, state)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
 
 
-def _load_piece(tensors, piece: Piece, target: torch.Tensor, filled: set[tuple]) -> None:
+def _load_piece(file, piece: Piece, target: torch.Tensor, filled: set[tuple], staging: torch.Tensor) -> None:
     box = local_box(target, piece)
     if box is None:
         return
-    local, rows = box
-    shard = (target.to_local() if isinstance(target, DTensor) else target)[local]
-    added = len(piece.shape) - len(piece.info.shape)  # leading 1s of an expert's box
-    scalar = not piece.info.shape
-    source = tensors.get_tensor(piece.name) if scalar else tensors.get_slice(piece.name)[rows[added:]]
-    source = source.view(shard.shape)
+    shard = (target.to_local() if isinstance(target, DTensor) else target)[box[0]]
     key = (id(target), piece.at)
-    if key in filled:  # a tied weight that the checkpoint stores twice
-        same = torch.equal(shard, source.to(shard.device, shard.dtype))
-        check(same, f"{piece.info.file}: {piece.name} is tied to another weight but holds other values")
-    else:
-        filled.add(key)
-        shard.copy_(source)
+    twice = key in filled  # a tied weight that the checkpoint stores twice
+    filled.add(key)
+    for first, values in runs(shard, box[1], piece.shape):
+        for start in range(0, len(values), CHUNK):
+            part = values[start : start + CHUNK]
+            read = staging.view(piece.info.dtype)[: len(part)]
+            read_elements(file, piece, first + start, read)
+            if twice:
+                same = torch.equal(part, read.to(part.device, part.dtype))
+                check(same, f"{file.name}: {piece.name} is tied to another weight but holds other values")
+            else:
+                part.copy_(read)
+
+
+def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:
+    """Elements [first, first + len(into)) of a tensor in an open file."""
+    at, data = piece.info.begin + first * into.itemsize, into.view(torch.uint8)
+    check(
+        transfer(os.preadv, file, at, data) == len(data), f"{file.name}: cut short while it was read {AGAIN}"
+    )
 
 
 def _fill_buffers(model: nn.Module, state: Tensors) -> None:
@@ -156,20 +182,3 @@ def _fill_buffers(model: nn.Module, state: Tensors) -> None:
     for tensor in state.values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
-
-
-def _expert_box(
-    name: str, info: TensorInfo, pattern: str, converters: list[WeightConverter], folder: Path
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(at, shape) of one expert's matrix within the parameter that holds all experts, e.g. gate_up_proj (E,
-    2I, D).
-    """
-    converter = next(c for c in converters if pattern in c.source_patterns)
-    kinds = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    number = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)
-    known = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-    if not known or number is None or len(info.shape) != 2:
-        steps = ", ".join(kind for kind, _ in kinds)
-        raise ConfigError(f"{folder}: {name} is stored in a layout that cannot be cut into slices: {steps}")
-    at = (int(number[1]), converter.source_patterns.index(pattern) * info.shape[0], 0)
-    return at, (1, *info.shape)

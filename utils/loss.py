@@ -1,4 +1,4 @@
-"""Chunked cross-entropy; held-out loss over ranks.
+"""Chunked cross-entropy.
 
 The logits of a batch are (B, T, V): with a vocabulary of 128k they are the largest thing in a training step.
 Here they never exist: the head works on a few hundred taught tokens at a time, in the model's compute dtype
@@ -13,7 +13,7 @@ B batch, T tokens, D hidden, V vocabulary, n taught tokens, c tokens of a chunk.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -53,6 +53,11 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
     """
     head = model.get_output_embeddings()
     vocabulary = head.weight.shape[0]
+    gib = vocabulary * 4 * 4 / 2**30  # fp32 logits, softmax, and their gradients
+    price = f"full logits are used, about {gib * 1024:.2f} GiB for 1,024 tokens of a micro-batch"
+    if hasattr(head, "base_layer"):
+        model.full_logits = True
+        return f"the head has an adapter, which the chunked loss does not know: {price}"
     ids = torch.arange(8, device=device)[None] * (vocabulary // 8)
     own = model(ids, use_cache=False).logits.float()  # (1, 8, V)
     plain = model(ids, probe=True)  # (1, 8, V) straight from the head
@@ -63,9 +68,8 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
             head.logits_to_loss = transform
             return ""
     model.full_logits = True
-    gib = vocabulary * 4 * 4 / 2**30  # fp32 logits, softmax, and their gradients
     why = f"{type(model.base_model).__name__} changes its logits in a way that the chunked loss does not know"
-    return f"{why}: full logits are used, about {gib * 1024:.2f} GiB for 1,024 tokens of a micro-batch"
+    return f"{why}: {price}"
 
 
 def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
@@ -77,21 +81,6 @@ def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
     mask; only the router's statistics use it.
     """
     return model(batch.ids, labels=batch.labels, attention_mask=batch.mask)
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, batches: Iterable, device: torch.device) -> tuple[float, int]:
-    """(summed cross-entropy, taught tokens) of this rank's batches. All ranks must bring equally many: every
-    batch is a collective.
-    """
-    model.eval()
-    total, taught = torch.zeros((), dtype=torch.float64), 0
-    for batch in batches:
-        total += summed_cross_entropy(model, batch.to(device)).double().cpu()
-        taught += int((batch.labels != IGNORE).sum())
-    model.train()
-    reshard(model)
-    return total.item(), taught
 
 
 def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=False, **kwargs):

@@ -27,15 +27,18 @@ class States:
         return f"memory    {parts} = {self.total / unit:.2f} {name} on the fullest rank ({caveat})"
 
 
-def estimate_states(model: nn.Module, shards: int, rank: int = 0) -> States:
+def estimate_states(model: nn.Module, shards: int, rank: int = 0, optimizer: str = "adamw") -> States:
     """Bytes on rank `rank` when every parameter is cut along dim 0 over `shards` ranks, as FSDP2 cuts it.
 
     They follow from the parameters' shapes and dtypes, so the model may be on meta, sharded or not. Rows
     are dealt as torch.chunk does, ceil(rows / shards) each until there are none left: rank 0 is the fullest,
     and FSDP2 pads weights and gradients to its size on every rank. AdamW keeps two moments of each trainable
-    row, in the parameter's dtype. Frozen parameters have neither; a tied weight counts once.
+    row, in the parameter's dtype; the other optimizers keep what optim_8bit says. Frozen parameters have
+    neither; a tied weight counts once.
     """
-    weights = gradients = optimizer = 0
+    if optimizer != "adamw":
+        from .optim_8bit import state_bytes
+    weights = gradients = moments = 0
     for parameter in model.parameters():
         rows, row_bytes = parameter.shape[0], parameter[0].numel() * parameter.element_size()
         most = -(-rows // shards)
@@ -43,5 +46,6 @@ def estimate_states(model: nn.Module, shards: int, rank: int = 0) -> States:
         weights += most * row_bytes
         if parameter.requires_grad:
             gradients += most * row_bytes
-            optimizer += 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
-    return States(weights, gradients, optimizer)
+            adamw = 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
+            moments += adamw if optimizer == "adamw" else state_bytes(parameter, optimizer, shards, rank)
+    return States(weights, gradients, moments)

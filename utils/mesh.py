@@ -9,19 +9,22 @@ from .distributed import World
 from .errors import check
 
 
-def mesh_axes(ranks: int, replicate: int = 1) -> dict[str, int]:
+def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
     """Sizes by axis: `shard` (FSDP), or `replicate` and `shard` (HSDP): shards within a group, copies across.
 
-    Raises ConfigError where `replicate` does not divide the ranks.
+    0: what the other leaves. Raises ConfigError where their product is not the number of ranks.
     """
-    fits = 0 < replicate <= ranks and ranks % replicate == 0
-    check(fits, f"--replicate {replicate} does not divide {ranks} ranks (fix: a number that does)")
+    whole = (replicate or 1) * (shard or 1)
+    given = " x ".join(f"--{n} {size}" for n, size in (("replicate", replicate), ("shard", shard)) if size)
+    fits = whole == ranks if replicate and shard else ranks % whole == 0
+    check(fits, f"{given} does not divide {ranks} ranks (fix: numbers whose product is {ranks})")
+    replicate = replicate or (ranks // shard if shard else 1)
     return ({"replicate": replicate} if replicate > 1 else {}) | {"shard": ranks // replicate}
 
 
-def build_mesh(world: World, replicate: int = 1) -> DeviceMesh:
-    """The mesh of mesh_axes. On GPUs this is where NCCL and the CUDA context begin."""
-    axes, backend = mesh_axes(world.size, replicate), "gloo"
+def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
+    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL and the CUDA context begin here."""
+    axes, backend = axes or mesh_axes(world.size), "gloo"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         backend = "cpu:gloo,cuda:nccl"  # gloo for what --cpu_offload keeps on the host
@@ -29,11 +32,10 @@ def build_mesh(world: World, replicate: int = 1) -> DeviceMesh:
     return init_device_mesh(world.device.type, tuple(axes.values()), **options)
 
 
-def mesh_sentence(world: World, replicate: int = 1) -> str:
+def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     """What the mesh does, for the plan."""
-    shard = mesh_axes(world.size, replicate)["shard"]
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     if world.device.type == "cpu" and world.local_size > (os.cpu_count() or 1):
         ranks += f" that share {os.cpu_count()} cores"
-    copies = "" if replicate == 1 else f"{replicate} copies of "
-    return f"{ranks} on {world.device.type}; {copies}every weight cut into {shard}, the data too"
+    copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
+    return f"{ranks} on {world.device.type}; {copies}every weight cut into {axes['shard']}, the data too"

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from .distributed import World, gather
+
 LINE = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
@@ -74,6 +76,11 @@ class RunLog:
         self.bar.close()
         for tracker in self.trackers:
             tracker.close()
+
+
+def peak_memory_of_all(world: World) -> list[int]:
+    """peak_memory_bytes of every rank. All call it."""
+    return gather(world, peak_memory_bytes(world.device))
 
 
 _most_seen = 0

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 
+from .distributed import World, gather
 from .errors import ConfigError, check, first_five
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,11 +27,21 @@ AGAIN = "(fix: download the folder again)"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a safetensors header says about one tensor."""
+    """What a safetensors header says about one tensor; its bytes start at `begin` of the file, row-major."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    begin: int
+
+
+def find_model(name: str, world: World, trust_remote_code: bool = False) -> Path:
+    """A folder as it is; anything else is a Hugging Face id, fetched once per machine. All ranks call it."""
+    if all(gather(world, Path(name).is_dir())):
+        return Path(name)
+    from .hub import fetch_model
+
+    return fetch_model(name, world, trust_remote_code)
 
 
 def open_weights(folder: Path) -> dict[str, TensorInfo]:
@@ -149,14 +160,18 @@ def _check_sizes(file: Path, section: dict) -> None:
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     try:
-        with safe_open(file, framework="pt") as tensors:
-            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a dict
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+        with safe_open(file, framework="pt"), open(file, "rb") as opened:  # safe_open: it fits its file
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
     except (SafetensorError, OSError) as error:
         from .diagnose import damage
 
         what = damage(file) if isinstance(error, SafetensorError) else error.strerror or error
         raise ConfigError(f"{file}: {what} {AGAIN}") from None
-    odd = [f"{name} ({code})" for name, (code, _) in found.items() if code not in DTYPES]
+    header.pop("__metadata__", None)
+    odd = [f"{name} ({entry['dtype']})" for name, entry in header.items() if entry["dtype"] not in DTYPES]
     check(not odd, f"{file}: dtypes that torch does not have: {first_five(odd)} (fix: another --model)")
-    return {name: TensorInfo(file, DTYPES[code], shape) for name, (code, shape) in found.items()}
+    entries = {n: (DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0]) for n, e in header.items()}
+    return {
+        name: TensorInfo(file, *dtype_shape, 8 + size + at) for name, (*dtype_shape, at) in entries.items()
+    }

@@ -5,21 +5,29 @@ import math
 import torch
 from torch import nn
 
+from .distributed import gather
+from .errors import ConfigError
+
 SCHEDULES = ("cosine", "linear", "constant")
 
 
-def build_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, lr: float, weight_decay: float, name="adamw") -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over what trains, fused; norms and biases, the 1-D
-    parameters, do not decay.
+    parameters, do not decay. Or one of optim_8bit's CLASSES by name.
 
-    Works on plain and on sharded (DTensor) parameters; its state has the parameters' dtype and sharding.
+    Works on plain and on sharded (DTensor) parameters; AdamW's state has the parameters' dtype and sharding.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95), fused=True)
+    groups = [g for g in groups if g["params"]]
+    if name != "adamw":
+        from .optim_8bit import ShardedBnb
+
+        return ShardedBnb(groups, lr, name)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str) -> float:
@@ -49,3 +57,14 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world) -> None:
+    """All ranks stop together, before the optimizer touches a weight; in fp16 after 20 gradients in a row."""
+    if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < skipped < 20):
+        return
+    mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
+    found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]
+    where = "; ".join(found) or "every loss is finite, a gradient is not"
+    text = f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); no weight was changed"
+    raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)

@@ -10,9 +10,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from .checkpoint import newest_checkpoint, read_state
 from .distributed import World, broadcast, together
-from .errors import ConfigError, check
+from .errors import ConfigError
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model")
 
@@ -28,6 +27,11 @@ def find_output(output_dir: str, stem: str, world: World) -> Path | None:
     return broadcast(world, numbered[-1].absolute() if numbered else None)
 
 
+def holds_run(out: Path | None) -> bool:
+    """Whether a folder has anything of an earlier run."""
+    return out is not None and any((out / name).exists() for name in RUN_FILES)
+
+
 def claim_output(out: Path | None, stem: str, world: World) -> Path:
     """Create the run folder on rank 0. None: the next free output/STEM-NNN, taken by making it, so no two
     runs share one.
@@ -40,45 +44,6 @@ def claim_output(out: Path | None, stem: str, world: World) -> Path:
                 what = f"--output_dir {out or 'output'}: {error.strerror}"
                 raise ConfigError(f"{what} (fix: another folder)") from None
     return broadcast(world, out)
-
-
-def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
-    """(checkpoint to continue from, its state), or (None, {}) for a fresh start.
-
-    resume: auto continues what `out` holds, none refuses an `out` that holds a run, else the path of a
-    checkpoint.
-    """
-    holds_run = out is not None and any((out / name).exists() for name in RUN_FILES)
-    if resume == "none":
-        check(not holds_run, f"--resume none, but {out} holds a run (fix: another --output_dir)")
-        return None, {}
-    if resume == "auto":
-        found = newest_checkpoint(out / "checkpoints") if holds_run else None
-    else:
-        found = Path(resume).absolute()
-        if (found / "checkpoints").is_dir():
-            found = newest_checkpoint(found / "checkpoints") or found
-        complete = found.is_dir() and (found / "state.json").exists() and (found / ".metadata").exists()
-        fix = "a folder like OUT/checkpoints/step_00000500"
-        check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
-    return (found, read_state(found)) if found else (None, {})
-
-
-def finished_at(out: Path | None) -> int:
-    """The number of steps after which the run in `out` finished; 0: it has not."""
-    path = out / "plan.json" if out else None
-    if path is None or not path.exists():
-        return 0
-    try:
-        return json.loads(path.read_text()).get("measured", {}).get("steps", 0)
-    except ValueError:
-        raise ConfigError(f"{path}: not JSON (fix: remove it, or another --output_dir)") from None
-
-
-def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
-    """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
-    changed = [k for k in new if k not in but and old.get(k) != new[k]]
-    return ", ".join(f"{k} {old.get(k)} -> {new[k]}" for k in changed)
 
 
 def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:

@@ -44,7 +44,9 @@ def shard_model(
         # again at once.
         fully_shard([embedding, head], reshard_after_forward=False, **options)
     else:
-        fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
+        table = fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
+        # The gradient of a lookup needs no table; that of an adapter beside it needs the adapter.
+        table.set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
         # The head's backward follows its forward: freeing it in between would gather it twice.
         fully_shard(head, reshard_after_forward=False, **options)
 

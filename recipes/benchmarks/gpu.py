@@ -1,0 +1,189 @@
+"""
+One GPU: tokens/s, MFU and peak memory of a Llama-3-8B shape, sequence 4096, 32,768 tokens per optimizer step.
+
+Random weights, straight onto the GPU; all in bf16, weights and optimizer too. `make gpu` runs it, and writes
+what comes out to configs/measured_<device>.md. With --small a tiny shape, which a CPU can do.
+"""
+
+import importlib.util
+import os
+import re
+import signal
+from pathlib import Path
+
+import torch
+from measure import Worker, measured, run_worker  # also puts the repository on sys.path
+from step import hf_trainer, median_step, step_ends
+
+from utils.flops import mfu
+from utils.metrics import peak_memory_bytes
+
+CONTENDERS = {
+    "plain": "the recipe's step, nothing recomputed; 8 micro-batches of 1 row",
+    "compiled": "--compile",
+    "selective": "--activation_checkpointing selective",
+    "full": "--activation_checkpointing full; 2 micro-batches of 4 rows",
+    "offload_1b": "--cpu_offload, a Llama-3.2-1B shape; 2 micro-batches of 4 rows",
+    "hf_defaults": "transformers.Trainer, TrainingArguments(bf16=True); 8 micro-batches of 1 row",
+    "hf_tuned": "Trainer with gradient checkpointing, pure bf16, sdpa, Liger where installed; 2 of 4 rows",
+}
+FOUR_ROWS = ("full", "offload_1b", "hf_tuned")  # recomputing leaves room for them
+REFERENCES = dict.fromkeys(("plain", "compiled", "selective"), "hf_defaults") | {"full": "hf_tuned"}
+METRICS = {
+    "tokens_per_second": ("", min), "mfu": ("%", min), "peak_bytes": ("GiB", max), "seconds": ("s", max),
+    "host_peak_bytes": ("GiB", max),
+}  # fmt: skip
+RATIOS = ("tokens_per_second", "peak_bytes")
+BOUNDS = ()  # there are goals, of one H200, which report() prints beside
+GOALS = """Goals on one H200: plain at least 12,000 tokens/s and 1.35 x the speed of hf_defaults; full at most
+0.75 x the peak of hf_tuned."""
+RANKS = (1,)
+LIMIT = 75  # seconds for each contender, so that `make gpu` ends within 9 minutes
+WARM_UP, TIMED, ROWS = 2, 3, 8  # steps; rows of an optimizer step
+LLAMA_3 = {
+    "vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, **LLAMA_3}
+ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, **LLAMA_3}
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+CONVENTION = """MFU counts 6 operations for each matmul parameter (with the head, without the embedding
+table) and 6 x layers x width x sequence for attention, which is causal and so half of what PaLM counts;
+recomputation does not count. It is divided by the device's dense bf16 peak in NVIDIA's data sheet."""
+
+
+def unavailable(small: bool = False) -> str:
+    return "" if small or torch.cuda.is_available() else "no GPU here: nothing was run"
+
+
+def needs(small: bool, ranks: int) -> tuple[int, int]:
+    """(bytes on disk, bytes of memory): the offloaded 1B shape is on the host, in 8 bytes a parameter."""
+    return 2**20, 2**30 if small else 2**34
+
+
+def prepare(folder: Path, small: bool) -> None:
+    """Nothing is read: weights and tokens are drawn from a seed."""
+
+
+def contend(worker: Worker) -> dict[str, float]:
+    from transformers import LlamaConfig
+
+    device, name = worker.world.device, worker.contender
+    shape = TINY if worker.small else ONE_B if name == "offload_1b" else EIGHT_B
+    config = LlamaConfig(**shape, tie_word_embeddings=name == "offload_1b")
+    seq_len = 32 if worker.small else 4096
+    rows = 4 if name in FOUR_ROWS else 1  # of a micro-batch
+    torch.manual_seed(0)
+    count = (WARM_UP + TIMED) * ROWS // rows
+    batches = [torch.randint(config.vocab_size, (rows, seq_len)) for _ in range(count)]
+    train = _hf if name.startswith("hf_") else _ours
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LIMIT)
+    with measured() as host, step_ends() as ends:
+        model = train(worker, config, batches, ROWS // rows)
+    signal.alarm(0)
+    assert len(ends) == WARM_UP + TIMED, ends
+    seconds, _ = median_step(ends[WARM_UP - 1 :])
+    speed = ROWS * seq_len / seconds
+    share = mfu(model, seq_len, speed, device, 1)  # None on a CPU
+    numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
+    return numbers | {"peak_bytes": peak_memory_bytes(device), "host_peak_bytes": host["peak_bytes"]}
+
+
+def _too_long(*_) -> None:
+    raise TimeoutError(f"not done after {LIMIT} s")
+
+
+def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int) -> torch.nn.Module:
+    """What recipes/finetune.py does from `build` to `train`, but for the files."""
+    from utils.loading import build_model, load_pieces
+    from utils.loss import add_chunked_loss
+    from utils.mesh import build_mesh
+    from utils.optim import build_optimizer, clip_gradients
+    from utils.sharding import decoder_layers, shard_model, sync_gradients
+
+    device, name = worker.world.device, worker.contender
+    offload = name == "offload_1b"
+    if offload:
+        torch.set_num_threads(os.cpu_count())  # the optimizer's step is on the CPU
+    model = add_chunked_loss(build_model(config, torch.bfloat16))
+    recompute = "full" if offload else name
+    if recompute in ("selective", "full"):
+        from utils.activations import recompute_activations
+
+        recompute_activations(model, recompute)
+    if name == "compiled":
+        for layer in decoder_layers(model):
+            layer.compile()
+    shard_model(model, build_mesh(worker.world), torch.bfloat16, cpu_offload=offload)
+    load_pieces(model, [], device, offload)  # memory, and the buffers
+    with torch.no_grad():
+        for shard in (p.to_local() for p in model.parameters()):
+            shard.normal_(std=0.02) if shard.ndim > 1 else shard.fill_(1.0)
+    optimizer = build_optimizer(model, 1e-5, 0.01)
+
+    model.train()
+    for first in range(0, len(batches), micro_batches):
+        taught = sum(ids.numel() - len(ids) for ids in batches[first : first + micro_batches])
+        for i, ids in enumerate(batches[first : first + micro_batches], start=1):
+            # --sync_each_microbatch: on one GPU it costs no traffic, and deferring keeps fp32 gradients of
+            # the whole model. Offloaded ones would go to the host each time.
+            sync_gradients(model, i == micro_batches or not offload)
+            ids = ids.to(device)
+            (model(ids, labels=ids) / taught).backward()
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def _hf(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)  # else Trainer wraps the model in DDP, which takes memory for one rank too
+    device, options = worker.world.device, {"bf16": True}
+    if worker.contender == "hf_tuned":
+        liger = importlib.util.find_spec("liger_kernel") is not None
+        options = {"gradient_checkpointing": True, "optim": "adamw_torch_fused", "use_liger_kernel": liger}
+    with device:  # in bf16, as from_pretrained gives what such a checkpoint holds
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    rows = [{"input_ids": ids, "labels": ids} for ids in batches]
+    options |= {"use_cpu": device.type == "cpu", "learning_rate": 1e-5}
+    return hf_trainer(model, rows, worker.out, micro_batches, **options).model
+
+
+def report(results: dict) -> None:
+    """Print the goals; on a GPU also write configs/measured_<device>.md."""
+    print(GOALS)
+    if results["config"]["small"] or not torch.cuda.is_available():
+        return
+    device = torch.cuda.get_device_name()
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [f"# Measured on {device}", "", __doc__.strip().splitlines()[0], GOALS, CONVENTION, ""]
+    lines += [f"{results['date']}; host: {results['machine']['sentence']}; {versions}.", ""]
+    lines += [f"Command: `python {' '.join(results['command'])}`, as `make gpu` does after its tests.", ""]
+    path = Path(__file__).resolve().parents[2] / "configs"
+    path /= "measured_" + re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".md"
+    path.write_text("\n".join([*lines, *table(results["tables"][0]["rows"])]) + "\n")
+    print(f"written: {path}")
+
+
+def table(rows: list[dict]) -> list[str]:
+    """The lines of the table: medians, and the speed and peak of each run over those of its reference."""
+    head = ["run", "tokens/s", "MFU", "peak GiB", "step, s", "speed and peak, over", "what it is"]
+    found = [head, ["---"] * len(head)]
+    for row in rows:
+        name, cells = row["contender"], [row["error"], "", "", "", ""]
+        if not row["error"]:
+            v = {key: median for key, (median, _, _) in row["values"].items()}
+            ratios = [f"{v[f'{key}_ratio']:.3f} x" for key in RATIOS if f"{key}_ratio" in v]
+            cells = [f"{v['tokens_per_second']:,.0f}", f"{v['mfu']:.1%}" if "mfu" in v else "-"]
+            cells += [f"{v['peak_bytes'] / 2**30:.1f}", f"{v['seconds']:.2f}"]
+            cells.append(f"{', '.join(ratios)} {REFERENCES[name]}" if ratios else "")
+        found.append([name, *cells, CONTENDERS[name]])
+    return [f"| {' | '.join(cells)} |" for cells in found]
+
+
+if __name__ == "__main__":
+    run_worker(contend)

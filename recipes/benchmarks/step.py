@@ -1,0 +1,256 @@
+"""
+A training step of finetune.py beside a bare fully_shard loop and HF Trainer: same model, batches, precision.
+
+A step ends where its optimizer's does, whatever loop made it: one ruler for all. The last step is not timed;
+in it every collective is counted, and what FSDP gathers and reduces is divided by the least that it could.
+"""
+
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from measure import Bound, Worker, measured, run_worker  # also puts the repository on sys.path
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from utils.errors import check
+
+TINY = Path(__file__).resolve().parent.parent / "tiny"  # whose tokenizer is used
+CONTENDERS = {
+    "bare_loop": "recipes/benchmarks/bare_loop.py: fully_shard by hand, the same loss, clipping and log",
+    "ours": "recipes/finetune.py",
+    "ours_recompute": "with --activation_checkpointing full",
+    "ours_accumulate": "the same global batch in twice as many micro-batches",
+    "hf_trainer": "transformers.Trainer with FSDP2 through accelerate",
+}
+REFERENCES = {"ours": "bare_loop", "hf_trainer": "ours"}
+METRICS = {
+    "seconds": ("s", max), "cpu_seconds": ("s", sum), "tokens_per_second": ("", min),
+    "peak_bytes": ("MiB", max), "gathered_bytes": ("MiB", max), "reduced_bytes": ("MiB", max),
+    "other_bytes": ("", max), "wire_share": ("of least", max), "loss_error": ("", max),
+}  # fmt: skip
+RATIOS = ("seconds", "cpu_seconds", "peak_bytes")
+WIRE = "bytes gathered and reduced, over the least that FSDP can do"
+BOUNDS = (
+    Bound("seconds", 1.02, "time of a step, over the bare loop's", over="bare_loop", timed=True),
+    *(Bound("wire_share", 1.01, WIRE, contender=name) for name in CONTENDERS if name.startswith("ours")),
+)
+RANKS = (2,)
+LR, WARM_UP = 3e-4, 3
+TIMED = {False: 12, True: 2}  # by --small: steps; rows of so many tokens on each rank; the model
+ROWS, SEQ_LEN = 2, {False: 256, True: 64}
+MODEL = {
+    False: {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6},
+    True: {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
+}
+
+
+def needs(small: bool, ranks: int) -> tuple[int, int]:
+    """(bytes on disk, bytes of memory)."""
+    return 2**29, ranks * 2**31
+
+
+def prepare(folder: Path, small: bool) -> None:
+    """A Llama with random weights in fp32, and rows that all fill the sequence."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**MODEL[small], num_attention_heads=8, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    draw = random.Random(0)
+    with open(folder / "rows.jsonl", "w") as file:
+        for _ in range(64):
+            text = "".join(draw.choices("abcdefghij ,.", k=12 * SEQ_LEN[small]))
+            turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": text}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def contend(worker: Worker) -> dict[str, float]:
+    steps, wire = WARM_UP + TIMED[worker.small] + 1, WireBytes()
+    micro_batches = 2 if worker.contender == "ours_accumulate" else 1
+
+    def at_step(done: int) -> None:
+        if done == steps - 1:
+            wire.__enter__()
+        elif done == steps:
+            wire.__exit__(None, None, None)
+
+    with measured() as run, step_ends(at_step) as ends:
+        losses = _train(worker, steps, micro_batches)
+    seconds, cpu_seconds = median_step(ends[WARM_UP - 1 : -1])
+    least = least_wire_bytes(worker.folder / "model", worker.world.size, micro_batches)
+    return {
+        "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": run["peak_bytes"],
+        "tokens_per_second": ROWS * worker.world.size * SEQ_LEN[worker.small] / seconds,
+        "gathered_bytes": wire.gathered, "reduced_bytes": wire.reduced, "other_bytes": wire.other,
+        "wire_share": (wire.gathered + wire.reduced) / sum(least),
+        "loss_error": difference_to_first(losses, worker.folder / "losses.json"),
+    }  # fmt: skip
+
+
+@contextmanager
+def step_ends(at_step: Callable[[int], None] = lambda done: None) -> Iterator[list]:
+    """(wall seconds, CPU seconds) at the end of every optimizer step in the block, whatever loop makes it.
+
+    at_step is called at each with the number of those done.
+    """
+    ends = []
+
+    def hook(*_) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ends.append((time.perf_counter(), time.process_time()))
+        at_step(len(ends))
+
+    handle = register_optimizer_step_post_hook(hook)
+    try:
+        yield ends
+    finally:
+        handle.remove()
+
+
+def median_step(ends: list) -> tuple[float, float]:
+    """(wall seconds, CPU seconds) of a step, the median of those between the ends."""
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(ends, ends[1:], strict=False)]
+    return tuple(statistics.median(column) for column in zip(*steps, strict=True))
+
+
+def difference_to_first(numbers: list[float], oracle: Path) -> float:
+    """Largest relative difference to the numbers of whoever ran first, which are kept in the file `oracle`.
+
+    Raises where it is no rounding. Every rank calls it.
+    """
+    if torch.distributed.get_rank() == 0 and not oracle.exists():
+        oracle.write_text(json.dumps(numbers))
+    torch.distributed.barrier()
+    first = json.loads(oracle.read_text())
+    error = max(abs(a - b) / b for a, b in zip(numbers, first, strict=True))
+    check(error <= 1e-5, f"{oracle.name} differ by {error:.1e} from the first contender's: {numbers} {first}")
+    return error
+
+
+def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
+    """Train with the contender's loop; the loss of each step."""
+    folder, out, seq_len = worker.folder, worker.out, SEQ_LEN[worker.small]
+    if worker.contender.startswith("ours"):
+        from recipes import finetune
+
+        recompute = "full" if worker.contender == "ours_recompute" else "none"
+        config = finetune.Config(
+            model=str(folder / "model"), tokenizer=str(TINY), dataset=str(folder / "rows.jsonl"),
+            steps=steps, batch_size=ROWS // micro_batches, grad_accum=micro_batches, seq_len=seq_len,
+            lr=LR, warmup=0, schedule="constant", weight_decay=0.01, clip_norm=1.0, dtype="fp32",
+            activation_checkpointing=recompute, output_dir=str(out / "run"), save_every=0, save_model=False,
+        )  # fmt: skip
+        log = finetune.main(config) / "metrics.jsonl"
+    elif worker.contender == "hf_trainer":
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        rows = [{"input_ids": b.ids, "labels": b.labels} for b in _batches(worker, steps)]
+        trainer = hf_trainer(
+            model, rows, out, use_cpu=True, fsdp=True, logging_steps=1,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            learning_rate=LR, lr_scheduler_type="constant", weight_decay=0.01, adam_beta2=0.95,
+        )  # fmt: skip
+        sharded = any(isinstance(p, DTensor) for p in trainer.model.parameters())
+        check(sharded, "accelerate did not shard the model")
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    else:
+        import bare_loop
+
+        log = out / "metrics.jsonl"
+        batches = [[(b.ids, b.labels)] for b in _batches(worker, steps)]
+        bare_loop.train(folder / "model", batches, LR, log)
+        torch.distributed.barrier()  # rank 0 has written
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+
+def _batches(worker: Worker, steps: int) -> list:
+    """What the recipe trains on in each step, on this rank."""
+    from utils.data import GlobalBatches, load_examples
+    from utils.tokens import load_tokenizer, pad_id
+
+    tokenizer, world = load_tokenizer(TINY), worker.world
+    examples = load_examples(worker.folder / "rows.jsonl", tokenizer, SEQ_LEN[worker.small])
+    loader = GlobalBatches(examples, 0, ROWS * world.size, ROWS, world.rank, world.size, pad_id(tokenizer))
+    return [batch for step in range(steps) for batch in loader.batches(step)]
+
+
+def hf_trainer(model, rows: list[dict], out: Path, micro_batches: int = 1, **options):
+    """Trainer, after it has trained on these micro-batches in their order."""
+    from accelerate.utils import DistributedType
+    from torch.utils.data import DataLoader
+    from transformers import Trainer, TrainingArguments
+
+    class OnTheseRows(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(rows, batch_size=None)
+
+    args = TrainingArguments(
+        output_dir=str(out / "hf"), max_steps=len(rows) // micro_batches, save_strategy="no", report_to=[],
+        per_device_train_batch_size=len(rows[0]["input_ids"]), gradient_accumulation_steps=micro_batches,
+        disable_tqdm=True, **options,
+    )  # fmt: skip
+    if args.fsdp and args.use_cpu:
+        # accelerate wants an accelerator for FSDP, and on a CPU falls back to DDP without a word. Nothing
+        # but this name hinders it.
+        args.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer = OnTheseRows(model, args)
+    trainer.train()
+    return trainer
+
+
+class WireBytes(TorchDispatchMode):
+    """Counts, while it is entered, the bytes that this rank receives in all-gathers (`gathered`) and sends in
+    reduce-scatters (`reduced`); `other` are those of all other collectives, as large as their tensors.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.gathered = self.reduced = self.other = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again as what it is made of
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+            sizes = [t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            if "_allgather_base_" in func.name():
+                self.gathered += sizes[0] - sizes[1]
+            elif "_reduce_scatter_base_" in func.name():
+                self.reduced += sizes[1] - sizes[0]
+            else:
+                self.other += sum(sizes)
+        return func(*args, **(kwargs or {}))
+
+
+def least_wire_bytes(folder: Path, ranks: int, micro_batches=1, gathered_size=4) -> tuple[float, float]:
+    """(gathered, reduced) bytes on a rank in an optimizer step: the least for FSDP that frees its layers.
+
+    A layer is gathered for its forward and again for its backward, the last one only once, since its backward
+    comes at once; so is all else. (A table's backward needs no table.) That is for each micro-batch;
+    gradients are reduced once in a step, in fp32. gathered_size: bytes of a number as it is gathered.
+    """
+    from transformers import AutoConfig
+
+    from utils.loading import build_model
+    from utils.sharding import decoder_layers
+
+    model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
+    twice = sum(p.numel() for layer in decoder_layers(model)[:-1] for p in layer.parameters())
+    once = sum(p.numel() for p in model.parameters()) * (ranks - 1) / ranks
+    twice *= (ranks - 1) / ranks
+    return (once + twice) * gathered_size * micro_batches, once * 4
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the loops are compared, on ranks of the CPU
+    run_worker(contend)

@@ -1,0 +1,203 @@
+"""recipes/bench.py on small shapes, as a user runs it.
+
+Alone: `.venv/bin/python -m pytest tests/test_bench.py`
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import bench as driver
+import pytest
+from measure import Bound  # found by bench
+from shell import ROOT, shell
+
+from utils.errors import ConfigError
+
+BENCH = "python recipes/bench.py"
+
+
+def ran(tmp_path, flags, seconds=240, **env):
+    """(finished process, what --json wrote); its large files must be gone afterwards."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    flags = f"{flags} --small --ranks 2 --json {tmp_path}/out.json"
+    done = shell(f"{BENCH} {flags}", seconds=seconds, TMPDIR=str(scratch), **env)
+    assert not left(scratch)
+    return done, json.loads((tmp_path / "out.json").read_text()) if (tmp_path / "out.json").exists() else {}
+
+
+def left(folder):
+    """What a run left in its folder for temporary files, but for the cache that torch makes when imported."""
+    return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def row(results, name):
+    return next(row for row in results["tables"][0]["rows"] if row["contender"] == name)
+
+
+def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['accelerate'] = None  # as if absent\n"
+    )
+    flags = "load --repeats 1 --only raw_pread,accelerate,ours"
+    done, results = ran(tmp_path, flags, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {bound["metric"]: bound["verdict"] for bound in results["bounds"]}
+    assert verdicts["peak_of_allowed"] == verdicts["read_of_checkpoint"] == "ok"
+    assert {"command", "date", "config", "machine", "versions", "runs", "tables", "bounds"} <= results.keys()
+
+    # What was measured is there: each rank holds half of the model in fp32, and all of the file was read.
+    half_bytes, file_bytes = 84_157_440 * 4 / 2, 84_157_440 * 2
+    for run in (results["runs"][0], results["runs"][2]):
+        assert len(run["by_rank"]) == 2
+        assert 0.97 * half_bytes <= run["values"]["peak_bytes"] <= 1.05 * half_bytes + 2**27
+        assert file_bytes <= run["values"]["read_call_bytes"] <= 1.02 * file_bytes
+
+    failure = row(results, "accelerate")["error"]
+    assert failure.startswith("failed: ModuleNotFoundError: import of accelerate halted")
+    assert any(line.startswith("accelerate") and line.endswith(failure) for line in done.stdout.splitlines())
+
+
+def test_save_writes_each_byte_once_and_leaves_nothing_behind(tmp_path):
+    done, results = ran(tmp_path, "save --repeats 1 --only ours")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = {name: spread[0] for name, spread in row(results, "ours")["values"].items()}
+    assert ours["rate"] == pytest.approx(84_157_440 * 2 / ours["seconds"])
+    assert 0 < ours["write_seconds"] < ours["seconds"]
+    assert ours["written_bytes"] == pytest.approx(84_157_440 * 2, rel=0.02)
+    assert ours["peak_of_allowed"] <= 1
+
+
+def test_a_ratio_is_formed_within_its_repeat():
+    benchmark = SimpleNamespace(REFERENCES={"ours": "raw"}, RATIOS=("seconds",))
+    seconds = {("ours", 0): 2.0, ("raw", 0): 1.0, ("ours", 1): 9.0, ("raw", 1): 3.0, ("ours", 2): 1.0}
+    runs = [made(name, repeat, seconds=value) for (name, repeat), value in seconds.items()]
+    runs.append(made("raw", 2, "failed: it is gone"))
+    driver._add_ratios(benchmark, runs)
+    assert driver._row("ours", runs)["values"]["seconds_ratio"] == (2.5, 2.0, 3.0)
+    assert driver._row("raw", runs) == {"contender": "raw", "error": "failed: it is gone", "values": {}}
+
+
+def test_time_is_judged_only_where_other_processes_left_the_machine_alone():
+    bound = Bound("seconds", 1.5, "time", over="raw", timed=True)
+    slow = {"seconds": 2.0, "seconds_ratio": 2.0}
+    for others, verdict in ((0.0, "MISSED"), (1.0, "not judged: other processes used 1.0 of")):
+        runs = [made("raw", 0, seconds=1.0), made("ours", 0, others=others, **slow)]
+        assert driver._judge(bound, 2, runs)["verdict"].startswith(verdict)
+    runs += [made("raw", 1, seconds=1.0), made("ours", 1, seconds=1.0, seconds_ratio=1.0)]
+    judged = driver._judge(bound, 2, runs)  # the second repeat was quiet, and it alone counts
+    assert (judged["value"], judged["verdict"]) == (1.0, "ok")
+
+
+def test_bytes_are_judged_by_the_worst_repeat_on_a_busy_machine_too():
+    runs = [made("ours", repeat, others=2.0, read=read) for repeat, read in enumerate((1.0, 1.0, 1.03))]
+    judged = driver._judge(Bound("read", 1.02, "bytes read"), 2, runs)
+    assert judged["sentence"] == "ours, 2 ranks: bytes read: 1.03, at most 1.02: MISSED"
+    assert driver._judge(Bound("read", 1.04, "bytes read"), 2, runs)["verdict"] == "ok"
+    runs.append(made("ours", 3, "failed: it is gone"))
+    assert driver._judge(Bound("read", 1.04, "bytes read"), 2, runs)["verdict"].startswith("MISSED (failed:")
+
+
+def made(name, repeat, error="", others=0.0, **values):
+    """A run as the driver keeps it."""
+    run = {"ranks": 2, "repeat": repeat, "contender": name, "error": error, "values": values}
+    return run | {"load_average": 0.0, "cores_of_others": others}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"only": "ours,theirs"}, "--only ours,theirs: load has no contender theirs "),
+        ({"repeats": 0}, "write numbers above 0"),
+        ({"ranks": "2,x"}, "--ranks 2,x "),
+        ({"json": "nowhere/out.json"}, "--json nowhere/out.json: its folder does not exist"),
+        ({"ranks": "100000"}, "GiB of memory are needed"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(flags, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        driver.main(driver.Config(what="load", **flags))
+    assert not left(tmp_path)
+
+
+def test_a_mistyped_benchmark_is_named(tmp_path):
+    done = shell(f"{BENCH} laod")
+    assert done.returncode == 2
+    assert done.stderr == "error: --what takes one of load, step, loss, save, gpu; not 'laod'\n"
+
+
+@contextmanager
+def running(folder):
+    """`bench.py load --only from_pretrained` whose ranks have been started."""
+    command = [sys.executable, "recipes/bench.py", "load", "--small", "--ranks", "2", "--repeats", "1"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    env = {**os.environ, "TMPDIR": str(folder)}
+    process = subprocess.Popen([*command, "--only", "from_pretrained"], cwd=ROOT, env=env, **options)
+    try:
+        deadline = time.monotonic() + 120
+        while len(workers(folder)) < 3:  # torchrun and two ranks
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_ends_every_process_and_removes_the_weights(tmp_path):
+    with running(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "error: interrupted in act 'run'"
+    assert not left(tmp_path)
+    time.sleep(0.5)
+    assert not workers(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_kernel_kills_is_told_as_such(tmp_path):
+    with running(tmp_path) as process:
+        os.kill(max(workers(tmp_path)), signal.SIGKILL)
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0  # no bound is set on this contender
+    assert "failed: a rank was ended by SIGKILL (out of memory?)" in out
+    assert not left(tmp_path)
+
+
+def workers(folder):
+    """Processes that work on `folder`, other than bench.py itself, whose command line does not name it."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read().decode().split("\0")
+        except OSError:
+            continue
+        if any(str(folder) in word for word in command):
+            found.append(int(pid))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(what, tmp_path):
+    done, results = ran(tmp_path, f"{what} --repeats 2", seconds=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [row["contender"] for row in results["tables"][0]["rows"]]
+    assert [run["contender"] for run in results["runs"]] == names * 2  # they take turns
+    rows = {row["contender"]: row for row in results["tables"][0]["rows"]}
+    assert not [row["error"] for row in rows.values() if row["error"]]
+    peaks = {name: row["values"]["peak_bytes"][0] for name, row in rows.items() if not name.startswith("raw")}
+    ours = peaks.pop("ours")
+    assert all(ours <= 1.1 * peak for peak in peaks.values()), (ours, peaks)

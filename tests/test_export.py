@@ -1,0 +1,244 @@
+"""What export.py writes is what peft, or the run itself, would have written, on any number of ranks.
+
+python -m pytest tests/test_export.py
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import export
+import finetune
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from test_parity import write_rows
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from utils.errors import ConfigError
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+FP32, BF16 = torch.float32, torch.bfloat16
+CASES = {  # name: (family, dtype, files of the base, changes to LORA)
+    "plain": ("llama", FP32, 2, {}),
+    "plain bf16": ("llama", BF16, 2, {}),
+    "dora": ("llama", BF16, 2, {"use_dora": True}),
+    "rslora and patterns": (
+        "llama",
+        BF16,
+        1,
+        {
+            "target_modules": "all-linear",
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"v_proj": 3},
+        },
+    ),
+    "a head that was trained": ("llama", BF16, 2, {"modules_to_save": ["lm_head"]}),
+    "embedding and head": ("llama", FP32, 2, {"target_modules": ["embed_tokens", "lm_head"]}),
+    "tied, both adapted": ("qwen2", BF16, 1, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "tied, the head trained": ("qwen2", BF16, 1, {"modules_to_save": ["lm_head"]}),
+    "tied, the embedding trained": ("qwen2", FP32, 2, {"modules_to_save": ["embed_tokens"]}),
+    "biases": ("qwen2", BF16, 1, {"bias": "all"}),
+    "biases of the adapter": ("qwen2", FP32, 1, {"lora_bias": True}),
+    "Conv1D": ("gpt2", BF16, 1, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "Conv1D dora": (
+        "gpt2",
+        FP32,
+        1,
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+    "experts beside it": ("mixtral", BF16, 2, {}),
+}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def make_adapter(base: Path, folder: Path, **changes) -> Path:
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA | changes))
+        with torch.no_grad():
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder)
+    return folder
+
+
+def merge_with_peft(base: Path, adapter: Path, out: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
+    return out
+
+
+def exported(out, ranks=1, **flags) -> Path:
+    flags = {"output_dir": out, **flags}
+    flags = {name: str(path) for name, path in flags.items()}
+    return on_rank(None, flags) if ranks == 1 else run_ranks(on_rank, ranks, flags)[0]
+
+
+def on_rank(world, flags) -> Path:
+    return export.main(export.Config(**flags))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merge_is_bit_equal_to_pefts_and_leaves_its_sources_alone(case, tmp_path):
+    kind, dtype, files, changes = CASES[case]
+    base = tiny_model_folder(tmp_path / "base", kind, dtype, files, vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter", **changes)
+    before = contents(base), contents(adapter)
+    expected = merge_with_peft(base, adapter, tmp_path / "peft")
+    out = exported(tmp_path / "out", model=base, adapter=adapter)
+    wanted, found = tensors(expected), tensors(out)
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    assert any(
+        name not in tensors(base) or not torch.equal(t, tensors(base)[name]) for name, t in found.items()
+    )
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (expected, out)]
+    assert configs[0].get("tie_word_embeddings") == configs[1].get("tie_word_embeddings")
+    assert (contents(base), contents(adapter)) == before
+    ids = torch.arange(12)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(f, dtype="auto")(ids).logits for f in (expected, out)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_files_of_a_merge(ranks, tmp_path):
+    base = tiny_model_folder(tmp_path / "base", "qwen2", BF16, 2, vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter", modules_to_save=["lm_head"])
+    alone = exported(tmp_path / "alone", model=base, adapter=adapter)
+    shared = exported(tmp_path / "shared", ranks, model=base, adapter=adapter)
+    assert contents(shared) == contents(alone)
+    assert {"tokenizer.json", "generation_config.json"} <= contents(shared).keys()
+
+
+def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(tmp_path):
+    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(adapter)
+    out = exported(tmp_path / "out", adapter=adapter)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 4]  # 4: <|im_end|>
+    assert contents(out)["config.json"] == contents(base)["config.json"]
+
+
+def damaged(adapter: Path, change) -> None:
+    file = adapter / "adapter_model.safetensors"
+    stored = load_file(file)
+    change(stored)
+    save_file(stored, file)
+
+
+def test_an_adapter_of_another_base_is_refused_by_name_before_anything_is_written(tmp_path):
+    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    wider = tiny_model_folder(tmp_path / "wider", vocab_size=271, hidden_size=32)
+    other = tiny_model_folder(tmp_path / "other", "gpt2", vocab_size=271)
+    for wrong, words in ((wider, "size mismatch for model.layers.0"), (other, "q_proj")):
+        with pytest.raises(ConfigError, match=words):
+            exported(tmp_path / "out", model=wrong, adapter=adapter)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    damaged(adapter, lambda stored: stored.update({name.replace("0", "7"): stored[name].clone()}))
+    with pytest.raises(ConfigError, match=r"does not fit this base: model\.layers\.7\.self_attn\.q_proj"):
+        exported(tmp_path / "out", model=base, adapter=adapter)
+    damaged(adapter, lambda stored: [stored.pop(n) for n in (name, name.replace("0", "7"))])
+    with pytest.raises(ConfigError, match=r"does not fit this base: model\.layers\.0\.self_attn\.q_proj"):
+        exported(tmp_path / "out", model=base, adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_is_never_written_to(tmp_path):
+    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    for out in (base, adapter):
+        before = contents(out)
+        with pytest.raises(ConfigError, match="holds something, and is not overwritten"):
+            exported(out, model=base, adapter=adapter)
+        assert contents(out) == before
+
+
+def test_a_merge_that_fails_leaves_nothing_behind(tmp_path):
+    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    (base / "notes.txt").symlink_to("/etc/hostname")  # leads out of the folder
+    with pytest.raises(ConfigError, match="leads out of the folder"):
+        exported(tmp_path / "out" / "model", model=base, adapter=adapter)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_adapters_that_cannot_be_merged_file_by_file_are_refused(tmp_path):
+    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter", trainable_token_indices=[3])
+    with pytest.raises(ConfigError, match=r"trainable_token_indices cannot be merged"):
+        exported(tmp_path / "out", model=base, adapter=adapter)
+    with pytest.raises(ConfigError, match="--adapter or --checkpoint"):
+        export.Config(output_dir="out")
+
+
+# --- checkpoints
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of two steps with its checkpoints, in bf16 on disk and fp32 in training."""
+    root = tmp_path_factory.mktemp("run")
+    model = tiny_model_folder(root / "base", "qwen2", BF16, vocab_size=271)
+    rows = write_rows(root / "rows.jsonl", 8)
+    flags = {"model": str(model), "dataset": str(rows), "output_dir": str(root / "run")}
+    flags |= {"steps": 2, "save_every": 1, "lr": 1e-2, "chat_template": "alpaca"}
+    return finetune.main(finetune.Config(**flags))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_checkpoint_becomes_the_folder_that_the_run_wrote(ranks, run, tmp_path):
+    out = exported(tmp_path / "out", ranks, checkpoint=run)
+    assert contents(out) == contents(run / "model")
+
+
+def test_an_older_checkpoint_is_named_by_its_folder_and_another_model_is_refused(run, tmp_path):
+    out = exported(tmp_path / "out", checkpoint=run / "checkpoints" / "step_00000001")
+    assert tensors(out).keys() == tensors(run / "model").keys()
+    assert not torch.equal(*(tensors(f)["model.embed_tokens.weight"] for f in (out, run / "model")))
+    other = tiny_model_folder(tmp_path / "other", "llama", vocab_size=271)
+    with pytest.raises(ConfigError, match="is of another model"):
+        exported(tmp_path / "wrong", checkpoint=run, model=other)
+    with pytest.raises(ConfigError, match="there is no complete checkpoint"):
+        exported(tmp_path / "wrong", checkpoint=tmp_path)
+
+
+def lora_run(root: Path, **flags) -> Path:
+    """A finished LoRA run; its checkpoints hold only what trained."""
+    model = tiny_model_folder(root / "base", vocab_size=271)
+    rows = write_rows(root / "rows.jsonl", 8)
+    flags = {"lora_rank": 4, "lora_targets": "q_proj,v_proj", "use_rslora": True, "lr": 0.1} | flags
+    flags |= {"model": str(model), "dataset": str(rows), "output_dir": str(root / "run"), "steps": 2}
+    return finetune.main(finetune.Config(**flags))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_a_lora_run_becomes_the_adapter_that_the_run_wrote(ranks, tmp_path):
+    run = lora_run(tmp_path, modules_to_save="lm_head")
+    out = exported(tmp_path / "out", ranks, checkpoint=run)
+    assert contents(out) == contents(run / "adapter")
+    merged = exported(tmp_path / "merged", ranks, adapter=out)
+    expected = merge_with_peft(tmp_path / "base", run / "adapter", tmp_path / "peft")
+    found = tensors(merged)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(expected).items())

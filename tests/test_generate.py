@@ -1,0 +1,257 @@
+"""What generate.py answers is what transformers' own generate answers, on any number of ranks.
+
+python -m pytest tests/test_generate.py
+"""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import finetune
+import generate
+import pytest
+import torch
+from peft import PeftModel
+from ranks import run_ranks
+from shell import ROOT
+from test_export import lora_run, make_adapter
+from test_parity import write_rows
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from utils.errors import ConfigError
+
+PROMPTS = ["Hello there", "a", "What is larger, three or seven?", "one two three", "b c"]
+ASKED = [[{"role": "user", "content": text}] for text in PROMPTS]
+NEW = 12  # tokens of an answer
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def folder(request, tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp(request.param) / "model", request.param, vocab_size=271)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("llama") / "model", vocab_size=271)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return path
+
+
+def answers(prompts: Path, ranks: int = 1, **flags) -> list[str]:
+    """The answers that the recipe writes, one a row, to the prompts of a file."""
+    output = prompts.with_name(f"answers-{len(list(prompts.parent.iterdir()))}.jsonl")
+    flags = {"max_new_tokens": NEW, "batch_size": 2, "prompts": str(prompts), "output": str(output), **flags}
+    on_rank(None, flags) if ranks == 1 else run_ranks(on_rank, ranks, flags)
+    return [json.loads(line)["answer"] for line in output.read_text().splitlines()]
+
+
+def on_rank(world, flags):
+    generate.main(generate.Config(**flags))
+
+
+@torch.inference_mode()
+def plain(model, folder: Path, conversations: list, ends: tuple = ()) -> list[str]:
+    """transformers alone, one prompt at a time; texts are completed, messages answered."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, Path) else model
+    texts = []
+    for asked in conversations:
+        if isinstance(asked, str):
+            ids = tokenizer(asked, return_tensors="pt")["input_ids"]
+        else:
+            options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            ids = tokenizer.apply_chat_template(asked, **options)["input_ids"]
+        stop = {"eos_token_id": [2, *ends]} if ends else {}
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **stop
+        )
+        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        texts.append(text if isinstance(asked, str) else text.strip())
+    return texts
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_greedy_answers_are_those_of_transformers(ranks, folder, prompts):
+    expected = plain(folder, folder, ASKED)
+    assert len(set(expected)) > 1
+    assert answers(prompts, ranks, model=str(folder)) == expected
+
+
+def test_more_ranks_than_prompts_answer_each_once_and_in_order(llama, prompts):
+    expected = plain(llama, llama, ASKED)
+    assert answers(prompts, 3, model=str(llama), batch_size=3) == expected  # two batches
+    prompts.write_text(json.dumps({"prompt": PROMPTS[2]}) + "\n")
+    assert answers(prompts, 3, model=str(llama)) == expected[2:3]
+
+
+def test_raw_lines_are_completed_and_blank_ones_passed_over(llama, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n\n".join(PROMPTS) + "\n")
+    assert answers(path, model=str(llama), raw=True) == plain(llama, llama, PROMPTS)
+
+
+def test_messages_lose_a_last_answer_and_gain_a_system_turn(llama, tmp_path):
+    asked = [*user("Hello"), {"role": "assistant", "content": "Hi"}, *user("a b c")]
+    rows = [{"messages": asked}, {"messages": [*asked, {"role": "assistant", "content": "known"}]}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    system = {"role": "system", "content": "Be brief."}
+    assert answers(path, model=str(llama)) == plain(llama, llama, [asked]) * 2
+    assert answers(path, model=str(llama), system="Be brief.") == plain(llama, llama, [[system, *asked]]) * 2
+
+
+def test_drawn_answers_depend_on_the_seed_and_not_on_the_ranks(llama, prompts):
+    drawn = {"model": str(llama), "temperature": 2.0, "top_p": 0.95}
+    alone = answers(prompts, 1, **drawn)
+    assert answers(prompts, 2, **drawn) == alone
+    assert answers(prompts, 1, **drawn, seed=1) != alone
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adapter_answers_as_peft_does(ranks, folder, prompts, tmp_path):
+    adapter = make_adapter(folder, tmp_path / "adapter")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+    expected = plain(model, folder, ASKED, ends=(4,))  # 4: <|im_end|>
+    assert expected != plain(folder, folder, ASKED)
+    assert answers(prompts, ranks, adapter=str(adapter)) == expected  # the base: what the adapter says
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_answers_as_the_models_it_became(ranks, llama, prompts, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", 4)
+    flags = {"model": str(llama), "dataset": str(rows), "output_dir": str(tmp_path / "run"), "steps": 2}
+    out = finetune.main(finetune.Config(**flags, lr=1e-2))
+    expected = answers(prompts, model=str(out / "model"))
+    assert answers(prompts, ranks, checkpoint=str(out)) == expected
+    assert answers(prompts, ranks, checkpoint=str(out), dtype="bf16")  # fp32 in the checkpoint
+    assert expected != answers(prompts, model=str(llama))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks, prompts, tmp_path):
+    run = lora_run(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = plain(PeftModel.from_pretrained(model, run / "adapter"), tmp_path / "base", ASKED, ends=(4,))
+    assert expected != plain(tmp_path / "base", tmp_path / "base", ASKED, ends=(4,))
+    assert answers(prompts, ranks, checkpoint=str(run)) == expected
+    assert answers(prompts, ranks, adapter=str(run / "adapter")) == expected
+
+
+def chatted(world, folder: Path, typed: str, flags: dict) -> str:
+    """What a chat prints that gets `typed` through a pipe."""
+    reading, writing = os.pipe()
+    os.write(writing, typed.encode())
+    os.close(writing)
+    before, sys.stdin, printed = sys.stdin, os.fdopen(reading), io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            flags = {"max_new_tokens": NEW, **flags}
+            generate.main(generate.Config(model=str(folder), chat=True, **flags))
+    finally:
+        sys.stdin.close()
+        sys.stdin = before
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_chat_remembers_its_turns_and_ends_with_the_input(ranks, llama):
+    first = plain(llama, llama, [user("Hello")])[0]
+    history = [*user("Hello"), {"role": "assistant", "content": first}, *user("what?")]
+    second = plain(llama, llama, [history])[0]
+    typed = "Hello\nwhat?\n"
+    printed = [chatted(None, llama, typed, {})] if ranks == 1 else run_ranks(chatted, 2, llama, typed, {})
+    assert printed[0].partition("ends the chat\n")[2].strip().split("\n") == [first, second]
+    assert not any(printed[1:])
+
+
+def test_ctrl_c_ends_a_chat_with_one_line_and_130(llama):
+    command = [sys.executable, "recipes/generate.py", "--model", str(llama), "--chat"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    timer = threading.Timer(120, process.kill)
+    timer.start()
+    try:
+        while "ends the chat" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    finally:
+        timer.cancel()
+        process.kill()
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "error: interrupted in act 'generate'"
+
+
+def test_an_output_is_never_overwritten_and_never_half(llama, prompts, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    output.write_text("mine")
+    flags = {"model": str(llama), "prompts": str(prompts), "output": str(output)}
+    with pytest.raises(ConfigError, match="exists, and is not overwritten"):
+        on_rank(None, flags)
+    assert output.read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
+
+
+MISTAKES = {
+    "no model": ({"prompts": "p.txt"}, "no --model given"),
+    "nothing to answer": ({"model": "m"}, "--prompts FILE, or --chat"),
+    "temperature": ({"model": "m", "prompts": "p.txt", "temperature": -1.0}, "--temperature -1.0 is below 0"),
+    "top_p": ({"model": "m", "prompts": "p.txt", "temperature": 1.0, "top_p": 0.0}, "--top_p 0.0"),
+    "top_p when greedy": ({"model": "m", "prompts": "p.txt", "top_p": 0.5}, "at --temperature 0"),
+    "raw chat": ({"model": "m", "chat": True, "raw": True}, "--raw has no turns"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_flags_that_cannot_work_are_refused_at_once(name):
+    flags, words = MISTAKES[name]
+    with pytest.raises(ConfigError, match=words):
+        generate.Config(**flags)
+
+
+FILES = {
+    "missing.txt": (None, "No such file"),
+    "missing.jsonl": (None, "No such file"),
+    "empty.txt": ("\n \n", "no prompts"),
+    "long.txt": (
+        "short\n" + "x" * 300,
+        r"long.txt:2: 3\d\d tokens and --max_new_tokens 9 .* 256 positions",
+    ),
+    "odd.jsonl": ('{"question": "?"}', r"odd.jsonl:1: no prompt to answer"),
+    "no_content.jsonl": ('{"messages": [{"role": "user"}]}', "no_content.jsonl:1: a message lacks"),
+    "answer_only.jsonl": ('{"messages": [{"role": "assistant", "content": "x"}]}', ":1: no turn to answer"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_prompts_are_named_by_file_and_line(name, llama, tmp_path):
+    text, words = FILES[name]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        on_rank(None, {"model": str(llama), "prompts": str(tmp_path / name), "max_new_tokens": 9})
+
+
+def test_an_adapter_of_another_base_is_refused_before_weights_are_read(llama, prompts, tmp_path, capsys):
+    adapter = make_adapter(llama, tmp_path / "adapter")
+    for kind, sizes in (("llama", {"hidden_size": 32}), ("gpt2", {})):
+        other = tiny_model_folder(tmp_path / kind, kind, vocab_size=271, **sizes)
+        with pytest.raises(ConfigError):
+            on_rank(None, {"model": str(other), "adapter": str(adapter), "prompts": str(prompts)})
+        assert "--- load" not in capsys.readouterr().out

@@ -1,0 +1,146 @@
+"""One GPU trains as the CPU does: losses, gradient norms and weights of the recipe, lever by lever.
+
+make gpu        or: python -m pytest -m gpu tests/test_gpu.py
+"""
+
+import copy
+import json
+
+import finetune
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
+from tiny import tiny_model_folder
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from utils.distributed import init_distributed, stop_distributed
+from utils.loading import build_model, load_pieces, plan_pieces
+from utils.loss import add_chunked_loss, check_chunked_loss
+from utils.mesh import build_mesh
+from utils.model_folder import open_weights
+from utils.optim import build_optimizer
+from utils.sharding import shard_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing was run"),
+]
+FP32 = {"dtype": "fp32"}  # auto is bf16 on a GPU
+SAME = {  # to 1e-4: products are summed in another order than on the CPU
+    "fp32": FP32,
+    "micro_batches": {**FP32, "batch_size": 2},
+    "full_recompute": {**FP32, "activation_checkpointing": "full"},
+    "selective_recompute": {**FP32, "activation_checkpointing": "selective"},
+    "offload": {**FP32, "cpu_offload": True},
+    "offload_accumulated": {**FP32, "cpu_offload": True, "batch_size": 2},
+    "whole_load": {**FP32, "low_cpu_fsdp": False},
+}
+ROUNDED = {  # (flags, relative rounding of the losses)
+    "bf16": ({"dtype": "bf16"}, 2e-2),
+    "pure_bf16": ({"dtype": "bf16", "param_dtype": "bf16"}, 3e-2),
+    "bf16_offload": ({"dtype": "bf16", "cpu_offload": True}, 2e-2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_products():
+    """No TF32, which has 10 bits of mantissa; and leave the group of one that the recipe makes."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_float32_matmul_precision(before)
+    stop_distributed()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def setting(request, tmp_path_factory):
+    """A model, its rows, and what a plain loop on the CPU makes of them."""
+    root = tmp_path_factory.mktemp("gpu")
+    folder = tiny_model_folder(root / "model", request.param, vocab_size=271)
+    rows = write_rows(root / "rows.jsonl")
+    return folder, rows, plain_loop(folder, rows)
+
+
+def trained(setting, out, **flags):
+    """(losses and gradient norms by step, final weights) of the recipe in this process, on the GPU."""
+    folder, rows, _ = setting
+    flags = {"batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH, **flags}
+    config = finetune.Config(**RECIPE, model=str(folder), dataset=str(rows), output_dir=str(out), **flags)
+    torch.cuda.reset_peak_memory_stats()
+    out = finetune.main(config)
+    assert torch.cuda.max_memory_allocated() > 0
+    return curve_of(out), load_file(out / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("lever", SAME)
+def test_losses_gradient_norms_and_weights_are_those_of_the_cpu(setting, tmp_path, lever):
+    _, _, (expected, weights) = setting
+    curve, ours = trained(setting, tmp_path, **SAME[lever])
+    torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
+    for name, tensor in ours.items():
+        assert (tensor - weights[name]).norm() <= 1e-4 * weights[name].norm(), name
+
+
+def test_compiled_layers_train_as_on_the_cpu(tmp_path):
+    folder, rows = tiny_model_folder(tmp_path / "model", vocab_size=271), write_rows(tmp_path / "rows.jsonl")
+    setting = folder, rows, plain_loop(folder, rows)
+    curve, _ = trained(setting, tmp_path / "out", **FP32, compile=True)
+    torch.testing.assert_close(curve, setting[2][0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("lever", ROUNDED)
+def test_16_bit_losses_are_those_of_the_cpu_in_fp32_to_their_rounding(setting, tmp_path, lever):
+    _, _, (expected, _) = setting
+    flags, rounding = ROUNDED[lever]
+    curve, _ = trained(setting, tmp_path, **flags)
+    losses = [[loss for loss, _ in steps] for steps in (curve, expected)]
+    torch.testing.assert_close(*losses, rtol=rounding, atol=0)
+
+
+def test_fp16_finds_its_loss_scale_and_then_trains(setting, tmp_path):
+    _, _, (expected, _) = setting
+    trained(setting, tmp_path, dtype="fp16")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(expected[0][0], rel=1e-2)
+    skipped = [line["skipped"] for line in lines]
+    assert skipped == sorted(skipped, reverse=True)  # the first scale of 65,536 may be too large
+    assert sum(skipped) <= 2
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_offloaded_shards_are_pinned_and_the_gpu_holds_no_weight_between_steps(setting):
+    world = init_distributed()
+    model = add_chunked_loss(build_model(AutoConfig.from_pretrained(setting[0]), torch.float32))
+    shard_model(model, build_mesh(world), torch.float32, cpu_offload=True)
+    pieces = plan_pieces(model, open_weights(setting[0]), setting[0])
+    load_pieces(model, pieces, world.device, cpu_offload=True)
+    optimizer = build_optimizer(model, 1e-3, 0.0)
+    ids = torch.arange(5, 69, device=world.device)[None]
+    model(ids, labels=ids).backward()
+    shards = [p.to_local() for p in model.parameters()]
+    assert all(shard.device.type == "cpu" and shard.is_pinned() for shard in shards)
+    assert all(p.grad.to_local().device.type == "cpu" for p in model.parameters())
+    before = [shard.clone() for shard in shards]
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, shards, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dtype):
+    folder, _, _ = setting
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().train()
+    chunked = add_chunked_loss(copy.deepcopy(plain), chunk_tokens=64)
+    assert check_chunked_loss(chunked, torch.device("cuda")) == ""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 271, (3, 100), generator=generator).cuda()
+    logits = plain(ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    loss = chunked(ids, labels=ids)
+    expected.backward()
+    loss.backward()
+    rounding = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(loss, expected, rtol=rounding, atol=0)
+    for ours, theirs in zip(chunked.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).float().norm() <= 10 * rounding * theirs.grad.float().norm()

@@ -1,0 +1,336 @@
+"""Quantized linears: codes are bitsandbytes' codes, gradients are bitsandbytes' gradients, on any number of
+ranks.
+
+python -m pytest tests/test_quantize.py
+"""
+
+import bitsandbytes as bnb
+import bitsandbytes.functional as bnb_functional
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from tiny import tiny_config, tiny_model_folder
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from utils.activations import recompute_activations
+from utils.errors import ConfigError
+from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
+from utils.lora import add_adapter, add_lora, base_names, cast_frozen, load_adapter
+from utils.mesh import build_mesh, mesh_axes
+from utils.model_folder import open_weights
+from utils.quantize import Int8Linear, NF4Linear, QuantizedLinear, check_experts, dequantize, quantize_linears
+from utils.sharding import decoder_layers, shard_model, sync_gradients
+
+KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
+SHAPES = ((37, 128), (5, 64), (3, 192))  # rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks
+ROWS, TOKENS = 12, 10
+
+
+def whole(kind, weight):
+    """bitsandbytes' codes and scales of a whole weight."""
+    if kind == "8bit":
+        return bnb_functional.int8_vectorwise_quant(weight.half())[:2]
+    codes, state = bnb_functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    return codes.view(len(weight), -1), state.absmax.view(len(weight), -1)
+
+
+def weight_of(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])) * 0.1
+    weight[0] = 0  # a row, or some blocks, without a scale
+    return weight.to(dtype)
+
+
+def shard_and_quantize(world, kind):
+    mesh, found = build_mesh(world), []
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            layer = KINDS[kind](shape[1], shape[0], bias=False, dtype=torch.float32)
+            fully_shard(layer, mesh=mesh)
+            layer.to_empty(device="cpu")
+            mine = torch.chunk(weight_of(shape, dtype), world.size)
+            mine = mine[world.rank] if world.rank < len(mine) else weight_of(shape, dtype)[:0]
+            for first in range(0, len(mine), 2):  # a few rows at a time, as they are read
+                layer.copy_rows(first, mine[first : first + 2])
+            found.append((layer.weight.full_tensor(), layer.scale.full_tensor().view(torch.float32)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_are_bit_equal_to_bitsandbytes_on_the_whole_tensor(kind, ranks):
+    found = iter(run_ranks(shard_and_quantize, ranks, kind)[-1])
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            codes, scale = whole(kind, weight_of(shape, dtype))
+            ours, our_scale = next(found)
+            assert torch.equal(ours, codes), (shape, dtype)
+            assert torch.equal(our_scale.view(torch.int32), scale.view(torch.int32)), (shape, dtype)
+
+
+def test_dequantized_weights_are_bit_equal_to_bitsandbytes():
+    weight = weight_of((37, 128), torch.float32)
+    codes, scale = whole("8bit", weight)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        theirs = codes.to(dtype).mul_(scale.unsqueeze(1).mul(1.0 / 127.0))  # bitsandbytes/autograd
+        assert torch.equal(dequantize(codes, scale.view(torch.int32), dtype), theirs)
+    codes, state = bnb_functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    ours = dequantize(codes.view(37, -1), state.absmax.view(37, -1).view(torch.int32), torch.float32)
+    assert torch.equal(ours, bnb_functional.dequantize_4bit(codes, state))
+
+
+def made(kind, mode="dequant"):
+    """A quantized layer with a bias, and its input with one column of outliers."""
+    torch.manual_seed(0)
+    layer = KINDS[kind](64, 48, bias=True, dtype=torch.float32, device="cpu")
+    layer.mode = mode
+    layer.copy_rows(0, torch.randn(48, 64))
+    layer.bias.data.normal_()
+    x = torch.randn(4, 5, 64)
+    x[0, 0, 3] = 40.0
+    return layer, x.requires_grad_()
+
+
+def test_llm_int8_is_linear8bitlt():
+    ours, x = made("8bit", "llm_int8")
+    theirs = bnb.nn.Linear8bitLt(64, 48, has_fp16_weights=False, threshold=6.0)
+    torch.manual_seed(0)
+    theirs.weight = bnb.nn.Int8Params(torch.randn(48, 64), requires_grad=False, has_fp16_weights=False)
+    theirs.bias = ours.bias
+    theirs = theirs.to("cpu").eval()  # in training it does not quantize activations on a CPU
+    y = x.detach().clone().requires_grad_()
+    a, b = ours(x), theirs(y)
+    assert torch.equal(a, b)
+    (a.square().sum() + b.square().sum()).backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_dequant_does_not_depend_on_how_a_batch_is_split_and_llm_int8_does():
+    for mode, same in (("dequant", True), ("llm_int8", False)):
+        layer, x = made("8bit", mode)
+        together, split = layer(x), torch.cat([layer(row[None]) for row in x])
+        assert torch.allclose(together, split, atol=1e-5) == same
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_keeps_codes_and_scales_for_the_backward_and_no_activation(kind):
+    layer, x = made(kind)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x)
+    assert {t.dtype for t in kept} == {layer.weight.dtype, torch.int32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_layer_has_no_graph_break_and_the_same_gradient(kind):
+    layer, x = made(kind)
+    y = x.detach().clone().requires_grad_()
+    layer(x).square().sum().backward()
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(y).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_weights_that_have_no_scale_are_refused():
+    layer, _ = made("8bit")
+    with pytest.raises(ConfigError, match="too large for 8bit"):
+        layer.copy_rows(0, torch.full((1, 64), 1e5))  # not finite in fp16
+
+
+def test_the_head_the_norms_and_layers_that_nf4_gets_wrong_stay_in_16_bit():
+    config = tiny_config("llama", intermediate_size=96)
+    for kind, left in (("8bit", 0), ("4bit", 3)):
+        model = build_model(config, torch.float32)
+        add_lora(model, 4, 8, "q_proj,down_proj")
+        quantized = quantize_linears(model, kind, torch.float32)
+        assert quantized.layers == 21 - left
+        assert type(model.lm_head) is torch.nn.Linear
+        text = "3 x down_proj (96 input features are no multiple of 64)"
+        assert (text in quantized.sentence()) == bool(left)
+    assert type(model.model.layers[0].self_attn.q_proj.base_layer) is NF4Linear
+    assert type(model.model.layers[0].mlp.down_proj.base_layer) is torch.nn.Linear
+
+
+def test_what_trains_and_what_was_named_stays_in_16_bit():
+    model = build_model(tiny_config("llama"), torch.float32)
+    add_lora(model, 4, 8, "q_proj", modules_to_save="k_proj,lm_head")
+    quantize_linears(model, "8bit", torch.float32, skip=("v_proj",))
+    attention = model.model.layers[0].self_attn
+    assert not any(isinstance(m, QuantizedLinear) for m in [*attention.k_proj.modules(), attention.v_proj])
+    assert isinstance(attention.q_proj.base_layer, Int8Linear)
+    assert isinstance(attention.o_proj, Int8Linear)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_routers_and_experts_stay_in_16_bit_and_are_counted(family):
+    model = build_model(tiny_config(family), torch.float32)
+    add_lora(model, 4, 8, "all-linear")
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    experts = sum(p.numel() for name, p in frozen.items() if p.ndim == 3)
+    share = experts / sum(p.numel() for p in frozen.values())
+    quantized = quantize_linears(model, "4bit", torch.bfloat16)
+    assert quantized.layers == 12  # q, k, v, o of 3 layers
+    assert quantized.expert_bytes == 2 * experts
+    assert quantized.expert_share == pytest.approx(share)
+    assert model.model.layers[0].mlp.gate.weight.is_floating_point()
+    assert f"{share:.0%} of the weights" in quantized.sentence()
+
+
+def test_a_model_that_is_mostly_experts_is_not_called_quantized():
+    model = build_model(tiny_config("mixtral", vocab_size=64), torch.float32)
+    add_lora(model, 4, 8, "all-linear")
+    quantized = quantize_linears(model, "8bit", torch.bfloat16)
+    assert quantized.expert_share > 0.5
+    with pytest.raises(ConfigError, match=r"0\.\d+ GiB, \d\d% of the weights .*--keep_experts_16bit"):
+        check_experts(quantized, keep_experts_16bit=False)
+    check_experts(quantized, keep_experts_16bit=True)
+
+
+def test_nothing_to_quantize_and_a_mode_without_effect_are_refused():
+    model = build_model(tiny_config("gpt2"), torch.float32)
+    add_lora(model, 4, 8, "all-linear")
+    with pytest.raises(ConfigError, match="6 x c_proj .*Conv1D"):
+        quantize_linears(model, "8bit", torch.float32)
+    with pytest.raises(ConfigError, match="--int8_mode llm_int8 is of --quantization 8bit"):
+        quantize_linears(model, "4bit", torch.float32, int8_mode="llm_int8")
+
+
+# --- the whole model, against transformers, bitsandbytes and peft in one process ------------------------
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def setting(request, tmp_path_factory):
+    """A model folder (qwen2: biases and tied weights), and for each kind an adapter, a loss, gradients."""
+    root = tmp_path_factory.mktemp(request.param)
+    folder = tiny_model_folder(root / "model", request.param, vocab_size=271, intermediate_size=128)
+    return folder, {kind: reference(folder, root / kind, kind) for kind in KINDS}
+
+
+def reference(folder, adapter, kind, dtype=torch.float32):
+    from peft import LoraConfig, get_peft_model
+
+    options = BitsAndBytesConfig(
+        load_in_8bit=kind == "8bit",
+        load_in_4bit=kind == "4bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=options, dtype=dtype, device_map="cpu"
+    )
+    torch.manual_seed(0)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(adapter)
+    model.train()
+    loss = loss_of(model, token_ids())
+    loss.backward()
+    grads = {
+        n.removeprefix("base_model.model."): p.grad for n, p in model.named_parameters() if p.requires_grad
+    }
+    return adapter, loss.item(), grads
+
+
+def token_ids():
+    return torch.randint(0, 271, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model, ids):
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
+    """Loss and LoRA gradients of the quantized model, sharded; and the dtypes of what is stored."""
+    config = AutoConfig.from_pretrained(folder)
+    if lever == "whole":
+        model = load_whole_model(folder, config, torch.float32)
+    else:
+        model = build_model(config, torch.float32)
+    pieces = plan_pieces(model, open_weights(folder), folder)
+    add_adapter(model, adapter, {})
+    quantize_linears(model, kind, dtype)
+    cast_frozen(model, dtype)
+    if lever == "recompute":
+        recompute_activations(model, "full")
+    if lever == "compile":
+        for layer in decoder_layers(model):
+            layer.compile(backend="aot_eager", fullgraph=True)
+    names = base_names(model)
+    mesh = build_mesh(world, mesh_axes(world.size, 2 if lever == "hsdp" else 1))
+    shard_model(model, mesh, dtype, cpu_offload=lever == "offload")
+    if lever != "whole":
+        load_pieces(model, pieces, world.device, lever == "offload", names=names)
+    load_adapter(model, adapter)
+    model.train()
+    mine = token_ids().chunk(world.size)[world.rank]
+    micro = mine.chunk(2) if lever == "accumulate" else [mine]
+    total = 0.0
+    for i, ids in enumerate(micro):
+        sync_gradients(model, i == len(micro) - 1)
+        loss = loss_of(model, ids) / len(micro)
+        loss.backward()
+        total += loss.item()
+    total = torch.tensor(total)
+    torch.distributed.all_reduce(total)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    full = {n: p.grad.full_tensor().cpu() for n, p in model.named_parameters() if p.requires_grad}
+    codes = {n: p.dtype for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    return total.item() / world.size, full, codes
+
+
+def compare(found, expected, tolerance):
+    (loss, grads, _), (_, true_loss, true_grads) = found, expected
+    assert loss == pytest.approx(true_loss, rel=tolerance)
+    assert grads.keys() == true_grads.keys()
+    for name, grad in grads.items():
+        assert (grad - true_grads[name]).norm() <= tolerance * true_grads[name].norm(), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_lora_gradients_equal_transformers_with_bitsandbytes_and_peft(setting, kind, ranks):
+    folder, references = setting
+    found = run_ranks(sharded, ranks, folder, references[kind][0], kind)[0]
+    compare(found, references[kind], 1e-5)
+    codes = {name: dtype for name, dtype in found[2].items() if "base_layer.weight" in name}
+    assert set(codes.values()) == {torch.int8 if kind == "8bit" else torch.uint8}
+    assert len(codes) == 21
+
+
+@pytest.mark.parametrize("lever", ["recompute", "offload", "hsdp", "accumulate", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lever_changes_no_gradient(setting, kind, lever):
+    folder, references = setting
+    found = run_ranks(sharded, 2, folder, references[kind][0], kind, torch.float32, lever)[0]
+    compare(found, references[kind], 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_have_no_graph_break_and_the_same_gradients(setting, kind):
+    folder, references = setting
+    found = run_ranks(sharded, 1, folder, references[kind][0], kind, torch.float32, "compile")[0]
+    compare(found, references[kind], 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bf16_the_gradients_are_as_near_to_fp32_as_those_of_bitsandbytes_and_peft(tmp_path, kind):
+    sizes = {"vocab_size": 271, "intermediate_size": 128}
+    folder = tiny_model_folder(tmp_path / "model", "llama", torch.bfloat16, **sizes)
+    adapter, loss, true = reference(folder, tmp_path / "adapter", kind)
+    _, _, theirs = reference(folder, tmp_path / "adapter", kind, torch.bfloat16)
+    our_loss, ours, _ = run_ranks(sharded, 2, folder, adapter, kind, torch.bfloat16)[0]
+    assert our_loss == pytest.approx(loss, rel=1e-2)
+
+    def error(grads):
+        flat, exact = (torch.cat([g[name].flatten() for name in sorted(true)]) for g in (grads, true))
+        return ((flat - exact).norm() / exact.norm()).item()
+
+    assert error(ours) <= 1.3 * error(theirs), (error(ours), error(theirs))
+    assert error(ours) < 0.05

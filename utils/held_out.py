@@ -1,0 +1,43 @@
+"""Rows that are held out, and their loss: imported only where a run has some."""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .data import Examples
+from .errors import check
+from .loss import IGNORE, summed_cross_entropy
+from .sharding import reshard
+
+
+def split_by_hash(examples: Examples, share: float) -> tuple[Examples, Examples]:
+    """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
+
+    So a row stays on its side when others come, go or move, and its copies stay with it.
+    """
+    if share == 0:
+        return examples, Examples([])
+    train, held_out = [], []
+    for item in examples.items:
+        point = int.from_bytes(hashlib.sha256(item.ids.tobytes()).digest()[:8], "little") / 2**64  # [0, 1)
+        (held_out if point < share else train).append(item)
+    split = f"--eval_share {share} holds out {len(held_out)} of {len(examples.items)} examples"
+    check(train and held_out, f"{split}; choose another share, or name an --eval_dataset")
+    return Examples(train, examples.dropped, truncated=examples.truncated), Examples(held_out)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, batches: Iterable, device: torch.device) -> tuple[float, int]:
+    """(summed cross-entropy, taught tokens) of this rank's batches. All ranks must bring equally many: every
+    batch is a collective.
+    """
+    model.eval()
+    total, taught = torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        total += summed_cross_entropy(model, batch.to(device)).double().cpu()
+        taught += int((batch.labels != IGNORE).sum())
+    model.train()
+    reshard(model)
+    return total.item(), taught

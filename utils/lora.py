@@ -1,0 +1,350 @@
+"""peft adapters on a meta or sharded model; save, load.
+
+The order is: add (on meta: structure only), shard, load the base, then init_lora or load_adapter, which give
+every rank its rows of the same numbers, however many ranks there are. Only the structure is peft's: its
+initialization would draw other numbers on each rank, and its saving would see only shards.
+
+LoRA: arXiv 2106.09685. rsLoRA: arXiv 2312.03732. DoRA: arXiv 2402.09353. The folder:
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import copy
+import difflib
+import hashlib
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from .distributed import World, broadcast, gather, together
+from .errors import ConfigError, check, first_five
+from .hf_format import (
+    Piece,
+    create_files,
+    disk_errors,
+    is_writer,
+    lay_out,
+    local_box,
+    local_chunks,
+    publish,
+    remove_siblings,
+    verify_chunks,
+    write_chunks,
+)
+from .model_folder import SINGLE, TensorInfo, read_json
+
+logging.getLogger("bitsandbytes").setLevel(
+    logging.ERROR
+)  # peft imports it; it warns of a kernel, on every rank
+from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
+from peft.tuners.lora import LoraLayer  # noqa: E402
+from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
+from peft.utils import ModulesToSaveWrapper  # noqa: E402
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers  # noqa: E402
+
+from .quantize import ROUTER, local  # noqa: E402
+
+FILE = "adapter_model.safetensors"
+WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
+FIELDS = {"lora_rank": "r"}  # of the config, where the flag has another name
+READ = set(
+    "r lora_alpha lora_dropout use_rslora use_dora target_modules exclude_modules modules_to_save".split()
+)
+READ |= set("rank_pattern alpha_pattern layers_to_transform layers_pattern fan_in_fan_out".split())
+IGNORED = set("peft_type peft_version task_type base_model_name_or_path revision inference_mode".split())
+NEEDS = "starts from whole weights or from data, which no rank has when adapters are made"
+
+
+def add_lora(
+    model: nn.Module, rank: int, alpha: float, targets: str, *, dropout: float = 0.0, use_rslora=False,
+    use_dora=False, modules_to_save: str = "", init: str = "default",
+) -> LoraConfig:  # fmt: skip
+    """Put adapters beside the target layers, in place, and freeze everything else but modules_to_save.
+
+    targets: all-linear (all but the head and the routers of experts), names separated by commas, or one
+    regular expression for whole names. modules_to_save: names of modules that train as a whole. On meta
+    this costs nothing. Raises ConfigError for what does not exist, with the nearest names that do.
+    """
+    check(rank > 0, f"--lora_rank {rank} trains nothing (fix: --lora_rank 16)")
+    check(init == "default", f"--lora_init {init} {NEEDS} (fix: default)")
+    saved = _known(modules_to_save, [name for name, _ in model.named_modules()], "--modules_to_save")
+    options = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "modules_to_save": saved or None}
+    options |= {"use_rslora": use_rslora, "use_dora": use_dora, "task_type": "CAUSAL_LM"}
+    return _inject(model, LoraConfig(target_modules=_target_modules(model, targets), **options))
+
+
+def add_adapter(model: nn.Module, folder: Path, given: dict[str, object]) -> LoraConfig:
+    """Like add_lora, with the structure of a peft folder; load_adapter brings its values.
+
+    given: flags that the user set, by name; they may only repeat what the folder says. Raises ConfigError by
+    field for what differs, and for kinds of LoRA that are not supported here.
+    """
+    file = Path(folder) / "adapter_config.json"
+    check(file.is_file() and (file.parent / FILE).is_file(), f"{folder} lacks {file.name} or {FILE}")
+    stored, plain = read_json(file), LoraConfig().to_dict()
+    init = stored.pop("init_lora_weights", True)
+    check(init in (True, False, "gaussian", "orthogonal"), f"{file}: init_lora_weights {init} {NEEDS}")
+    rest = {key: value for key, value in stored.items() if key not in READ | IGNORED}
+    odd = [f"{key} {value}" for key, value in rest.items() if value and value != plain.get(key)]
+    odd += [f"peft_type {stored.get('peft_type')}"] * (stored.get("peft_type") != "LORA")
+    check(not odd, f"{file}: {first_five(odd)} cannot be continued (fix: another --adapter)")
+    config = LoraConfig(**{key: stored[key] for key in READ & stored.keys()}, task_type="CAUSAL_LM")
+    now = {flag: getattr(config, FIELDS.get(flag, flag)) for flag in given if flag != "lora_targets"}
+    if "modules_to_save" in given:
+        now["modules_to_save"] = ",".join(config.modules_to_save or [])
+    if "lora_targets" in given:
+        asked = LoraConfig(target_modules=_target_modules(model, given["lora_targets"]))
+        same = _matched(model, asked) == _matched(model, config)
+        now["lora_targets"] = given["lora_targets"] if same else config.target_modules
+    differ = [f"--{flag} {value}, there {now[flag]}" for flag, value in given.items() if value != now[flag]]
+    check(not differ, f"{folder} is another adapter: {'; '.join(differ)} (fix: leave the flag out)")
+    return _inject(model, config)
+
+
+@torch.no_grad()
+def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """What trains becomes fp32, what does not gets the dtype that it is computed in. Quantized codes stay."""
+    for parameter in filter(torch.is_floating_point, model.parameters()):
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+
+
+def base_names(model: nn.Module) -> dict[str, list[str]]:
+    """What each parameter and buffer of the plain model is called now; two names are two copies.
+
+    A module in modules_to_save is there twice, and may have untied a tied weight.
+    """
+    state, names = model.state_dict(keep_vars=True), {}
+    for name in (name for name in state if ".lora_" not in name):
+        names.setdefault(WRAPPERS.sub("", name), []).append(name)
+    for target, source in model.all_tied_weights_keys.items():
+        copies = {id(state[name]): name for name in reversed(names[source] + names[target])}
+        names[source] = names[target] = list(copies.values())
+    return names
+
+
+def adapter_names(model: nn.Module) -> dict[str, str]:
+    """Name in a peft file -> parameter, of all that trains."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = {}
+    for name in trained:
+        key = WRAPPERS.sub("", name).replace(
+            ".lora_magnitude_vector.default.weight", ".lora_magnitude_vector"
+        )
+        names["base_model.model." + re.sub(r"(\.lora_\w+)\.default(?=\.|$)", r"\1", key)] = name
+    assert len(names) == len(trained) > 0, f"{len(trained)} parameters train, {len(names)} have a name"
+    return names
+
+
+@torch.no_grad()
+def init_lora(model: nn.Module, seed: int) -> None:
+    """Fresh adapters, as peft draws them: the model answers as its base does. The base must be loaded.
+
+    Each parameter has a generator of its own, seeded by its name, and each rank keeps its rows.
+    """
+    for key, name in adapter_names(model).items():
+        parameter, kind = model.get_parameter(name), name.partition(".lora_")[2]
+        full = torch.zeros(parameter.shape, dtype=torch.float32)
+        digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        if not kind:
+            continue  # modules_to_save: loaded with the base
+        if kind.startswith("A."):
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+        elif kind.startswith("embedding_B."):
+            full.normal_(generator=generator)
+        elif kind.startswith("magnitude_vector."):
+            full = _magnitude(model.get_submodule(name.partition(".lora_")[0]).base_layer)
+        if len(full) != len(parameter):  # the magnitudes of this rank's rows
+            local(parameter).copy_(full)
+        elif box := local_box(parameter, _piece(key, name, parameter)):
+            local(parameter)[box[0]].copy_(full[box[1]])
+
+
+def _magnitude(base: nn.Module) -> torch.Tensor:
+    """DoRA's magnitudes at the start: the norm of each output feature's weights, as the forward takes it."""
+    if hasattr(base, "dequantize") or isinstance(base, nn.Linear):
+        weight = base.dequantize() if hasattr(base, "dequantize") else local(base.weight)
+        return torch.linalg.norm(weight, dim=1)
+    norms = torch.linalg.vector_norm(base.weight, dim=0)  # embeddings and Conv1D: over all ranks' rows
+    return norms.full_tensor() if isinstance(norms, DTensor) else norms
+
+
+def fill_adapters(model: nn.Module, folder: str | Path, seed: int) -> None:
+    """The values of the adapters: those of a peft folder, else fresh ones. The base must be loaded."""
+    load_adapter(model, Path(folder)) if folder else init_lora(model, seed)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Copy this rank's rows of an adapter into a model of add_adapter.
+
+    Raises ConfigError unless names and shapes are the model's; only base layers that peft stored along, as it
+    does for embeddings, may be there too, and are loaded.
+    """
+    file, names = Path(folder) / FILE, adapter_names(model)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            stored = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+            for name in (name for name, p in model.named_parameters() if not p.requires_grad):
+                if ".base_layer." in name and f"base_model.model.{name}" in stored:
+                    names[f"base_model.model.{name}"] = name
+            shapes = {key: [*model.get_parameter(name).shape] for key, name in names.items()}
+            differ = [key for key in sorted(names | stored) if stored.get(key) != shapes.get(key)]
+            wrong = [
+                f"{key} {shapes.get(key, 'absent')}, there {stored.get(key, 'absent')}" for key in differ
+            ]
+            check(not wrong, f"{file} does not fit: {first_five(wrong)} (fix: the adapter of this model)")
+            for key, name in names.items():
+                parameter = model.get_parameter(name)
+                if box := local_box(parameter, _piece(key, name, parameter)):
+                    local(parameter)[box[0]].copy_(tensors.get_slice(key)[box[1]])
+    except SafetensorError as error:
+        raise ConfigError(f"{file}: {error} (fix: copy it again)") from None
+
+
+def save_adapter(
+    out: Path, model: nn.Module, config: LoraConfig, base_name: str, world: World, tokenizer=None
+) -> str:
+    """Write `out` as a peft folder for PeftModel.from_pretrained, in place of an older one; returns in words
+    what is in it.
+
+    Each rank writes its rows into a temporary folder beside `out`, reads them back and compares them bit for
+    bit; rank 0 reopens the file and compares names, shapes and numbers of non-zero values; then it is
+    renamed. On failure all ranks raise one ConfigError, and an older adapter is still there.
+    """
+    out = Path(os.path.realpath(out))
+    state, names = model.state_dict(), adapter_names(model)
+    pieces = [_piece(key, name, state[name]) for key, name in names.items()]
+    places, headers = lay_out(pieces, None, math.inf)
+    places = {key: replace(place, file=FILE) for key, place in places.items()}
+    mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
+    temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
+    config = copy.copy(config)
+    config.base_model_name_or_path, config.inference_mode = str(base_name), True
+    config.target_modules = sorted(config.target_modules)
+    try:
+        with together(world), disk_errors(out):
+            if world.rank == 0:
+                free = not out.exists() or (out / "adapter_config.json").exists()
+                check(free, f"{out} is no adapter, and a save would replace it (fix: another --output_dir)")
+                remove_siblings(out, ".tmp")
+                create_files(temp, places, {FILE: headers[SINGLE]})
+                config.save_pretrained(temp)
+                if tokenizer is not None:  # with the chat template that the adapter was trained in
+                    tokenizer.save_pretrained(temp)
+        with together(world), disk_errors(out):
+            write_chunks(temp, local_chunks(state, mine, places))
+        with together(world), disk_errors(out):
+            verify_chunks(temp, local_chunks(state, mine, places))
+        counts = {piece.name: int(local(state[piece.param]).count_nonzero()) for piece in mine}
+        counts = gather(world, counts)
+        live = {piece.name: (piece.shape, sum(c.get(piece.name, 0) for c in counts)) for piece in pieces}
+        with together(world), disk_errors(out):
+            if world.rank == 0:
+                _verify_file(temp / FILE, live)
+                publish(temp, out)
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(temp, ignore_errors=True)
+    numbers, others = (sum(n) for n in zip(*((math.prod(s), n) for s, n in live.values()), strict=True))
+    return f"{len(live)} tensors, {numbers:,} numbers, {others / numbers:.1%} of them not 0"
+
+
+def _verify_file(file: Path, live: dict[str, tuple]) -> None:
+    found = {}
+    with safe_open(file, framework="pt") as tensors:
+        for key in tensors.keys():  # noqa: SIM118 - not a dict
+            tensor = tensors.get_tensor(key)
+            found[key] = (tuple(tensor.shape), int(tensor.count_nonzero()))
+    check(found == live, f"{file.name} reads back other than the adapter in memory (fix: check the disk)")
+
+
+def _inject(model: nn.Module, config: LoraConfig) -> LoraConfig:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied, wanted = head.weight is embedding.weight, _matched(model, config)
+    check(wanted, f"--lora_targets: nothing is left of {config.target_modules} beside --modules_to_save")
+    with torch.device(head.weight.device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights and Conv1D; both are seen to
+        inject_adapter_in_model(config, model)
+    found = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    assert found == wanted, f"peft adapted other layers: {first_five(sorted(found ^ wanted))}"
+    if tied:
+        # transformers would tie by names that have changed; and one parameter cannot be in two FSDP units.
+        saved = [m.original_module for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
+        copies = [module for module in saved if module in (head, embedding)]
+        for module in copies:
+            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+        model.tie_weights = lambda: None if copies else setattr(head, "weight", embedding.weight)
+    return config
+
+
+def _target_modules(model: nn.Module, targets: str) -> list[str]:
+    """What config.target_modules says: names, or ends of names."""
+    layers = {
+        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)
+    }
+    if targets == "all-linear":
+        head = model.get_output_embeddings()
+        linear = {name for name, m in layers.items() if m is not head and not isinstance(m, nn.Embedding)}
+        linear = {name for name in linear if not ROUTER.search(name)}
+        others = {_leaf(name) for name in layers.keys() - linear}
+        ends = {name if _leaf(name) in others else _leaf(name) for name in linear}
+        return sorted(end for end in ends if not _is_fused(model, end))
+    if re.search(r"[\\*+?\[\](){}|^$]", targets):
+        try:
+            wanted = [name for name in layers if re.fullmatch(targets, name)]
+        except re.error as error:
+            raise ConfigError(f"--lora_targets {targets} is no regular expression: {error}") from None
+        example = next(name for name in layers if "0" in name)
+        check(wanted, f"--lora_targets {targets} matches no layer (fix: match whole names, as {example})")
+    else:
+        wanted = _known(targets, list(layers), "--lora_targets")
+        check(wanted, "--lora_targets is empty (fix: --lora_targets all-linear)")
+    fused = [name for name in wanted if _is_fused(model, name)]
+    check(not fused, f"--lora_targets {first_five(fused)}: experts cannot be adapted (fix: all-linear)")
+    return wanted
+
+
+def _known(text: str, known: list[str], flag: str) -> list[str]:
+    """Names separated by commas, each the end of a known one."""
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    for name in wanted:
+        nearest = difflib.get_close_matches(name, sorted({_leaf(other) for other in known}), 3, cutoff=0)
+        found = any(f".{other}".endswith(f".{name}") for other in known)
+        check(found, f"{flag} {name}: the model has no such layer (fix: {', '.join(nearest)})")
+    return wanted
+
+
+def _matched(model: nn.Module, config: LoraConfig) -> set[str]:
+    """The modules that peft will adapt."""
+    return {n for n, _ in model.named_modules() if n and check_target_module_exists(config, n) is True}
+
+
+def _is_fused(model: nn.Module, name: str) -> bool:
+    """Whether peft takes a name for a part of the fused experts."""
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # one half of a fused pair
+        return True
+    return bool(config.target_parameters)
+
+
+def _piece(key: str, name: str, parameter: torch.Tensor) -> Piece:
+    shape = tuple(parameter.shape)
+    return Piece(key, TensorInfo(Path(FILE), parameter.dtype, shape, 0), name, (0,) * len(shape), shape)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,56 @@
+"""What a run left, for the recipes that use it: its settings, the structure that was trained, its weights."""
+
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from .checkpoint import reason_of
+from .errors import ConfigError, check, first_five
+from .resume import Reader, newest_checkpoint
+
+
+def find_run(name: str) -> tuple[Path, dict]:
+    """(checkpoint, settings of its run)."""
+    path = newest_checkpoint(Path(name) / "checkpoints") or Path(name)
+    complete = all((path / file).is_file() for file in (".metadata", "state.json"))
+    fix = "OUT, or OUT/checkpoints/step_00000500"
+    check(complete, f"--checkpoint {name}: there is no complete checkpoint (fix: {fix})")
+    file = path.absolute().parent.parent / "config.yaml"
+    try:
+        return path, yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{file}: {reason}; it says what was trained") from None
+
+
+def add_run_adapter(model: nn.Module, folder: str, run: dict) -> object:
+    """Put the adapter of a folder, or of a run's settings, beside the layers; its config."""
+    from .lora import add_adapter, add_lora
+
+    if folder := folder or run.get("adapter"):
+        return add_adapter(model, Path(folder), {})
+    names = ("dropout", "use_rslora", "use_dora", "modules_to_save", "init")
+    given = {name: run[key] for name in names for key in (name, f"lora_{name}") if key in run}
+    return add_lora(model, run["lora_rank"], run["lora_alpha"], run["lora_targets"], **given)
+
+
+def check_weights(path: Path, model: nn.Module) -> None:
+    """Refuse a checkpoint that does not hold exactly what trains in the model."""
+    saved = Reader(path).read_metadata().state_dict_metadata
+    old = {name: tuple(entry.size) for name, entry in saved.items() if name.startswith("model.")}
+    new = {f"model.{name}": tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    fix = "the --model it was trained from"
+    check(not differ, f"{path} is of another model: {first_five(differ)} (fix: {fix})")
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Copy a checkpoint's weights into a model that is allocated, however it is cut; no optimizer state."""
+    trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        dcp.load(trained, storage_reader=Reader(path))
+    except CheckpointException as error:  # DCP raises it on all ranks
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}", agreed=True) from error
