@@ -193,12 +193,6 @@ def main(cfg: Config) -> Path:
     saves = min(saves, cfg.keep + 1) if cfg.keep else saves
     needed_bytes = sum(n * (size + 12 * saves) for n, size in sizes)  # 12: fp32 weights and two moments
     check_output_folder(out or Path("output"), folder, world, needed_bytes)
-    out = claim_output(out, "finetune", world)
-    with together(world):
-        if world.rank == 0 and (out / "config.yaml").exists():
-            keep_changed_config(cfg, out, state)
-        elif world.rank == 0:
-            save_config(cfg, out / "config.yaml")
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     if tokenizer.template_name == "built-in plain":
         print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
@@ -210,7 +204,6 @@ def main(cfg: Config) -> Path:
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
-    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
 
     # --- build: the structure that is trained ---------------------------------------------------------
     act("build")
@@ -234,6 +227,12 @@ def main(cfg: Config) -> Path:
                 print0(f"quantized {quantized.sentence()}")
         cast_frozen(model, DTYPES[cfg.dtype])
         names = base_names(model)
+    out = claim_output(out, "finetune", world)
+    with together(world):
+        if world.rank == 0 and (out / "config.yaml").exists():
+            keep_changed_config(cfg, out, state)
+        elif world.rank == 0:
+            save_config(cfg, out / "config.yaml")
     add_chunked_loss(model)
     if cfg.activation_checkpointing != "none":
         from utils.activations import recompute_activations
@@ -246,6 +245,7 @@ def main(cfg: Config) -> Path:
     attention = model.config._attn_implementation
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     over = f"frozen weights; {trained:,} fp32 parameters train" if lora else f"{cfg.param_dtype} weights"
+    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
     print0(f"compute   {cfg.dtype} over {over}; attention {attention}")
     print0(states.sentence())
     if world.rank == 0:

@@ -536,15 +536,10 @@ def test_llama_recipes_values_become_ours(argv, expected):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (
-            "--use_peft --peft_method lora",
-            "--use_peft comes with LoRA support, which this version does not have yet",
-        ),
-        ("--lora_config.r 8", "--lora_config.r comes with LoRA support"),
-        ("--use_fp16", "--use_fp16 comes with fp16 support"),
-        ("--fsdp_config.pure_bf16", "--fsdp_config.pure_bf16 comes with bf16 weights"),
-        ("--fsdp_cpu_offload", "comes with CPU offload"),
-        ("--fsdp_activation_checkpointing true", "comes with recomputing"),
+        ("--use_peft --peft_method lora", "--use_peft needs --lora_rank, which is not here yet (fix: "),
+        ("--batching_strategy packing", "--batching_strategy packing needs --packing"),
+        ("--use_fp16", "--use_fp16 needs --dtype"),
+        ("--fsdp_config.pure_bf16", "--fsdp_config.pure_bf16 needs --param_dtype"),
         ("--sharding_strategy NO_SHARD", "--sharding_strategy no_shard is not possible here"),
         ("--peft_method prefix", "--peft_method prefix is not possible here: leave it out, or write lora"),
         ("--freeze_layers", "--freeze_layers is not possible here"),

@@ -12,50 +12,21 @@ from transformers import AutoConfig
 
 from utils.config import load_config
 from utils.loading import build_model
+from utils.lora import add_lora, cast_frozen
 from utils.memory import estimate_states
 from utils.mesh import mesh_axes
+from utils.quantize import quantize_linears
 
 PATHS = sorted((ROOT / "configs").glob("*.yaml"))
-LLAMA3 = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8}
-SHAPES = {  # from the models' public config.json files
-    "meta-llama/Meta-Llama-3-8B-Instruct": (
-        "llama",
-        {**LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    ),
-    "meta-llama/Llama-3.2-1B-Instruct": (
-        "llama",
-        {
-            **LLAMA3,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Qwen/Qwen2.5-7B-Instruct": (
-        "qwen2",
-        {
-            "vocab_size": 152064,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        },
-    ),
-    "Qwen/Qwen2.5-1.5B-Instruct": (
-        "qwen2",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1536,
-            "intermediate_size": 8960,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
+NAMES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+TIED = {"tie_word_embeddings": True}
+SHAPES = {  # from the models' public config.json files: the sizes by NAMES, and what else differs
+    "meta-llama/Meta-Llama-3-8B-Instruct": ("llama", (128256, 4096, 14336, 32, 32, 8), {}),
+    "meta-llama/Meta-Llama-3-70B-Instruct": ("llama", (128256, 8192, 28672, 80, 64, 8), {}),
+    "meta-llama/Llama-3.2-1B-Instruct": ("llama", (128256, 2048, 8192, 16, 32, 8), TIED),
+    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", (152064, 3584, 18944, 28, 28, 4), {}),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", (151936, 1536, 8960, 28, 12, 2), TIED),
+    "zai-org/GLM-4-9B-0414": ("glm4", (151552, 4096, 13696, 40, 32, 2), {"head_dim": 128}),
 }
 
 
@@ -79,8 +50,14 @@ def test_the_planned_bytes_are_what_the_estimate_says(path):
     processes = int(found[1]) if (found := re.search(r"--nproc_per_node (\d+)", header)) else 1
     nodes = int(found[1]) if (found := re.search(r"--nnodes (\d+)", header)) else 1
     assert processes * nodes == ranks
-    kind, sizes = SHAPES[cfg.model]
-    model = build_model(AutoConfig.for_model(kind, **sizes), finetune.DTYPES[cfg.param_dtype])
+    kind, sizes, others = SHAPES[cfg.model]
+    config = AutoConfig.for_model(kind, **dict(zip(NAMES.split(), sizes, strict=True)), **others)
+    model = build_model(config, finetune.DTYPES[cfg.param_dtype])
+    if cfg.lora_rank:
+        add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets)
+        if cfg.quantization != "none":
+            quantize_linears(model, cfg.quantization, finetune.DTYPES[cfg.dtype])
+        cast_frozen(model, finetune.DTYPES[cfg.dtype])
     shards = mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]
     states = estimate_states(model, shards, optimizer=cfg.optimizer)
     planned = re.search(r"Planned: +([\d.]+) GiB of states per GPU", header)[1]

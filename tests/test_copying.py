@@ -19,10 +19,14 @@ OPTIONAL = (
     "held_out",
     "hub",
     "llama_recipes",
+    "lora",
     "optim_8bit",
     "profiling",
+    "quantize",
+    "resume",
     "templates",
     "trackers",
+    "trained_run",
 )  # what the plain path does not import
 
 

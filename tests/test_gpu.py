@@ -6,6 +6,7 @@ make gpu        or: python -m pytest -m gpu tests/test_gpu.py
 import copy
 import json
 
+import bitsandbytes
 import finetune
 import pytest
 import torch
@@ -20,6 +21,7 @@ from utils.loss import add_chunked_loss, check_chunked_loss
 from utils.mesh import build_mesh
 from utils.model_folder import open_weights
 from utils.optim import build_optimizer
+from utils.quantize import KINDS
 from utils.sharding import shard_model
 
 pytestmark = [
@@ -144,3 +146,70 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dt
     torch.testing.assert_close(loss, expected, rtol=rounding, atol=0)
     for ours, theirs in zip(chunked.parameters(), plain.parameters(), strict=True):
         assert (ours.grad - theirs.grad).float().norm() <= 10 * rounding * theirs.grad.float().norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_of_row_slices_are_those_of_the_cuda_quantizer_on_the_whole(kind, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(37, 256).to("cuda", dtype)
+    codes, scales = KINDS[kind].quantize(weight)
+    for first, last in ((0, 13), (13, 26), (26, 37)):
+        part_codes, part_scales = KINDS[kind].quantize(weight[first:last])
+        assert torch.equal(part_codes, codes[first:last])
+        assert torch.equal(part_scales, scales[first:last])
+    if kind == "8bit":
+        whole, scale, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.half())
+    else:
+        options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
+        whole, state = bitsandbytes.functional.quantize_4bit(weight, **options)
+        whole, scale = whole.view(37, -1), state.absmax.view(37, -1)
+    assert torch.equal(codes, whole)
+    assert torch.equal(scales, scale)
+
+
+def quantized(kind, weight, dtype):
+    layer = KINDS[kind](weight.shape[1], weight.shape[0], False, dtype, "cuda")
+    layer.copy_rows(0, weight)
+    return layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantized_layer_is_a_linear_layer_of_the_weight_that_bitsandbytes_dequantizes(kind, dtype):
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 256).cuda(), torch.randn(5, 256).to("cuda", dtype)
+    layer = quantized(kind, weight.to(dtype), dtype)
+    if kind == "8bit":
+        codes, scale, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.to(dtype).half())
+        expected = bitsandbytes.functional.int8_vectorwise_dequant(codes, scale)
+        rounding = 1e-6 if dtype == torch.float32 else 1e-2
+    else:
+        options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
+        expected = bitsandbytes.functional.dequantize_4bit(
+            *bitsandbytes.functional.quantize_4bit(weight.to(dtype), **options)
+        )
+        rounding = 0.0
+    torch.testing.assert_close(layer.dequantize().float(), expected.float(), rtol=rounding, atol=0)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.dequantize()))
+
+
+def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 256), torch.randn(5, 256)
+    x[:, 7] *= 20  # an outlier column
+    theirs = bitsandbytes.nn.Linear8bitLt(256, 96, bias=False, has_fp16_weights=False, threshold=6.0)
+    theirs.weight = bitsandbytes.nn.Int8Params(weight.half(), requires_grad=False, has_fp16_weights=False)
+    theirs = theirs.cuda()
+    ours = quantized("8bit", weight.half().cuda(), torch.float16)
+    ours.mode = "llm_int8"
+    torch.testing.assert_close(ours(x.half().cuda()), theirs(x.half().cuda()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_over_a_quantized_base_learns(setting, tmp_path, kind):
+    folder, rows, _ = setting
+    flags = {**FP32, "quantization": kind, "lora_rank": 4, "output_dir": str(tmp_path)}
+    settings = {**RECIPE, "model": str(folder), "dataset": str(rows), "global_batch_size": GLOBAL_BATCH}
+    ours = curve_of(finetune.main(finetune.Config(**settings | flags)))
+    assert ours[-1][0] < ours[0][0]

@@ -49,20 +49,32 @@ def test_the_readme_shows_the_promised_command():
     assert "torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp" in readme_commands()
 
 
+@pytest.fixture(scope="module")
+def adapted(files, tmp_path_factory):
+    """The folder of a LoRA run, and a file of prompts."""
+    out = tmp_path_factory.mktemp("adapted")
+    (out / "prompts.txt").write_text("Count to 3.\nCount to 4.\n")
+    return run(files, out / "lora", lora_rank=4, save_every=2), out / "prompts.txt"
+
+
 @pytest.mark.parametrize("command", readme_commands())
-def test_every_command_of_the_readme_runs(command, files, tmp_path):
+def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     """As written, but for fewer ranks and steps, our own output folder, and real files in place of names."""
     model, rows = files
     words = shlex.split(
         command.replace("recipes/", f"{ROOT}/recipes/").replace("configs/", f"{ROOT}/configs/")
     )
     values = {"--nproc_per_node": "2", "--model": str(model), "--dataset": str(rows)}
+    values |= {"--checkpoint": str(adapted[0]), "--adapter": f"{adapted[0]}/adapter"}
+    values |= {"--prompts": str(adapted[1])}
     for i, word in enumerate(words[:-1]):
         words[i + 1] = values.get(word, words[i + 1])
     if "--config" in words:
         words += ["--model", str(model), "--dataset", str(rows)]
-    if "--help" not in words:
+    if "--help" not in words and "finetune.py" in command:
         words += ["--steps", "2", "--save_every", "0"]
+    if "generate.py" in command:
+        words += ["--max_new_tokens", "8"]
     result = shell(shlex.join(words), tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Supervised" if "--help" in words else "--- world")

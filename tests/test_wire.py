@@ -13,8 +13,11 @@ import torch
 from ranks import run_ranks
 from tiny import tiny_model_folder
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import AutoConfig
 
 import utils.loss
+from utils.loading import build_model
+from utils.sharding import decoder_layers
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "recipes" / "benchmarks"))
 import step
@@ -72,6 +75,30 @@ def test_no_weight_is_gathered_and_no_gradient_reduced_more_often_than_it_must(s
     for gathered, reduced, other in run_ranks(count, 2, lever, flags):
         assert (gathered, reduced) == least
         assert other < 1000  # counts, the loss, the norm
+
+
+def test_a_quantized_base_is_gathered_as_codes_and_scales_and_only_adapters_are_reduced(setting, tmp_path):
+    _, rows = setting
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=1004, intermediate_size=128)
+    flags = {"batch_size": 2, "model": str(folder), "dataset": str(rows), "lora_rank": 4, "dtype": "bf16"}
+    found = {}
+    for kind in ("none", "8bit", "4bit"):
+        out = str(tmp_path / kind)
+        found[kind] = run_ranks(count, 2, "plain", {**flags, "output_dir": out, "quantization": kind})[0]
+    model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
+    layers = decoder_layers(model)
+    linears = linear_weights(layers[0])
+    times = 2 * len(layers) - 1  # each layer twice, the last one once
+    elements, rows = sum(w.numel() for w in linears), sum(w.shape[0] for w in linears)
+    bytes_of = {"8bit": elements + 4 * rows, "4bit": elements / 2 + 4 * elements / 64}
+    for kind, size in bytes_of.items():  # a rank of two receives half
+        assert found["none"][0] - found[kind][0] == times * (2 * elements - size) / 2
+    adapters = sum(4 * (w.shape[0] + w.shape[1]) for layer in layers for w in linear_weights(layer))
+    assert [reduced for _, reduced, _ in found.values()] == [4 * adapters / 2] * 3
+
+
+def linear_weights(layer):
+    return [m.weight for m in layer.modules() if isinstance(m, torch.nn.Linear)]
 
 
 def test_without_resharding_every_weight_is_gathered_once(setting, tmp_path):

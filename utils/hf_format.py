@@ -89,7 +89,7 @@ def save_model(
     `source` is the folder the model came from: its generation config, licence and code come along. All is
     written into a temporary folder beside `out`, read back, compared with the live shards, and then renamed.
     On failure all ranks raise one ConfigError, and an older model is still there. Host memory above the
-    shards: a chunk. One run at a time may save to `out`.
+    shards: a few chunks. One run at a time may save to `out`.
     """
     out = Path(os.path.realpath(out))
     places, headers = lay_out(pieces, save_dtype, max_file_bytes)

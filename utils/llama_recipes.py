@@ -9,7 +9,7 @@ import re
 import typing
 
 from .config import SWITCH
-from .errors import check
+from .errors import ConfigError, check
 
 DATA = "dataset, eval_dataset and eval_share name the rows"
 LORA = "--lora_rank 8 --lora_alpha 32 --lora_targets q_proj,v_proj --lora_dropout 0.05"
@@ -77,10 +77,6 @@ LLAMA_RECIPES: dict[str, str | dict[str, str]] = {
     **{word: f"set WANDB_{word.upper()}" for word in ("notes", "mode", "name")},
     "group": "set WANDB_RUN_GROUP",
 }
-# What brings a setting that a recipe lacks, by the first word of its name.
-LATER = {"lora": "LoRA support", "adapter": "LoRA support", "quantization": "8-bit support",
-         "dtype": "fp16 support", "param": "bf16 weights", "activation": "recomputing", "cpu": "CPU offload",
-         "packing": "packing", "reshard": "resharding", "replicate": "hybrid sharding"}  # fmt: skip
 
 
 def translate(name: str, text: str | None, kinds: dict) -> tuple[dict, dict, str]:
@@ -100,8 +96,7 @@ def translate(name: str, text: str | None, kinds: dict) -> tuple[dict, dict, str
     for key, value in settings.items():
         choices = typing.get_args(kinds[key][0]) if key in kinds else ()
         if key not in kinds or (choices and value not in (None, text, *choices)):
-            ours = f"comes with {LATER.get(key.split('_')[0], '--' + key)}"
-    check(not ours.startswith("comes"), f"{flag} {ours}, which this version does not have yet; leave it out")
+            raise ConfigError(f"{flag} needs --{key}, which is not here yet (fix: leave it out)")
     if not ours.startswith(("--", "what")):
         return {}, {}, ours and f"{flag} has no meaning here: {ours}"
     implied = settings if short == "use_peft" else {}

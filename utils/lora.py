@@ -91,7 +91,10 @@ def add_adapter(model: nn.Module, folder: Path, given: dict[str, object]) -> Lor
     field for what differs, and for kinds of LoRA that are not supported here.
     """
     file = Path(folder) / "adapter_config.json"
-    check(file.is_file() and (file.parent / FILE).is_file(), f"{folder} lacks {file.name} or {FILE}")
+    check(
+        file.is_file() and (file.parent / FILE).is_file(),
+        f"{folder}: no {file.name} with {FILE} (fix: a peft folder)",
+    )
     stored, plain = read_json(file), LoraConfig().to_dict()
     init = stored.pop("init_lora_weights", True)
     check(init in (True, False, "gaussian", "orthogonal"), f"{file}: init_lora_weights {init} {NEEDS}")

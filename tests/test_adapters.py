@@ -1,0 +1,196 @@
+"""LoRA, and quantized bases under it, through the recipe: losses do not depend on how the work is cut, peft
+loads the adapter, a resume is exact.
+
+python -m pytest tests/test_adapters.py
+"""
+
+import json
+import shutil
+
+import finetune
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from ranks import run_ranks
+from safetensors.torch import load_file
+from shell import ROOT, shell
+from test_parity import write_rows
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM
+
+from utils.data import GlobalBatches, load_examples
+from utils.errors import ConfigError
+from utils.resume import Reader
+from utils.tokens import load_tokenizer
+
+FILE = "adapter_model.safetensors"
+BASES = {"16bit": {}, "8bit": {"quantization": "8bit"}, "4bit": {"quantization": "4bit"}}
+LEVERS = {
+    "full_recompute": {"activation_checkpointing": "full"},
+    "selective_recompute": {"activation_checkpointing": "selective"},
+    "offload": {"cpu_offload": True},
+    "zero_2": {"reshard_after_forward": False},
+    "hsdp": {"replicate": 2},
+    "accumulation": {"batch_size": 2, "global_batch_size": 8},
+    "the_classic_way": {"low_cpu_fsdp": False},
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    folder = tiny_model_folder(root / "model", vocab_size=271, intermediate_size=128)
+    return folder, write_rows(root / "rows.jsonl")
+
+
+def call(world, flags):
+    return finetune.main(finetune.Config(**flags))
+
+
+def train(files, out, ranks=2, **flags):
+    """The losses and gradient norms of the recipe on so many ranks."""
+    model, rows = files
+    settings = {"model": str(model), "dataset": str(rows), "output_dir": str(out), "lora_rank": 4, "lr": 1e-2}
+    settings |= {"steps": 4, "seed": 3, "save_every": 0, "global_batch_size": 8}
+    run_ranks(call, ranks, settings | {"batch_size": 8 // ranks} | flags)
+    return [(line["loss"], line["grad_norm"]) for line in numbers(out) if "loss" in line]
+
+
+def numbers(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=BASES)
+def base(request):
+    return BASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def one_rank(files, base, tmp_path_factory):
+    return train(files, tmp_path_factory.mktemp("one") / "out", 1, **base)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_any_number_of_ranks_gives_the_losses_of_one(files, base, one_rank, tmp_path, ranks):
+    flags = {"batch_size": 1, "global_batch_size": 6} if ranks == 3 else {}
+    expected = train(files, tmp_path / "one", 1, **base, **flags) if flags else one_rank
+    curve = train(files, tmp_path / "out", ranks, **base, **flags)
+    torch.testing.assert_close(curve, expected, rtol=2e-5, atol=0)
+    assert curve[-1][0] < curve[0][0]
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_lever_changes_no_loss(files, base, one_rank, tmp_path, lever):
+    curve = train(files, tmp_path / "out", **base, **LEVERS[lever])
+    torch.testing.assert_close(curve, one_rank, rtol=2e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(files, base, one_rank, tmp_path):
+    curve = train(files, tmp_path / "out", **base, compile=True)
+    torch.testing.assert_close(curve, one_rank, rtol=1e-4, atol=0)
+
+
+def test_bf16_trains_like_fp32_to_its_rounding(files, base, one_rank, tmp_path):
+    curve = train(files, tmp_path / "out", **base, dtype="bf16")
+    torch.testing.assert_close([loss for loss, _ in curve], [loss for loss, _ in one_rank], rtol=3e-2, atol=0)
+
+
+@torch.no_grad()
+def summed_loss(model, folder, rows):
+    """Summed cross-entropy and taught tokens of a file by plain transformers."""
+    examples = load_examples(rows, load_tokenizer(folder), 2048)
+    batches = GlobalBatches(examples, 0, 20, 20, 0, 1, 0)
+    (batch,) = batches.batches(0)
+    logits = model(batch.ids, attention_mask=batch.mask, use_cache=False).logits[:, :-1]
+    labels = batch.labels[:, 1:].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100).item()
+
+
+def test_peft_on_the_original_base_gives_the_held_out_loss_of_the_run(files, tmp_path):
+    folder, rows = files
+    out = tmp_path / "out"
+    train(files, out, eval_dataset=str(rows), lora_targets="q_proj,down_proj", use_rslora=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = summed_loss(model, folder, rows)
+    after = summed_loss(PeftModel.from_pretrained(model, out / "adapter").eval(), folder, rows)
+    assert after == pytest.approx(numbers(out)[-1]["eval_loss"], rel=1e-6)
+    assert after < before - 0.01
+    assert not (out / "model").exists()
+    assert load_tokenizer(out / "adapter").chat_template == load_tokenizer(folder).chat_template
+
+
+def test_an_adapter_is_continued_from_where_it_was(files, base, tmp_path):
+    _, rows = files
+    train(files, tmp_path / "first", eval_dataset=str(rows), **base)
+    flags = {"lora_rank": 0, "adapter": str(tmp_path / "first" / "adapter"), "lr": 1e-12, "steps": 1}
+    train(files, tmp_path / "second", eval_dataset=str(rows), **base | flags)
+    first, second = (numbers(tmp_path / name)[-1]["eval_loss"] for name in ("first", "second"))
+    assert second == pytest.approx(first, rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(files, base, tmp_path, optimizer):
+    flags = {**base, "optimizer": optimizer, "lora_rank": 64, "save_every": 2}  # (64, 64): enough for 8 bits
+    curve = train(files, tmp_path / "whole", **flags)
+    names = Reader(tmp_path / "whole" / "checkpoints" / "step_00000002").read_metadata().state_dict_metadata
+    assert all(".lora_" in name for name in names)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # as a kill after the second step leaves it
+    (tmp_path / "killed" / "plan.json").unlink()
+    for name in ("adapter", "checkpoints/step_00000004"):
+        shutil.rmtree(tmp_path / "killed" / name)
+    assert train(files, tmp_path / "killed", **flags) == curve
+    whole, killed = (load_file(tmp_path / n / "adapter" / FILE) for n in ("whole", "killed"))
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"quantization": "8bit", "lora_rank": 0}, "nothing would train (fix: --lora_rank 16)"),
+        ({"lora_rank": 0, "lora_alpha": 32.0}, "--lora_alpha without adapters changes nothing"),
+        ({"param_dtype": "bf16"}, "--param_dtype bf16"),
+        ({"lora_init": "pissa"}, "--lora_init pissa"),
+        ({"lora_targets": "w_proj"}, "--lora_targets w_proj"),
+        ({"adapter": "nowhere"}, "nowhere"),
+        ({"quantization": "4bit", "int8_mode": "llm_int8"}, "--int8_mode llm_int8 is of --quantization 8bit"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_weights_are_read(files, tmp_path, monkeypatch, flags, says):
+    model, rows = files
+    monkeypatch.setattr(finetune, "load_pieces", None)
+    settings = {
+        "model": str(model),
+        "dataset": str(rows),
+        "output_dir": str(tmp_path / "out"),
+        "lora_rank": 4,
+    }
+    with pytest.raises(ConfigError) as error:
+        finetune.main(finetune.Config(**settings | flags))
+    assert says in str(error.value)
+    assert "(fix: " in str(error.value)
+    assert not list(tmp_path.rglob("*.yaml"))  # the next start is the first one
+
+
+def test_a_mixture_that_stays_16_bit_for_the_most_part_is_refused_unless_asked(files, tmp_path):
+    mixture = tiny_model_folder(tmp_path / "mixtral", "mixtral", vocab_size=271)
+    with pytest.raises(AssertionError, match=r"8bit leaves the experts in 16 bit.* \d\d% of the"):
+        train((mixture, files[1]), tmp_path / "refused", quantization="8bit")
+    flags = {"quantization": "8bit", "keep_experts_16bit": True}
+    curve = train((mixture, files[1]), tmp_path / "out", **flags)
+    assert curve[-1][0] < curve[0][0]
+
+
+@pytest.mark.parametrize("quantization", ["", "--quantization 8bit", "--quantization 4bit"])
+def test_the_llama_recipes_command_runs_verbatim(files, tmp_path, quantization):
+    command = (
+        f"torchrun --nnodes 1 --nproc_per_node 2 {ROOT}/recipes/finetune.py --enable_fsdp --low_cpu_fsdp"
+    )
+    command += f" --use_peft --peft_method lora --model_name {files[0]} --batch_size_training 1"
+    command += f" --output_dir ./output --num_epochs 1 --save_model --dataset {files[1]} {quantization}"
+    result = shell(command, tmp_path)
+    assert result.returncode == 0, result.stderr
+    base = AutoModelForCausalLM.from_pretrained(files[0])
+    assert PeftModel.from_pretrained(base, tmp_path / "output" / "adapter").peft_config["default"].r == 8
