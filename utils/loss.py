@@ -140,12 +140,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             h = hidden[start : start + chunk_tokens]  # (c, D)
             with torch.enable_grad():
                 logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
-                t = targets[start : start + chunk_tokens]
-                loss = F.cross_entropy(transform(logits).float(), t, reduction="sum")
-            total += loss.detach()
+                shown = transform(logits)
+            loss, d_shown = _cross_entropy_in_place(
+                shown.detach().float(), targets[start : start + chunk_tokens]
+            )
+            total += loss
             if not grad:
                 continue
-            (d_logits,) = torch.autograd.grad(loss, logits)  # (c, V)
+            d_logits = d_shown.to(shown.dtype)  # (c, V)
+            if shown is not logits:
+                (d_logits,) = torch.autograd.grad(shown, logits, d_logits)
             if ctx.hidden is not None:
                 torch.mm(d_logits, weight, out=ctx.hidden[start : start + chunk_tokens])
             if ctx.weight is not None:
@@ -162,6 +166,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grads = [g if g is None else g.mul_(scale) for g in (ctx.hidden, ctx.weight, ctx.bias)]
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
         return (*grads, None, None, None, None)
+
+
+def _cross_entropy_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(summed cross-entropy, its gradient) of logits (c, V) in fp32, which become the gradient.
+
+    torch's own needs four tensors of this size, and they are what a step's memory peaks at.
+    """
+    logits -= logits.amax(-1, keepdim=True)
+    right = logits.gather(1, targets[:, None])  # (c, 1)
+    sums = logits.exp_().sum(-1, keepdim=True)
+    loss = (sums.log() - right).sum()
+    gradient = logits.div_(sums)
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(right, -1.0))
+    return loss, gradient
 
 
 def _logit_transforms(model: nn.Module) -> list[Callable[[torch.Tensor], torch.Tensor]]:
