@@ -32,11 +32,8 @@ format: $(READY) ## let ruff format everything
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## ratios against other ways: load, save, step and loss, about NN minutes on 2 cores
-	$(BIN)/python recipes/bench.py load
-	$(BIN)/python recipes/bench.py save
-	$(BIN)/python recipes/bench.py step
-	$(BIN)/python recipes/bench.py loss
+bench: $(READY) ## ratios against other ways, about 25 minutes on 2 cores
+	set -e; for what in load step save loss quant; do $(BIN)/python recipes/bench.py $$what; done
 
 gpu: $(READY)   ## what needs a GPU: its tests, and the table configs/measured_<device>.md
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \

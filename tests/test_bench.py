@@ -201,3 +201,15 @@ def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(w
     peaks = {name: row["values"]["peak_bytes"][0] for name, row in rows.items() if not name.startswith("raw")}
     ours = peaks.pop("ours")
     assert all(ours <= 1.1 * peak for peak in peaks.values()), (ours, peaks)
+
+
+@pytest.mark.slow
+def test_a_quantized_base_keeps_its_bounds_on_memory_and_bytes(tmp_path):
+    done, results = ran(tmp_path, "quant --repeats 1", seconds=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [bound["verdict"] for bound in results["bounds"]] == ["ok"] * 12
+    gathered = {
+        name: row(results, name)["values"]["layers_gathered_bytes_ratio"][0] for name in ("8bit", "4bit")
+    }
+    assert 0.5 < gathered["8bit"] < 0.52
+    assert 0.28 < gathered["4bit"] < 0.29

@@ -1,31 +1,32 @@
 """Rows that are held out, and their loss: imported only where a run has some."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from .data import Examples
 from .errors import check
 from .loss import IGNORE, summed_cross_entropy
 from .sharding import reshard
 
 
-def split_by_hash(examples: Examples, share: float) -> tuple[Examples, Examples]:
+def split_by_hash(examples, share: float) -> tuple:
     """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
 
     So a row stays on its side when others come, go or move, and its copies stay with it.
     """
     if share == 0:
-        return examples, Examples([])
+        return examples, replace(examples, items=[], dropped=Counter(), truncated=0)
     train, held_out = [], []
     for item in examples.items:
         point = int.from_bytes(hashlib.sha256(item.ids.tobytes()).digest()[:8], "little") / 2**64  # [0, 1)
         (held_out if point < share else train).append(item)
     split = f"--eval_share {share} holds out {len(held_out)} of {len(examples.items)} examples"
     check(train and held_out, f"{split}; choose another share, or name an --eval_dataset")
-    return Examples(train, examples.dropped, truncated=examples.truncated), Examples(held_out)
+    return replace(examples, items=train), replace(examples, items=held_out, dropped=Counter(), truncated=0)
 
 
 @torch.no_grad()
