@@ -90,10 +90,10 @@ class Config:
     lora_init: str = "default"  # other ways to start need whole weights, and are refused
     modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue
-    quantization: Literal["none", "8bit", "4bit"] = field(
-        default="none", metadata={"bare": "8bit"}
-    )  # of what is frozen
+    # of what is frozen, in int8 or nf4
+    quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 rounds activations too, batch by batch
+    quantize_head: bool = False  # the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture though most of it, its experts, stays in 16 bit
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model on every rank
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in the backward
@@ -119,14 +119,14 @@ class Config:
 
     def __post_init__(self):
         least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "warmup": -1}
-        for name, value in asdict(self).items():
-            if type(value) in (int, float):
-                smallest = least.get(name, 0)
-                check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
+        for name, value in ((n, v) for n, v in asdict(self).items() if type(v) in (int, float)):
+            smallest = least.get(name, 0)
+            check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         lora = self.lora_rank or self.adapter
-        alone = [f"--{n}" for n in (*LORA, "int8_mode") if getattr(self, n) != getattr(Config, n)]
+        names = (*LORA, "int8_mode", "quantize_head")
+        alone = [f"--{n}" for n in names if getattr(self, n) != getattr(Config, n)]
         check(lora or not alone, f"{', '.join(alone)} without adapters changes nothing (fix: --lora_rank 16)")
         frozen = f"--quantization {self.quantization} freezes the weights and --lora_rank is 0"
         check(lora or self.quantization == "none", f"{frozen}: nothing would train (fix: --lora_rank 16)")
@@ -222,7 +222,8 @@ def main(cfg: Config) -> Path:
             if cfg.quantization != "none":
                 from utils.quantize import check_experts, quantize_linears
 
-                quantized = quantize_linears(model, cfg.quantization, DTYPES[cfg.dtype], cfg.int8_mode)
+                how = {"int8_mode": cfg.int8_mode, "head": cfg.quantize_head}
+                quantized = quantize_linears(model, cfg.quantization, DTYPES[cfg.dtype], **how)
                 check_experts(quantized, cfg.keep_experts_16bit)
                 print0(f"quantized {quantized.sentence()}")
         cast_frozen(model, DTYPES[cfg.dtype])

@@ -174,6 +174,18 @@ def test_what_cannot_work_is_refused_before_weights_are_read(files, tmp_path, mo
     assert not list(tmp_path.rglob("*.yaml"))  # the next start is the first one
 
 
+def test_the_head_is_quantized_where_that_is_asked(files, tmp_path):
+    flags = {"quantization": "8bit", "quantize_head": True}
+    one = train(files, tmp_path / "one", 1, **flags)
+    torch.testing.assert_close(train(files, tmp_path / "two", 2, **flags), one, rtol=2e-5, atol=0)
+    plain = train(files, tmp_path / "plain", 1, quantization="8bit")
+    assert one != plain
+    torch.testing.assert_close([loss for loss, _ in one], [loss for loss, _ in plain], rtol=1e-2, atol=0)
+    tied = tiny_model_folder(tmp_path / "qwen2", "qwen2", vocab_size=271)
+    with pytest.raises(AssertionError, match="--quantize_head: it is the embedding too"):
+        train((tied, files[1]), tmp_path / "tied", **flags)
+
+
 def test_a_mixture_that_stays_16_bit_for_the_most_part_is_refused_unless_asked(files, tmp_path):
     mixture = tiny_model_folder(tmp_path / "mixtral", "mixtral", vocab_size=271)
     with pytest.raises(AssertionError, match=r"8bit leaves the experts in 16 bit.* \d\d% of the"):

@@ -55,9 +55,9 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
     vocabulary = head.weight.shape[0]
     gib = vocabulary * 4 * 4 / 2**30  # fp32 logits, softmax, and their gradients
     price = f"full logits are used, about {gib * 1024:.2f} GiB for 1,024 tokens of a micro-batch"
-    if hasattr(head, "base_layer"):
+    if hasattr(head, "base_layer") or not head.weight.is_floating_point():
         model.full_logits = True
-        return f"the head has an adapter, which the chunked loss does not know: {price}"
+        return f"the head has an adapter or is quantized, which the chunked loss does not know: {price}"
     ids = torch.arange(8, device=device)[None] * (vocabulary // 8)
     own = model(ids, use_cache=False).logits.float()  # (1, 8, V)
     plain = model(ids, probe=True)  # (1, 8, V) straight from the head

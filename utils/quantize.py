@@ -183,20 +183,26 @@ class Quantized:
 
 @torch.no_grad()
 def quantize_linears(
-    model: nn.Module, kind: str, dtype: torch.dtype, int8_mode: str = "dequant", skip: tuple[str, ...] = ()
+    model: nn.Module, kind: str, dtype: torch.dtype, int8_mode="dequant", skip: tuple = (), head=False
 ) -> Quantized:
     """Put a quantized layer in the place of every frozen linear layer, in place, LoRA's base layers included.
 
-    kind: 8bit or 4bit; dtype: what the model computes in; skip: last parts of names to leave. The head, what
-    trains, and the routers of experts stay as they are. On meta this changes the structure only, and
-    copy_rows brings the weights; real weights are quantized here. Raises ConfigError where nothing can be.
+    kind: 8bit or 4bit; dtype: what the model computes in; skip: last parts of names to leave; head: the head
+    too. What trains, and the routers of experts, stay as they are. On meta this changes the structure only,
+    and copy_rows brings the weights; real weights are quantized here. Raises ConfigError if nothing can be.
     """
     only = "--int8_mode llm_int8 is of --quantization 8bit"
     check(kind == Int8Linear.kind or int8_mode == "dequant", f"{only}, not {kind} (fix: leave it out)")
     frozen = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
     experts = sum(size for name, size in frozen.items() if ".experts." in name)
-    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-    own = re.compile(rf"^{re.escape(head)}(\.|$)|\.lora_|\.modules_to_save\.|\.original_module")
+    last = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    check(
+        not (head and tied),
+        "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)",
+    )
+    mine = "" if head else rf"^{re.escape(last)}(\.|$)|"
+    own = re.compile(mine + r"\.lora_|\.modules_to_save\.|\.original_module")
     layers, left = 0, Counter()
     for name, old in list(model.named_modules()):
         if type(old) not in (nn.Linear, Conv1D) or own.search(name):
