@@ -5,7 +5,6 @@ Supervised fine-tuning. Every rank builds the model on meta and reads only its o
     torchrun --nproc_per_node 8 recipes/finetune.py --model DIR --dataset chat.jsonl --output_dir runs/first
     torchrun --nproc_per_node 8 recipes/finetune.py --config configs/llama3_8b_full_8x80gb.yaml --lr 1e-5
     torchrun --nproc_per_node 2 recipes/finetune.py --model DIR --lora_rank 16 --quantization 8bit
-    python recipes/finetune.py --help
 
 Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do.
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
@@ -42,6 +41,7 @@ from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
 
 TINY = Path(__file__).resolve().parent / "tiny"
 LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
+QUANTIZED = ("int8_mode", "quantize_head", "keep_experts_16bit")
 TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # for flags left at their defaults
 Optimizers = Literal[
     "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
@@ -125,9 +125,11 @@ class Config:
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         lora = self.lora_rank or self.adapter
-        names = (*LORA, "int8_mode", "quantize_head")
-        alone = [f"--{n}" for n in names if getattr(self, n) != getattr(Config, n)]
-        check(lora or not alone, f"{', '.join(alone)} without adapters changes nothing (fix: --lora_rank 16)")
+        changed = [n for n in (*LORA, *QUANTIZED) if getattr(self, n) != getattr(Config, n)]
+        alone = ", ".join(f"--{n}" for n in changed if n in LORA)
+        check(lora or not alone, f"{alone} without adapters changes nothing (fix: --lora_rank 16)")
+        alone = ", ".join(f"--{n}" for n in changed if n in QUANTIZED and self.quantization == "none")
+        check(not alone, f"{alone} without --quantization changes nothing (fix: --quantization 8bit)")
         frozen = f"--quantization {self.quantization} freezes the weights and --lora_rank is 0"
         check(lora or self.quantization == "none", f"{frozen}: nothing would train (fix: --lora_rank 16)")
         plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
@@ -163,9 +165,8 @@ def main(cfg: Config) -> Path:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        options = {"max_rows": cfg.max_rows, "progress": world.rank == 0}
-        files = (cfg.dataset, cfg.eval_dataset, cfg.eval_share)
-        examples, held_out = load_split(*files, tokenizer, cfg.seq_len, **options)
+        given = (cfg.dataset, cfg.eval_dataset, cfg.eval_share, tokenizer, cfg.seq_len)
+        examples, held_out = load_split(*given, max_rows=cfg.max_rows, progress=world.rank == 0)
         if cfg.low_cpu_fsdp:
             model = build_model(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
@@ -188,10 +189,10 @@ def main(cfg: Config) -> Path:
     loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
-    sizes = [(math.prod(info.shape), info.dtype.itemsize) for info in weights.values() if not lora]
     saves = math.ceil(steps / cfg.save_every) if cfg.save_every else 0
     saves = min(saves, cfg.keep + 1) if cfg.keep else saves
-    needed_bytes = sum(n * (size + 12 * saves) for n, size in sizes)  # 12: fp32 weights and two moments
+    kept = saves * (6 if "8bit" in cfg.optimizer else 12)  # bytes of a parameter: fp32 weights, two moments
+    needed_bytes = sum(math.prod(i.shape) * (i.dtype.itemsize + kept) for i in weights.values() if not lora)
     check_output_folder(out or Path("output"), folder, world, needed_bytes)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     if tokenizer.template_name == "built-in plain":
@@ -243,11 +244,10 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     states = estimate_states(model, axes["shard"], optimizer=cfg.optimizer)
-    attention = model.config._attn_implementation
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     over = f"frozen weights; {trained:,} fp32 parameters train" if lora else f"{cfg.param_dtype} weights"
     print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
-    print0(f"compute   {cfg.dtype} over {over}; attention {attention}")
+    print0(f"compute   {cfg.dtype} over {over}; attention {model.config._attn_implementation}")
     print0(states.sentence())
     if world.rank == 0:
         write_plan(out, planned=asdict(states))

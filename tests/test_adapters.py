@@ -152,6 +152,8 @@ def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(files, ba
         ({"quantization": "8bit", "lora_rank": 0}, "nothing would train (fix: --lora_rank 16)"),
         ({"lora_rank": 0, "lora_alpha": 32.0}, "--lora_alpha without adapters changes nothing"),
         ({"param_dtype": "bf16"}, "--param_dtype bf16"),
+        ({"int8_mode": "llm_int8"}, "--int8_mode without --quantization changes nothing"),
+        ({"keep_experts_16bit": True}, "--keep_experts_16bit without --quantization changes nothing"),
         ({"lora_init": "pissa"}, "--lora_init pissa"),
         ({"lora_targets": "w_proj"}, "--lora_targets w_proj"),
         ({"adapter": "nowhere"}, "nowhere"),
