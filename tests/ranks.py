@@ -85,7 +85,6 @@ def _stop(ranks: int) -> None:
 def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
     import torch
 
-    torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
     )
@@ -100,6 +99,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
             return
         try:
             torch.manual_seed(0)
+            torch.set_num_threads(1)  # whatever the last function left: sums depend on it
             pipe.send((None, fn(world, *args)))
         except BaseException:  # whatever it is, the test must see it
             pipe.send((traceback.format_exc(), None))
