@@ -66,6 +66,7 @@ def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_
     assert any(line.startswith("accelerate") and line.endswith(failure) for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_save_writes_each_byte_once_and_leaves_nothing_behind(tmp_path):
     done, results = ran(tmp_path, "save --repeats 1 --only ours")
     assert done.returncode == 0, done.stdout + done.stderr
