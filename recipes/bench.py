@@ -106,7 +106,7 @@ def main(cfg: Config) -> bool:
         results["tables"].append({"ranks": size, "rows": [_row(name, of_size) for name in names]})
         _print_table(benchmark, results["tables"][-1])
         taken = [bound for bound in benchmark.BOUNDS if bound.contender in names]
-        results["bounds"] += [_judge(bound, size, of_size) for bound in taken]
+        results["bounds"] += [_judge(bound, size, of_size, cfg.small) for bound in taken]
     print("", *(bound["sentence"] for bound in results["bounds"]), sep="\n")
     if hasattr(benchmark, "report"):
         benchmark.report(results)  # what it alone knows
@@ -182,7 +182,7 @@ def _row(name: str, runs: list[dict]) -> dict:
     return {"contender": name, "error": error, "values": {} if error else spread}
 
 
-def _judge(bound, size: int, runs: list[dict]) -> dict:
+def _judge(bound, size: int, runs: list[dict], small: bool = False) -> dict:
     """The verdict on one bound: by the worst repeat, or where it is of time by the median of quiet ones."""
     key = f"{bound.metric}_ratio" if bound.over else bound.metric
     mine = [run for run in runs if run["contender"] == bound.contender]
@@ -197,6 +197,8 @@ def _judge(bound, size: int, runs: list[dict]) -> dict:
         verdict = f"MISSED ({error})"
     elif not known:
         verdict = f"not judged: {bound.over or bound.metric} is missing"
+    elif bound.timed and small:
+        verdict = "not judged: --small is over too soon"
     elif not quiet:
         others, load = (max(run[key] for run in loud) for key in ("cores_of_others", "load_average"))
         used = f"other processes used {others:.1f} of {os.cpu_count()} cores"
