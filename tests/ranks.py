@@ -9,6 +9,7 @@ import atexit
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
 from multiprocessing.connection import Connection, wait
 
@@ -99,7 +100,10 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
             return
         try:
             torch.manual_seed(0)
-            torch.set_num_threads(1)  # whatever the last function left: sums depend on it
+            # Whatever the last function left: sums depend on threads, and compilations are counted.
+            torch.set_num_threads(1)
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
             pipe.send((None, fn(world, *args)))
         except BaseException:  # whatever it is, the test must see it
             pipe.send((traceback.format_exc(), None))
