@@ -44,9 +44,7 @@ from .hf_format import (
 )
 from .model_folder import SINGLE, TensorInfo, read_json
 
-logging.getLogger("bitsandbytes").setLevel(
-    logging.ERROR
-)  # peft imports it; it warns of a kernel, on every rank
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns on every rank
 from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
 from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402

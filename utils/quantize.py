@@ -32,15 +32,14 @@ import bitsandbytes.functional as bnb  # noqa: E402
 ELEMENTS = 2**20  # quantized at a time while loading
 BLOCK = 64  # weights that share an nf4 scale
 OUTLIER = 6.0  # LLM.int8(): columns with an activation above this are not quantized
-ROUTER = re.compile(
-    r"(^|[._])(gate|router)(\.|$)"
-)  # picks the experts: small, and small errors there are not
+# What picks the experts: small, and small errors there are not.
+ROUTER = re.compile(r"(^|[._])(gate|router)(\.|$)")
 
 
 class QuantizedLinear(nn.Module):
     """A frozen linear layer: integer codes, and the bits of fp32 scales as int32.
 
-    As floats the scales would be cast to bf16 when FSDP gathers them. weight holds the codes, `rows` times.
+    As floats the scales would be cast to bf16 when FSDP gathers them. weight holds the codes.
     """
 
     W_q = True  # by this peft (DoRA) knows that dequantize() gives the weight

@@ -13,7 +13,7 @@ from pathlib import Path
 from .distributed import World, broadcast, together
 from .errors import ConfigError
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model")
+RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "adapter")
 
 
 def find_output(output_dir: str, stem: str, world: World) -> Path | None:
