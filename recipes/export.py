@@ -98,7 +98,7 @@ def main(cfg: Config) -> Path:
     with together(world):
         free = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
         check(free, f"--output_dir {out} holds something, and is not overwritten (fix: another one)")
-        checkpoint, run = find_run(cfg.checkpoint) if cfg.checkpoint else (None, {})
+        checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
         base = cfg.model or run.get("model")
         if cfg.adapter:
             base = base or read_json(Path(cfg.adapter) / "adapter_config.json").get("base_model_name_or_path")

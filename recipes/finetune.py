@@ -22,28 +22,37 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
-from utils.checkpoint import save_checkpoint
-from utils.config import parse_cli, save_config
+from utils.checkpoint import CheckpointSaver
+from utils.config import parse_cli
 from utils.data import GlobalBatches, divide_global_batch, load_split
-from utils.distributed import all_reduce_sum, init_distributed, same_on_all_ranks, stop_distributed, together
-from utils.errors import act, check, print0, report_errors
+from utils.distributed import (
+    all_reduce_sum,
+    init_distributed,
+    same_on_all,
+    set_timeout,
+    stop_distributed,
+    together,
+)
+from utils.errors import act, check, fault, print0, report_errors
 from utils.hf_format import check_output_folder, save_model
 from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
-from utils.memory import estimate_states
+from utils.memory import estimate_disk, estimate_states
 from utils.mesh import build_mesh, mesh_axes, mesh_sentence
 from utils.metrics import RunLog, peak_memory_bytes, peak_memory_of_all
-from utils.model_folder import check_model_config, check_vocab, find_model, open_weights
+from utils.model_folder import check_model_config, check_vocab, find_model, model_facts, open_weights
 from utils.optim import build_optimizer, clip_gradients, learning_rate, stop_if_not_finite
-from utils.run_folder import claim_output, find_output, holds_run, write_plan
+from utils.run_folder import claim_output, holds_run, releases_output, start_run, write_plan
 from utils.sharding import decoder_layers, shard_model, sync_gradients
-from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
+from utils.signals import stop_after_step, stop_asked, stop_at_once, warn_of_grace
+from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id, template_notes
 
 TINY = Path(__file__).resolve().parent / "tiny"
 LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
+FIXED = ("seed", "param_dtype", *LORA)  # settings that a resume may not change
 QUANTIZED = ("int8_mode", "quantize_head", "keep_experts_16bit")
 TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # for flags left at their defaults
-Optimizers = Literal[
+Optim = Literal[
     "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
@@ -80,7 +89,7 @@ class Config:
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer; bf16 halves them
-    optimizer: Optimizers = "adamw"  # 8-bit and paged ones are bitsandbytes'; 8 bit: 2 bytes of state, not 8
+    optimizer: Optim = "adamw"  # 8-bit and paged ones are bitsandbytes'; 8 bit: 2 bytes of state, not 8
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
     lora_alpha: float = 16.0  # what adapters add counts alpha / rank
     lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression for whole names
@@ -110,6 +119,9 @@ class Config:
     resume: str = "auto"  # auto: go on with what --output_dir holds; none: refuse that; or a checkpoint
     save_every: int = 500  # steps between checkpoints; 0: none
     keep: int = 2  # newest checkpoints that stay; 0: all
+    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
+    allow_new_data: bool = False  # resume though the data changed
+    timeout: int = 300  # seconds that a rank waits for the others in training; before and after, 10 minutes
     save_model: bool = True  # write OUT/model at the end
     save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
     log_every: int = 1  # steps between console lines
@@ -141,6 +153,7 @@ class Config:
         check(self.dataset or here, "no --dataset given, and recipes/tiny is not here (fix: --dataset FILE)")
 
 
+@releases_output
 def main(cfg: Config) -> Path:
     """Fine-tune; returns the run folder."""
     transformers.utils.logging.set_verbosity_error()  # its notices would come once per rank
@@ -155,7 +168,7 @@ def main(cfg: Config) -> Path:
     with together(world):
         axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
-    same_on_all_ranks(world, asdict(cfg), "flags")
+    same_on_all(world, asdict(cfg), "flags")
     folder = find_model(cfg.model, world, cfg.trust_remote_code)
     other = cfg.tokenizer and find_model(cfg.tokenizer, world, cfg.trust_remote_code)
     lora = bool(cfg.lora_rank or cfg.adapter)
@@ -170,15 +183,16 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             model = build_model(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
-    files = {"data": examples.fingerprint, "weights": sorted((n, i.shape) for n, i in weights.items())}
-    same_on_all_ranks(world, files, "files")
-    out = find_output(cfg.output_dir, "finetune", world)
+    facts = {"data": examples.fingerprint, **model_facts(config, weights)}
+    same_on_all(world, facts, "files")
+    out = claim_output(cfg.output_dir, "finetune", world)
+    facts |= {name: getattr(cfg, name) for name in FIXED}
     checkpoint, state, finished = None, {}, 0
-    with together(world):
-        if holds_run(out) or cfg.resume not in ("auto", "none"):
-            from utils.resume import keep_changed_config, load_checkpoint, previous_run
+    if holds_run(out) or cfg.resume not in ("auto", "none"):
+        from utils.resume import load_checkpoint, previous_run
 
-            checkpoint, state, finished = previous_run(cfg, out, examples.fingerprint)
+        checkpoint, state, finished = previous_run(cfg, out, facts, world)
+    with together(world):
         wanted = state.get("global_batch_size") or cfg.global_batch_size
         batching = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
     if finished:
@@ -189,16 +203,11 @@ def main(cfg: Config) -> Path:
     loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
-    saves = math.ceil(steps / cfg.save_every) if cfg.save_every else 0
-    saves = min(saves, cfg.keep + 1) if cfg.keep else saves
-    kept = saves * (6 if "8bit" in cfg.optimizer else 12)  # bytes of a parameter: fp32 weights, two moments
-    needed_bytes = sum(math.prod(i.shape) * (i.dtype.itemsize + kept) for i in weights.values() if not lora)
-    check_output_folder(out or Path("output"), folder, world, needed_bytes)
+    needed_bytes = 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+    check_output_folder(out, folder, world, needed_bytes)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
-    if tokenizer.template_name == "built-in plain":
-        print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
-    if not end_of_turn_ids(tokenizer):
-        print0("warning: the chat template ends no turn with a token, so the model will not learn to stop")
+    for note in template_notes(tokenizer):
+        print0(note)
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
     print0(f"data      {cfg.dataset}: {examples.summary()}{evaluated}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
@@ -229,12 +238,6 @@ def main(cfg: Config) -> Path:
                 print0(f"quantized {quantized.sentence()}")
         cast_frozen(model, DTYPES[cfg.dtype])
         names = base_names(model)
-    out = claim_output(out, "finetune", world)
-    with together(world):
-        if world.rank == 0 and (out / "config.yaml").exists():
-            keep_changed_config(cfg, out, state)
-        elif world.rank == 0:
-            save_config(cfg, out / "config.yaml")
     add_chunked_loss(model)
     if cfg.activation_checkpointing != "none":
         from utils.activations import recompute_activations
@@ -249,8 +252,6 @@ def main(cfg: Config) -> Path:
     print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
     print0(f"compute   {cfg.dtype} over {over}; attention {model.config._attn_implementation}")
     print0(states.sentence())
-    if world.rank == 0:
-        write_plan(out, planned=asdict(states))
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     act("shard")
@@ -284,6 +285,7 @@ def main(cfg: Config) -> Path:
     if checkpoint:
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # {}: it was not fp16
+        warn_of_grace(state["step_seconds"], state["save_seconds"])
     print0(f"starting at step {first} of {steps}")
 
     # --- train ----------------------------------------------------------------------------------------
@@ -292,15 +294,18 @@ def main(cfg: Config) -> Path:
     mfu = None  # known where the device's peak is
     if world.device.type == "cuda":
         from utils.flops import mfu
-    trackers = (cfg.tensorboard, cfg.wandb)
-    log = RunLog(out if world.rank == 0 else None, steps, cfg.log_every, *trackers, done=first)
+    saver = CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save)
+    run = start_run(out, cfg, asdict(states)) if world.rank == 0 else 0  # until here nothing was written
+    log = RunLog(out if run else None, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run)
     profiler = None
     if cfg.profile:
         from utils.profiling import start_profiler
 
         profiler = start_profiler(out / "profile", world, first, steps)
+    stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
     for step in range(first, steps):
         started = time.monotonic()
+        fault("step", step)
         torch.manual_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout resumes exactly
         batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
         taught = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
@@ -337,14 +342,22 @@ def main(cfg: Config) -> Path:
         if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
             from utils.held_out import held_out_loss
 
-            one_epoch = (b for k in range(eval_loader.per_epoch) for b in eval_loader.batches(k))
-            summed, count = held_out_loss(model, one_epoch, world.device)
-            log.step(step=done, eval_loss=all_reduce_sum(summed, world) / all_reduce_sum(count, world))
-        if cfg.save_every and (done == steps or done % cfg.save_every == 0):
-            position = {"step": done, "global_batch_size": global_batch, "seed": cfg.seed}
-            position |= {"data": examples.fingerprint, "scaler": scaler.state_dict()}
-            save_checkpoint(out / "checkpoints", done, model, optimizer, position, cfg.keep, world)
+            log.step(step=done, eval_loss=held_out_loss(model, eval_loader, world))
+        if step == first:
+            set_timeout(cfg.timeout)  # the first step may compile
+        stop = stop_asked()
+        if stop or cfg.save_every and (done == steps or done % cfg.save_every == 0):
+            state = {**facts, "epoch": done / loader.per_epoch, "global_batch_size": global_batch}
+            state |= {"config": asdict(cfg), "scaler": scaler.state_dict(), "step_seconds": seconds}
+            path = saver.save(done, model, optimizer, state)
+        if stop:
+            saver.wait()
+            log.close()
+            print0(f"stopped   by {stop} after step {done}: {path}; the same command goes on")
+            return out
+    saver.wait()
     log.close()
+    set_timeout()
 
     # --- save: each rank writes its own bytes of the final files --------------------------------------
     act("save")
@@ -380,8 +393,10 @@ def settle(cfg: Config, world) -> Config:
     if cfg.attn == "flash_attention_2":
         where = f"it computes in 16 bit on GPUs, not in {cfg.dtype} on {device}"
         check(cuda and cfg.dtype != "fp32", f"--attn flash_attention_2: {where} (fix: --attn sdpa)")
-        installed = transformers.utils.is_flash_attn_2_available()
-        check(installed, "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)")
+        check(
+            transformers.utils.is_flash_attn_2_available(),
+            "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)",
+        )
     if cfg.optimizer != "adamw":
         from utils.optim_8bit import import_bitsandbytes
 
@@ -396,5 +411,6 @@ def settle(cfg: Config, world) -> Config:
 if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts ---------
     with report_errors():
+        stop_at_once()
         main(parse_cli(Config, aliases="llama_recipes"))
         stop_distributed()

@@ -97,7 +97,7 @@ def main(cfg: Config) -> None:
             writable = parent.is_dir() and os.access(parent, os.W_OK)
             check(writable, f"--output {cfg.output}: {parent} is no folder to write to (fix: another)")
         prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system) if cfg.prompts else []
-        checkpoint, run = find_run(cfg.checkpoint) if cfg.checkpoint else (None, {})
+        checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
         base, tokenizer_of = cfg.model or run.get("model"), run.get("tokenizer")
         if cfg.adapter:
             base = base or read_json(Path(cfg.adapter) / "adapter_config.json").get("base_model_name_or_path")

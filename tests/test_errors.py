@@ -116,7 +116,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130():
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "error: interrupted in act 'train'\n")
+    assert (process.returncode, err) == (130, "error: stopped by SIGINT in act 'train'\n")
 
 
 def test_exit_codes_of_others_pass_through():

@@ -195,7 +195,7 @@ def test_ctrl_c_ends_a_chat_with_one_line_and_130(llama):
         timer.cancel()
         process.kill()
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "error: interrupted in act 'generate'"
+    assert errors.splitlines()[-1] == "error: stopped by SIGINT in act 'generate'"
 
 
 def test_an_output_is_never_overwritten_and_never_half(llama, prompts, tmp_path):

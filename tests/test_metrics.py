@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.errors import ConfigError
 from utils.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
 from utils.memory import States, estimate_states
-from utils.metrics import RunLog, peak_memory_bytes
+from utils.metrics import RunLog, peak_memory_bytes, read_metrics
 from utils.optim import build_optimizer
 from utils.sharding import shard_model
 from utils.trackers import check_trackers
@@ -50,7 +50,7 @@ def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
     ]
     assert "\r" not in said
     assert [entry["step"] for entry in objects(tmp_path)] == [1, 2, 3, 4, 5, 5]
-    assert objects(tmp_path)[0] == {"step": 1, **NUMBERS, "peak_memory_gib": 1.5}
+    assert objects(tmp_path)[0] == {"run": 1, "step": 1, **NUMBERS, "peak_memory_gib": 1.5}
 
 
 def test_other_ranks_are_silent(capsys):
@@ -62,17 +62,21 @@ def test_other_ranks_are_silent(capsys):
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
     RunLog(tmp_path, total_steps=1).step(step=1, loss=float("nan"), grad_norm=float("inf"))
-    assert objects(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None}]
+    assert objects(tmp_path) == [{"run": 1, "step": 1, "loss": None, "grad_norm": None}]
 
 
-def test_a_resume_drops_the_steps_it_takes_again(tmp_path):
+def test_a_resume_adds_lines_and_readers_take_the_last_of_a_step(tmp_path):
     log = RunLog(tmp_path, total_steps=9)
     for step in range(1, 6):
         log.step(step=step, loss=0.0)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')  # killed while writing
-    RunLog(tmp_path, total_steps=9, done=3).step(step=4, loss=1.0)
-    assert [(entry["step"], entry["loss"]) for entry in objects(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+    log = RunLog(tmp_path, total_steps=9, done=3, run=2)
+    log.step(step=4, loss=1.0)
+    log.step(step=4, eval_loss=2.0)
+    assert [entry["run"] for entry in objects(tmp_path)] == [1] * 5 + [2] * 2
+    read = [(entry["step"], entry.get("loss")) for entry in read_metrics(tmp_path / "metrics.jsonl")]
+    assert read == [(1, 0), (2, 0), (3, 0), (4, 1), (4, None), (5, 0)]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -116,7 +120,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 def test_tensorboard_gets_every_number(tmp_path):
     check_trackers(tensorboard=True, wandb=False)
-    log = RunLog(tmp_path, total_steps=2, tensorboard=True)
+    log = RunLog(tmp_path, total_steps=2, trackers=(True, False))
     log.step(step=1, **NUMBERS)
     log.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from utils.checkpoint import save_checkpoint
+from utils.checkpoint import CheckpointSaver
 from utils.errors import ConfigError
 from utils.memory import estimate_states
 from utils.optim import build_optimizer
@@ -289,7 +289,7 @@ def straight_and_resumed(world, folder, name):
     straight = train(world, model, optimizer, 0, 5)
     first, first_optimizer = build(world, name)
     resumed = train(world, first, first_optimizer, 0, 2)
-    path = save_checkpoint(folder, 2, first, first_optimizer, {}, 0, world)
+    path = CheckpointSaver(folder, 0, world).save(2, first, first_optimizer, {})
     second, second_optimizer = build(world, name.removeprefix("paged_") if "8bit" in name else name, seed=1)
     load_checkpoint(path, second, second_optimizer, world)
     resumed += train(world, second, second_optimizer, 2, 5)
@@ -313,7 +313,7 @@ def test_resume_on_the_same_number_of_ranks_is_bitwise(tmp_path, name):
 def save_shapes(world, folder):
     model, optimizer = sharded_shapes(world, "adamw_8bit")
     steps(model, optimizer, 0, 3)
-    save_checkpoint(folder, 3, model, optimizer, {}, 0, world)
+    CheckpointSaver(folder, 0, world).save(3, model, optimizer, {})
     return {n: moments(optimizer, p) for n, p in model.named_parameters()}
 
 
@@ -323,7 +323,7 @@ def load_shapes(world, folder, again):
     with redirect_stdout(StringIO()) as out:
         load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
     if again:
-        save_checkpoint(folder, 4, model, optimizer, {}, 0, world)
+        CheckpointSaver(folder, 0, world).save(4, model, optimizer, {})
     assert all(float(state["step"]) == 3 for state in optimizer.state.values())
     found = {n: moments(optimizer, p) for n, p in model.named_parameters()}
     steps(model, optimizer, 3, 4)  # its parts are still bitsandbytes' own
@@ -381,7 +381,7 @@ def test_a_notice_tells_how_many_blocks_are_quantized_again(tmp_path):
 
 def save_as(world, folder, name):
     model, optimizer = build(world, name)
-    save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+    CheckpointSaver(folder, 0, world).save(1, model, optimizer, {})
 
 
 def refuse(world, folder, name):

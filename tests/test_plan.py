@@ -17,7 +17,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.errors import ConfigError
-from utils.run_folder import find_output
+from utils.run_folder import claim_output
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def numbered(world, folder):
     os.chdir(folder)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     try:
-        return find_output("", "finetune", world), find_output("named", "finetune", world)
+        return claim_output("", "finetune", world), claim_output("named", "finetune", world)
     finally:
         del os.environ["TORCHELASTIC_RESTART_COUNT"]
         os.chdir("/")
@@ -147,6 +147,7 @@ def numbered(world, folder):
 def test_after_an_elastic_restart_the_newest_numbered_folder_goes_on(tmp_path):
     for number in (1, 2):
         (tmp_path / "output" / f"finetune-00{number}").mkdir(parents=True)
+        (tmp_path / "output" / f"finetune-00{number}" / "config.yaml").touch()
     newest, named = run_ranks(numbered, 2, tmp_path)[1]
     assert newest == tmp_path / "output" / "finetune-002"
     assert named == tmp_path / "named"

@@ -1,59 +1,121 @@
-"""Crash-safe sharded save; resume.py reads it back.
+"""Crash-safe sharded save, at once or in the background; resume.py reads it back.
 
 OUT/checkpoints/step_00000100/ holds what torch's DCP writes (one file of tensors per rank, and `.metadata`:
-which rows are where), and state.json. It is written under another name and renamed at the end, so it is
-complete or absent. DCP reads any sharding back into any other.
+which rows are where), state.json, and manifest.json: size and SHA-256 of each file. All of it is written into
+a fresh folder under another name, synced to the disk, and renamed at the end, so a checkpoint is complete or
+absent; then OUT/checkpoints/latest names it. DCP reads any sharding back into any other.
 
 Only tensors go through DCP: it unpickles everything else, and a pickle may run what it likes.
 """
 
+import hashlib
+import io
 import json
 import os
+import random
 import re
 import secrets
 import shutil
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
-from .distributed import World, broadcast, together
-from .errors import ConfigError, check
+from .distributed import World, all_reduce_sum, broadcast, together
+from .errors import ConfigError, check, fault
+from .hf_format import check_space, disk_errors, sync_path
+from .signals import warn_of_grace
 
 Optimizer = torch.optim.Optimizer
+SAVE_TIMEOUT = timedelta(minutes=30)  # one rank's disk may be slower than the others'
+NICE = 10  # of the thread that writes while the steps go on
+RNG_BYTES = 2**15
+DIGESTS = MetadataIndex("digests")
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: Optimizer, state: dict, keep: int, world: World
-) -> Path:
-    """Write folder/step_%08d after `step` optimizer steps, and keep the newest `keep` (0: all).
+class CheckpointSaver:
+    """Writes folder/step_%08d and keeps the newest `keep` (0: all). Every rank makes one, and calls alike.
+    After the first save it warns where a SIGTERM would not leave the time for another.
 
-    Every rank calls it. state: whatever else a resume needs, as JSON. Raises ConfigError on all ranks when
-    the checkpoint exists or something cannot be written; older ones stay then, and nothing half remains.
+    background: `save` copies the tensors to host memory, which is used again by the next save, and returns; a
+    thread writes them. It has a group of ranks of its own, or its collectives would meet those of the steps.
     """
-    final = folder / f"step_{step:08d}"
-    state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
-    state_text = json.dumps(state, indent=1, allow_nan=False)
-    with together(world):
-        check(not final.exists(), f"{final} exists, and is not overwritten (fix: move it away)")
-    temporary = folder / broadcast(world, f".tmp_{final.name}_{secrets.token_hex(4)}")
-    try:
-        with together(world):
-            try:
-                dcp.save(checkpoint_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(temporary))
-                if world.rank == 0:
-                    _publish(temporary, final, state_text)
-            except (CheckpointException, OSError) as error:  # DCP raises its own on all ranks
-                raise ConfigError(f"{final} cannot be written: {reason_of(error)}") from error
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-    if world.rank == 0:
-        _retire(folder, final, keep)
-    return final
+
+    def __init__(self, folder: Path, keep: int, world: World, background: bool = False):
+        self.folder, self.keep, self.world = folder, keep, world
+        self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc="saver")
+        cuda = world.device.type == "cuda"
+        options = StagingOptions(
+            cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+        self.stager = DefaultStager(options) if background else None
+        self.pending = self.writer = None
+        self.seconds = 0.0  # that the last save took until it was published
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
+        """Save what holds after `step` optimizer steps. state: whatever else a resume needs, as JSON.
+
+        Raises ConfigError on all ranks when the checkpoint exists, space is short or something cannot be
+        written, in the background from the next save or wait; older ones stay, and nothing half remains.
+        """
+        self.wait()
+        fault("begin", step)
+        final = self.folder / f"step_{step:08d}"
+        state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
+        state["save_seconds"], state["ranks"] = self.seconds, self.world.size
+        state["versions"] = {name: version(name) for name in ("torch", "transformers")}
+        tensors = checkpoint_tensors(model, optimizer)
+        tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
+        mine = sum(_local_bytes(tensor) for tensor in tensors.values())
+        needed = all_reduce_sum(mine, self.world)
+        with together(self.world), disk_errors(self.folder):
+            check(not final.exists(), f"{final} exists, and is not overwritten (fix: move it away)")
+            if self.world.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                check_space(self.folder, int(needed))
+        name = broadcast(self.world, f".tmp_{final.name}_{secrets.token_hex(4)}")
+        self.writer = _Writer(self.folder / name, final, state, mine, self.keep, self.stager is not None)
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
+        if self.stager:
+            self.pending = dcp.async_save(tensors, async_stager=self.stager, **how)
+        else:
+            self._finish(lambda: dcp.save(tensors, **how))
+        return final
+
+    def wait(self) -> None:
+        """Until the last save is published."""
+        if self.pending:
+            pending, self.pending = self.pending, None
+            self._finish(pending.result)
+
+    def _finish(self, done) -> None:
+        try:
+            done()
+        except CheckpointException as error:  # on all ranks
+            text = f"{self.writer.final} cannot be written: {reason_of(error)}"
+            raise ConfigError(f"{text} (fix: make room, or another --output_dir)", agreed=True) from error
+        finally:
+            if not self.seconds:
+                warn_of_grace(self.writer.step_seconds, time.monotonic() - self.writer.started)
+            self.seconds = time.monotonic() - self.writer.started
+            if self.world.rank == 0:
+                shutil.rmtree(self.writer.path, ignore_errors=True)
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -74,34 +136,30 @@ def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
     return tensors
 
 
+def rng_state(device: torch.device) -> torch.Tensor:
+    """This rank's random number generators as JSON in RNG_BYTES bytes, which are always as many."""
+    kind, keys, *rest = numpy.random.get_state()
+    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+    state["torch"] = torch.get_rng_state().numpy().tobytes().hex()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    text = json.dumps(state, separators=(",", ":")).encode()
+    assert len(text) <= RNG_BYTES, len(text)
+    return torch.frombuffer(bytearray(text.ljust(RNG_BYTES)), dtype=torch.uint8)
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that were published, the oldest first; file times say nothing, leftovers do not count."""
     found = [p for p in folder.iterdir() if re.fullmatch(r"step_[0-9]{8}", p.name)] if folder.is_dir() else []
-    return [p for p in found if (p / ".metadata").is_file() and (p / "state.json").is_file()]
+    return sorted(p for p in found if (p / "manifest.json").is_file())
 
 
-def _publish(temporary: Path, final: Path, state_text: str) -> None:
-    """The last file, then the rename, each on disk before the next; DCP does so with its own files."""
-    (temporary / "state.json").write_text(state_text)
-    _sync(temporary / "state.json")
-    _sync(temporary)
-    os.rename(temporary, final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
-def _retire(folder: Path, final: Path, keep: int) -> None:
-    """Remove all but the newest `keep` up to `final`, and what killed saves left behind."""
-    older = sorted(p for p in complete_checkpoints(folder) if p < final)
-    with suppress(OSError):  # what cannot be removed must not stop the training
-        for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
-            os.rename(path, folder / f".tmp_{path.name}")  # first: half a checkpoint must not look like one
-        for path in folder.glob(".tmp_step_*"):
-            shutil.rmtree(path)
+def point_to(final: Path) -> None:
+    """Let folder/latest name a checkpoint: for people and scripts, since a resume looks for itself."""
+    temporary = final.with_name(f".tmp_latest_{secrets.token_hex(4)}")
+    _write(temporary, final.name + "\n")
+    os.replace(temporary, final.with_name("latest"))
+    sync_path(final.parent)
 
 
 def reason_of(error: BaseException) -> str:
@@ -109,5 +167,92 @@ def reason_of(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     rank, (cause, _) = next(iter(error.failures.items()))
-    full = " (is the disk full?)" * ("unexpected pos" in str(cause))  # torch.save's words for a short write
-    return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0] + full
+    return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer of files, which also hashes what it writes, and commits it all at the end."""
+
+    def __init__(self, temporary: Path, final: Path, state: dict, expected: int, keep: int, background: bool):
+        super().__init__(temporary)
+        self.fs = _HashingFiles(state["step"], expected)
+        self.final, self.keep, self.background = final, keep, background
+        self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
+        self.started, self.step_seconds = time.monotonic(), state.get("step_seconds", 0.0)
+
+    def write_data(self, plan, planner) -> torch.futures.Future:
+        """This rank's tensors; its digests travel to rank 0 with the results."""
+        if self.background:
+            with suppress(AttributeError, OSError):  # the steps come first; Linux can say so of a thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        results = super().write_data(plan, planner).value()
+        future = torch.futures.Future()
+        future.set_result([*results, WriteResult(DIGESTS, 0, self.fs.digests)])
+        return future
+
+    def finish(self, metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all have written: each file, then the folder, on disk before the rename."""
+        fault("metadata", self.step)
+        files = {
+            n: d for rank in results for r in rank if r.index == DIGESTS for n, d in r.storage_data.items()
+        }
+        super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
+        files[".metadata"] = self.fs.digests[".metadata.tmp"]  # which is what DCP called it
+        _write(self.path / "state.json", self.state_text)
+        text = self.state_text.encode()
+        files["state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        _write(self.path / "manifest.json", json.dumps({"step": self.step, "files": files}, indent=1))
+        sync_path(self.path)
+        fault("rename", self.step)
+        os.rename(self.path, self.final)
+        sync_path(self.final.parent)
+        fault("pointer", self.step)
+        point_to(self.final)
+        _retire(self.final, self.keep)
+
+
+class _HashingFiles(FileSystem):
+    """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
+
+    def __init__(self, step: int, expected: int):
+        self.step, self.expected, self.digests = step, expected, {}
+
+    @contextmanager
+    def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
+        with _HashingFile(io.FileIO(path, mode)) as stream:
+            stream.files = self
+            yield stream
+        self.digests[Path(path).name] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
+
+
+class _HashingFile(io.BufferedWriter):
+    def __init__(self, raw: io.FileIO):
+        super().__init__(raw)
+        self.size, self.digest = 0, hashlib.sha256()
+
+    def write(self, data) -> int:
+        self.size += super().write(data)
+        self.digest.update(data)
+        if 2 * self.size > self.files.expected:
+            fault("data", self.files.step)
+        return len(data)
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    sync_path(path)
+
+
+def _retire(final: Path, keep: int) -> None:
+    """Remove all but the newest `keep` up to `final`, and what killed saves left behind."""
+    older = [path for path in complete_checkpoints(final.parent) if path < final]
+    with suppress(OSError):  # what cannot be removed must not stop the training
+        for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
+            (path / "manifest.json").unlink()  # first: half a checkpoint must not look like one
+            os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
+        for path in final.parent.glob(".tmp_*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

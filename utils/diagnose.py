@@ -1,12 +1,20 @@
-"""Why a file cannot be read: imported only when one could not, to say so in one line with the remedy."""
+"""Why a file cannot be read, or a rank not be reached: imported only then, to say so in one line with the
+remedy.
+"""
 
 import difflib
 import json
 import os
 import re
+import time
+import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 from .errors import first_five
+
+LOST = re.compile("[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|[Bb]roken pipe|closed by peer|NCCL")
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -87,3 +95,35 @@ def near_setting(name: str, kinds: dict, dashes: str = "") -> str:
     names = {key: key for key in kinds} | {theirs: key for theirs, key in TRAINER.items() if key in kinds}
     near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {dashes}{names[near[0]]}?" if near else "--help lists them all"
+
+
+def missing_ranks(error: Exception, act: str, seconds: float = 5) -> str:
+    """Where ranks waited in vain for each other, lines that name them and the collective; else "".
+
+    Each rank that fails leaves a word in the store, which lives in the launcher; who left none within
+    `seconds` is dead or hangs. Only the lowest that did gets a text, the others a blank.
+    """
+    if not dist.is_initialized() or not LOST.search(str(error)):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((f for f in reversed(frames) if "torch" not in f.filename.split(os.sep)), frames[-1])
+    calls = [f.name for f in frames if "distributed" in f.filename and not f.name.startswith(("_", "wrap"))]
+    mine = f"{calls[-1] if calls else last.name} ({Path(last.filename).name}:{last.lineno})"
+    rank, size, words = dist.get_rank(), dist.get_world_size(), {}
+    try:
+        store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store.set(f"lost/{life}/{rank}", mine)
+        while len(words) < size and time.monotonic() < until:
+            time.sleep(0.2)
+            words = {r: store.get(key) for r in range(size) if store.check([key := f"lost/{life}/{r}"])}
+    except RuntimeError:  # the launcher of rank 0 is gone, and the store with it
+        return f"error: rank {rank} lost the others in act '{act}', in {mine}: {str(error).splitlines()[0]}\n"
+    if rank != min(words):
+        return " "
+    where = ", ".join(f"rank {r} in {word.decode()}" for r, word in words.items())
+    gone = first_five([str(r) for r in range(size) if r not in words])
+    if not gone:
+        return f"error: the ranks wait for each other in act '{act}': {where}: {str(error).splitlines()[0]}\n"
+    hint = "killed, out of memory or stopped? (fix: see above; torchrun --max-restarts 3 goes on by itself)"
+    return f"error: rank {gone} gave no answer in act '{act}'; waiting: {where}. {hint}\n"

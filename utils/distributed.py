@@ -5,8 +5,11 @@ any CUDA context does, carries the small things (counts, error texts), and is en
 machine without a GPU.
 """
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +21,8 @@ import torch.distributed as dist
 from .errors import ConfigError, check
 
 FIX = "(fix: start with torchrun, or unset it)"
-START_TIMEOUT = timedelta(minutes=10)  # a rank may read and tokenize data while the others wait
+START_SECONDS = 600  # that ranks wait for each other: one may read and tokenize data meanwhile
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,13 @@ def init_distributed() -> World:
         local_size = size if local_size is None else local_size
         store = None
     device = _device(local_rank, local_size)
+    _die_with_launcher()
     if dist.is_initialized():  # main() called from a program that has its own group
         return World(rank, size, local_rank, local_size, device)
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=START_TIMEOUT)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_SECONDS)
+        )
     except dist.DistNetworkError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0][:200]
@@ -68,6 +75,17 @@ def stop_distributed() -> None:
     """Leave the group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def set_timeout(seconds: float = START_SECONDS) -> None:
+    """How long ranks wait for each other from now on, in every group that there is by now but the saver's.
+
+    Every rank calls it. As torchtitan does: distributed/utils.py, set_pg_timeouts.
+    """
+    dist.barrier()  # nobody is in an earlier collective
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc != "saver":
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def gather(world: World, value: object) -> list:
@@ -121,7 +139,7 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def same_on_all_ranks(world: World, values: dict, what: str) -> None:
+def same_on_all(world: World, values: dict, what: str) -> None:
     """Raise ConfigError on all ranks unless every rank has the same values; name the first that differs."""
     seen = gather(world, values)
     for rank, other in enumerate(seen):
@@ -137,6 +155,12 @@ def _env_int(name: str) -> int | None:
     value = os.environ.get(name)
     check(value is None or value.isdecimal(), f"{name}={value} is not a number {FIX}")
     return None if value is None else int(value)
+
+
+def _die_with_launcher() -> None:
+    """Let Linux kill this process when torchrun dies; else a killed launcher leaves its ranks running."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _device(local_rank: int, local_size: int) -> torch.device:

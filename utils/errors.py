@@ -6,6 +6,7 @@ is our own fault and keeps its traceback, below a line that names the act and th
 
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -56,26 +57,43 @@ def print0(*parts: object) -> None:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn what escapes a recipe into one line and an exit code: 2 for bad input, 130 for Ctrl-C, 1 for no
-    space left.
+    """Turn what escapes a recipe into one line and an exit code: 2 for bad input, 128 and its number for a
+    signal, 1 for no space left and for a rank that is missing.
     """
     try:
         yield
     except ConfigError as error:
         _print_once(str(error), error.agreed)
         sys.exit(2)
-    except KeyboardInterrupt:
-        _print_once(f"interrupted in act '{_act}'", agreed=True)
-        sys.exit(130)
+    except KeyboardInterrupt as error:  # utils/signals.py says by which
+        name = str(error) or "SIGINT"
+        _print_once(f"stopped by {name} in act '{_act}'", agreed=True)
+        sys.exit(128 + getattr(signal, name))
     except Exception as error:
         # safetensors and torch wrap the system's error, but keep its words.
         full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT) if os.strerror(code) in str(error)]
+        if not full and (missing := _missing_ranks(error)):
+            sys.stderr.write(missing)
+            sys.stderr.flush()
+            os._exit(1)  # a thread that saves would be waited for, and it waits for the missing rank
         if not full:
             sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
             raise
         file = f" for {error.filename}" if getattr(error, "filename", None) else ""
         _print_once(f"{full[0]}{file} in act '{_act}': free space, or choose another --output_dir")
         sys.exit(1)
+
+
+def fault(point: str, step: int) -> None:
+    """Where tests break a run: FAULT=point:rank:step, and :exit, :memory or :SECONDS; else a kill."""
+    *where, action = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
+    if where != [point, str(rank()), str(step)] or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    if action == "memory":
+        raise MemoryError
+    if action == "exit":
+        os._exit(0)
+    time.sleep(float(action)) if action else os.kill(os.getpid(), signal.SIGKILL)
 
 
 def first_five(names: list[str]) -> str:
@@ -86,6 +104,15 @@ def first_five(names: list[str]) -> str:
 def rank() -> int:
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdecimal() else 0
+
+
+def _missing_ranks(error: Exception) -> str:
+    """Where ranks waited in vain for each other: which, and in what. "" for any other error."""
+    try:
+        from .diagnose import missing_ranks
+    except ImportError:  # a copy may do without
+        return ""
+    return missing_ranks(error, _act)
 
 
 def _print_once(message: str, agreed: bool = False) -> None:

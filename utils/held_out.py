@@ -2,12 +2,12 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from .distributed import World, all_reduce_sum
 from .errors import check
 from .loss import IGNORE, summed_cross_entropy
 from .sharding import reshard
@@ -30,15 +30,15 @@ def split_by_hash(examples, share: float) -> tuple:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, batches: Iterable, device: torch.device) -> tuple[float, int]:
-    """(summed cross-entropy, taught tokens) of this rank's batches. All ranks must bring equally many: every
-    batch is a collective.
+def held_out_loss(model: nn.Module, loader, world: World) -> float:
+    """Mean cross-entropy over the taught tokens of one epoch of all ranks' GlobalBatches. All ranks call it:
+    every batch is a collective.
     """
     model.eval()
     total, taught = torch.zeros((), dtype=torch.float64), 0
-    for batch in batches:
-        total += summed_cross_entropy(model, batch.to(device)).double().cpu()
+    for batch in (batch for k in range(loader.per_epoch) for batch in loader.batches(k)):
+        total += summed_cross_entropy(model, batch.to(world.device)).double().cpu()
         taught += int((batch.labels != IGNORE).sum())
     model.train()
     reshard(model)
-    return total.item(), taught
+    return all_reduce_sum(total, world) / all_reduce_sum(taught, world)

@@ -308,16 +308,16 @@ def _write_json(file: Path, value: dict) -> None:
 def publish(temp: Path, out: Path) -> None:
     """Put temp in the place of out: never half a folder, and the old one goes when the new one is there."""
     for path in (*temp.iterdir(), temp):
-        _sync(path)
+        sync_path(path)
     old = out.with_name(temp.name.replace(".tmp", ".old", 1))
     if out.exists():
         os.rename(out, old)
     os.rename(temp, out)
-    _sync(out.parent)
+    sync_path(out.parent)
     remove_siblings(out, ".old")
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)

@@ -1,5 +1,6 @@
 """Estimate bytes by part: so far the states, what a rank holds for the whole run, exact from meta shapes."""
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -49,3 +50,15 @@ def estimate_states(model: nn.Module, shards: int, rank: int = 0, optimizer: str
             adamw = 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
             moments += adamw if optimizer == "adamw" else state_bytes(parameter, optimizer, shards, rank)
     return States(weights, gradients, moments)
+
+
+def estimate_disk(weights: dict, steps: int, save_every: int, keep: int, optimizer: str = "adamw") -> int:
+    """Bytes of the final model and of as many checkpoints as there are at a time.
+
+    weights: of the folder that is trained, as open_weights gives them. A checkpoint has fp32 weights and two
+    moments of each, in fp32 or 8 bit.
+    """
+    saves = math.ceil(steps / save_every) if save_every else 0
+    saves = min(saves, keep + 1) if keep else saves
+    kept = saves * (6 if "8bit" in optimizer else 12)
+    return sum(math.prod(info.shape) * (info.dtype.itemsize + kept) for info in weights.values())

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,22 +28,23 @@ class RunLog:
     """Where the numbers of a run go: a line on stdout, folder/metrics.jsonl, and trackers on demand.
 
     Rank 0 makes one with its folder, the others with None, and theirs does nothing. On a terminal there is a
-    progress bar with the time left, in a log only whole lines. done: the step that was resumed from; what the
-    file says of later steps is dropped, since they are taken again.
+    progress bar with the time left, in a log only whole lines. done: the step that was resumed from; run:
+    which start of the run this is. Lines of later steps that an earlier start wrote stay; `read_metrics`
+    leaves them out.
     """
 
-    def __init__(self, folder: Path | None, total_steps, log_every=1, tensorboard=False, wandb=False, done=0):
-        self.folder, self.total_steps, self.log_every = folder, total_steps, log_every
+    def __init__(self, folder: Path | None, total_steps, log_every=1, trackers=(False, False), done=0, run=1):
+        self.folder, self.total_steps, self.log_every, self.run = folder, total_steps, log_every, run
         self.trackers = []
         silent = folder is None or not sys.stdout.isatty()
         self.bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent)
         if folder is None:
             return
-        _forget_after(done, folder / "metrics.jsonl")
-        if tensorboard or wandb:
+        _cut_half_line(folder / "metrics.jsonl")
+        if any(trackers):
             from .trackers import open_trackers
 
-            self.trackers = open_trackers(folder, tensorboard, wandb, done)
+            self.trackers = open_trackers(folder, *trackers, done)
 
     def step(self, **numbers: float | None) -> None:
         """Record what is known after optimizer step `step` (from 1): one JSON object, and perhaps a line.
@@ -57,7 +57,7 @@ class RunLog:
         numbers = {name: value for name, value in numbers.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(finite) + "\n")
+            file.write(json.dumps({"run": self.run, **finite}) + "\n")
         step = numbers.pop("step")
         for tracker in self.trackers:
             tracker.log(numbers, step)
@@ -103,13 +103,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     return _most_seen
 
 
-def _forget_after(step: int, file: Path) -> None:
-    """Drop the lines of later steps, and a last line that a kill cut in two."""
-    kept = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(ValueError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, file)
+def read_metrics(file: Path) -> list[dict]:
+    """The objects of metrics.jsonl, by step, without those of an earlier start for a step taken again."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    last = {line["step"]: line.get("run", 1) for line in lines}
+    return sorted((x for x in lines if x.get("run", 1) == last[x["step"]]), key=lambda x: x["step"])
+
+
+def _cut_half_line(file: Path) -> None:
+    """Remove a last line that a kill cut in two, or it would spoil the next."""
+    if file.exists():
+        with open(file, "r+b") as opened:
+            opened.truncate(opened.read().rfind(b"\n") + 1)

@@ -5,7 +5,9 @@ no tensor byte is read; and what transformers passes over in silence (missing we
 elsewhere) is refused in one line that names the file.
 """
 
+import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
 # What decides how much is allocated; the limits are far above any model there is.
 COUNTS, MAX_COUNT = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 10_000
 SIZES, MAX_SIZE = ("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 100_000_000
+COSMETIC = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 AGAIN = "(fix: download the folder again)"
 
 
@@ -135,6 +138,24 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
     known = config.get("auto_map") or str(kind) in MODELS
     what = f"transformers has no causal language model {kind!r}"
     check(known, f"{file}: model_type: {what} (fix: another --model, or a newer transformers)")
+
+
+def model_facts(config, weights: dict[str, TensorInfo]) -> dict:
+    """What makes this model this one, as JSON: the fields of its transformers config that say what it
+    computes, and "weights", a SHA-256.
+
+    That is over name, dtype, shape and up to 4 KiB from the middle of each tensor: another fine-tune of the
+    same model has another one, and no file is read whole.
+    """
+    digest = hashlib.sha256()
+    for name, info in sorted(weights.items()):
+        size = math.prod(info.shape) * info.dtype.itemsize
+        digest.update(f"{name} {info.dtype} {info.shape}".encode())
+        with open(info.file, "rb", buffering=0) as file:
+            digest.update(os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2))
+    fields = json.loads(json.dumps(config.to_dict(), default=str))
+    fields = {f"config.{k}": v for k, v in fields.items() if k not in COSMETIC and not k.startswith("_")}
+    return {"weights": digest.hexdigest(), **fields}
 
 
 def check_vocab(tokens: int, vocab_size: int) -> None:

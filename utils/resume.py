@@ -4,20 +4,25 @@ Imported where a run is continued. torch's DCP unpickles what describes the tens
 it likes: here an unpickler reads it that knows a few harmless names and refuses all others.
 """
 
+import hashlib
 import json
+import os
 import pickle
+import random
+import secrets
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from .checkpoint import Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
-from .config import load_config, save_config
-from .distributed import World, together
+from .checkpoint import RNG_BYTES, Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
+from .config import load_config
+from .distributed import World, broadcast, gather, together
 from .errors import ConfigError, check, first_five, print0
 from .run_folder import holds_run
 
@@ -32,54 +37,107 @@ SAFE_NAMES = {
 }
 
 
-def previous_run(cfg, out: Path | None, data: str) -> tuple[Path | None, dict, int]:
+def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None, dict, int]:
     """(checkpoint to continue from, its state, the steps after which the run was finished); None, {} and 0
     where there is none.
 
-    cfg: the recipe's settings; data: the fingerprint. A folder is continued only by the run that began it:
-    same data, same global batches, same kind of optimizer. Raises ConfigError naming the fields that differ.
+    cfg: the recipe's settings; facts: what must be as it was, by name. A folder is continued only by the run
+    that began it. Raises ConfigError on all ranks, naming the fields that differ, old -> new.
     """
-    checkpoint, state = find_checkpoint(cfg.resume, out)
-    if finished := finished_at(out):
-        saved = load_config(type(cfg), out / "config.yaml")
-        changed = differences(asdict(saved), asdict(cfg), but=("resume", "log_every"))
-        what = f"{out} holds a finished run with other settings: {changed}"
-        check(not changed, f"{what} (fix: another --output_dir)")
-    now = {"data": data, "seed": cfg.seed, "global_batch_size": cfg.global_batch_size}
-    now["optimizer"] = cfg.optimizer.removeprefix("paged_") if "8bit" in cfg.optimizer else cfg.optimizer
-    if not cfg.global_batch_size:
-        now.pop("global_batch_size")  # the checkpoint says it
-    changed = differences({"optimizer": "adamw"} | state, now) if state else ""
-    fix = "the same flags and data, or another --output_dir"
-    check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
+    finished = 0
+    with together(world):
+        fix = f"--resume none, but {out} holds a run (fix: another --output_dir)"
+        check(cfg.resume != "none" or not holds_run(out), fix)
+        if finished := finished_at(out):
+            saved = load_config(type(cfg), out / "config.yaml")
+            changed = differences(asdict(saved), asdict(cfg), but=("resume", "log_every"))
+            what = f"{out} holds a finished run with other settings: {changed}"
+            check(not changed, f"{what} (fix: another --output_dir)")
+    checkpoint = None if cfg.resume == "none" else find_checkpoint(cfg.resume, out, world)
+    if not checkpoint:
+        return None, {}, finished
+    with together(world):
+        state = read_state(checkpoint)
+        now = {name: fact for name, fact in facts.items() if name in state}  # a newer transformers has more
+        now["optimizer"] = cfg.optimizer.removeprefix("paged_") if "8bit" in cfg.optimizer else cfg.optimizer
+        if cfg.global_batch_size:  # else the checkpoint says it
+            now["global_batch_size"] = cfg.global_batch_size
+        changed = differences(state, now, but=("data",) if cfg.allow_new_data else ())
+        fix = "the same flags and data, or another --output_dir"
+        check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
+        if changed := differences(state["config"], asdict(cfg), but=("resume",)):
+            print0(f"changed   since the checkpoint: {changed}")
+        later = [p.name for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
+        again = (
+            f"{out} goes on to {later[-1] if later else ''}, which a run from {checkpoint.name} would redo"
+        )
+        check(not later, f"{again} (fix: another --output_dir)")
     return checkpoint, state, finished
 
 
-def find_checkpoint(resume: str, out: Path | None) -> tuple[Path | None, dict]:
-    """(checkpoint to continue from, its state), or (None, {}) for a fresh start.
+def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
+    """The checkpoint to continue from, every file of it compared with its manifest; None for a fresh start.
 
-    resume: auto continues what `out` holds, none refuses an `out` that holds a run, else the path of a
-    checkpoint.
+    resume: auto takes the newest sound one of `out`, with a warning for each that is not; else the path of a
+    checkpoint or of a run. Each rank reads a share of the files. Raises ConfigError on all ranks where there
+    is none, or the named one is damaged.
     """
-    if resume == "none":
-        check(not holds_run(out), f"--resume none, but {out} holds a run (fix: another --output_dir)")
-        return None, {}
     if resume == "auto":
-        found = newest_checkpoint(out / "checkpoints") if holds_run(out) else None
+        found, path = complete_checkpoints(out / "checkpoints")[::-1], out
     else:
-        found = Path(resume).absolute()
-        if (found / "checkpoints").is_dir():
-            found = newest_checkpoint(found / "checkpoints") or found
-        complete = found.is_dir() and (found / "state.json").exists() and (found / ".metadata").exists()
-        fix = "a folder like OUT/checkpoints/step_00000500"
-        check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
-    return (found, read_state(found)) if found else (None, {})
+        path = Path(resume).absolute()
+        found = complete_checkpoints(path / "checkpoints")[-1:] or [path]
+        with together(world):
+            fix = "a folder like OUT/checkpoints/step_00000500"
+            complete = (found[0] / "manifest.json").is_file()
+            check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
+    damaged: dict[Path, str] = {}
+    for checkpoint in broadcast(world, found):
+        said = sorted({text for text in gather(world, damage(checkpoint, world.rank, world.size)) if text})
+        if not said:
+            break
+        damaged[checkpoint] = "; ".join(said)
+    else:
+        fix = "--resume with another checkpoint" if resume != "auto" else "another --output_dir starts anew"
+        every = "; ".join(damaged.values())
+        if damaged:
+            raise ConfigError(f"no sound checkpoint: {every} (fix: {fix})", agreed=True)
+        return None
+    for path, what in damaged.items():
+        aside = path.with_name(f"damaged_{path.name}_{secrets.token_hex(4)}")
+        print0(f"warning: {what}; it is set aside as {aside.name}, and {checkpoint.name} is used")
+        if world.rank == 0:
+            os.rename(path, aside)
+    return checkpoint
 
 
-def finished_at(out: Path | None) -> int:
+def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
+    """What is wrong with this rank's share of a checkpoint's files; "" where all is as it was written."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        expected = [(name, int(file["bytes"]), str(file["sha256"])) for name, file in sorted(files.items())]
+        inside = {".metadata", "state.json"} <= files.keys() and not any("/" in name for name in files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        inside = False
+    if not inside:
+        return f"{checkpoint}/manifest.json is damaged"
+    for name, size, sha256 in expected[rank::ranks]:
+        try:
+            with open(checkpoint / name, "rb") as file:
+                there = os.fstat(file.fileno()).st_size
+                if there != size:
+                    return f"{checkpoint}/{name} has {there} bytes, {size} were written"
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                    return f"{checkpoint}/{name} is not what was written (SHA-256)"
+        except OSError as error:
+            return f"{checkpoint}/{name}: {error.strerror}"
+    return ""
+
+
+def finished_at(out: Path) -> int:
     """The number of steps after which the run in `out` finished; 0: it has not."""
-    path = out / "plan.json" if out else None
-    if path is None or not path.exists():
+    path = out / "plan.json"
+    if not path.exists():
         return 0
     try:
         return json.loads(path.read_text()).get("measured", {}).get("steps", 0)
@@ -87,18 +145,10 @@ def finished_at(out: Path | None) -> int:
         raise ConfigError(f"{path}: not JSON (fix: remove it, or another --output_dir)") from None
 
 
-def keep_changed_config(cfg, out: Path, state: dict) -> None:
-    """A restart with other flags leaves the first config.yaml and writes its own beside it."""
-    changed = differences(asdict(load_config(type(cfg), out / "config.yaml")), asdict(cfg))
-    if changed:
-        print0(f"changed since the first start: {changed}")
-        save_config(cfg, out / f"config_from_{state.get('step', 0):08d}.yaml")
-
-
 def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
     """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
     changed = [k for k in new if k not in but and old.get(k) != new[k]]
-    return ", ".join(f"{k} {old.get(k)} -> {new[k]}" for k in changed)
+    return ", ".join(f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -107,7 +157,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_state(path: Path) -> dict:
-    """What `save_checkpoint` was given as `state`, "step" and "optimizer"; reads no tensor."""
+    """What the saver was given as `state`, "step" and "optimizer"; reads no tensor."""
     try:
         return json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
@@ -127,17 +177,35 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
         check(was == now, f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)")
         # Scales of 8-bit state that another number of ranks saved in other shapes.
         tensors |= getattr(optimizer, "other_scales", lambda *_: {})(tensors, saved)
+        rng = {name for name in saved if name.startswith("rng.")}
+        saved = {name: entry for name, entry in saved.items() if name not in rng}
         old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
         new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
         differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
         first = first_five([f"{n} {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in differ])
         check(not differ, f"{path} is of another model, then -> now: {first} (fix: --resume none)")
+    if len(rng) == world.size:  # else they start from the seed
+        tensors[f"rng.{world.rank}"] = torch.zeros(RNG_BYTES, dtype=torch.uint8)
     try:
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}", agreed=True) from error
     getattr(optimizer, "take_scales", lambda: None)()
+    if len(rng) == world.size:
+        set_rng_state(tensors[f"rng.{world.rank}"], world.device)
     return state
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Undo checkpoint.rng_state."""
+    saved = json.loads(state.numpy().tobytes())
+    random.setstate((saved["python"][0], tuple(saved["python"][1]), saved["python"][2]))
+    numpy.random.set_state(tuple(saved["numpy"]))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
+    if device.type == "cuda" and "cuda" in saved:
+        torch.cuda.set_rng_state(
+            torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8), device
+        )
 
 
 class Reader(dcp.FileSystemReader):

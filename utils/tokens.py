@@ -57,6 +57,20 @@ def pad_id(tokenizer) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
+def template_notes(tokenizer) -> list[str]:
+    """What a user should know of the chat template, for the plan."""
+    notes = []
+    if tokenizer.template_name == "built-in plain":
+        notes.append(
+            "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
+        )
+    if not end_of_turn_ids(tokenizer):
+        notes.append(
+            "warning: the chat template ends no turn with a token, so the model will not learn to stop"
+        )
+    return notes
+
+
 def end_of_turn_ids(tokenizer) -> set[int]:
     """The token that the chat template puts after the assistant's words; empty where it puts none.
 

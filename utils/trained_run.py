@@ -3,27 +3,24 @@
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-import yaml
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .checkpoint import reason_of
+from .distributed import World
 from .errors import ConfigError, check, first_five
-from .resume import Reader, newest_checkpoint
+from .resume import Reader, damage, newest_checkpoint, read_state
 
 
-def find_run(name: str) -> tuple[Path, dict]:
-    """(checkpoint, settings of its run)."""
+def find_run(name: str, world: World) -> tuple[Path, dict]:
+    """(checkpoint, settings of its run). Raises ConfigError where this rank's share of it is damaged."""
     path = newest_checkpoint(Path(name) / "checkpoints") or Path(name)
-    complete = all((path / file).is_file() for file in (".metadata", "state.json"))
     fix = "OUT, or OUT/checkpoints/step_00000500"
+    complete = (path / "manifest.json").is_file()
     check(complete, f"--checkpoint {name}: there is no complete checkpoint (fix: {fix})")
-    file = path.absolute().parent.parent / "config.yaml"
-    try:
-        return path, yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{file}: {reason}; it says what was trained") from None
+    damaged = damage(path, world.rank, world.size)
+    check(not damaged, f"{damaged} (fix: another checkpoint)")
+    return path, read_state(path)["config"]
 
 
 def add_run_adapter(model: nn.Module, folder: str, run: dict) -> object:
