@@ -306,7 +306,8 @@ def main(cfg: Config) -> Path:
     for step in range(first, steps):
         started = time.monotonic()
         fault("step", step)
-        torch.manual_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout resumes exactly
+        seed = (cfg.seed * 1_000_003 + step) * world.size + world.rank
+        transformers.set_seed(seed % 2**32)  # dropout, and whatever a model draws, resumes exactly
         batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
         taught = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
         losses = []

@@ -97,7 +97,7 @@ def near_setting(name: str, kinds: dict, dashes: str = "") -> str:
     return f"did you mean {dashes}{names[near[0]]}?" if near else "--help lists them all"
 
 
-def missing_ranks(error: Exception, act: str, seconds: float = 5) -> str:
+def missing_ranks(error: Exception, act: str, seconds: float = 3) -> str:
     """Where ranks waited in vain for each other, lines that name them and the collective; else "".
 
     Each rank that fails leaves a word in the store, which lives in the launcher; who left none within
@@ -106,7 +106,8 @@ def missing_ranks(error: Exception, act: str, seconds: float = 5) -> str:
     if not dist.is_initialized() or not LOST.search(str(error)):
         return ""
     frames = traceback.extract_tb(error.__traceback__)
-    last = next((f for f in reversed(frames) if "torch" not in f.filename.split(os.sep)), frames[-1])
+    own = ("torch", Path(__file__).parent.name)
+    last = next((f for f in reversed(frames) if not set(own) & set(Path(f.filename).parts)), frames[-1])
     calls = [f.name for f in frames if "distributed" in f.filename and not f.name.startswith(("_", "wrap"))]
     mine = f"{calls[-1] if calls else last.name} ({Path(last.filename).name}:{last.lineno})"
     rank, size, words = dist.get_rank(), dist.get_world_size(), {}

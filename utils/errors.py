@@ -72,6 +72,10 @@ def report_errors() -> Iterator[None]:
     except Exception as error:
         # safetensors and torch wrap the system's error, but keep its words.
         full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT) if os.strerror(code) in str(error)]
+        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
+            fix = "a smaller --batch_size, --activation_checkpointing full, --cpu_offload"
+            sys.stderr.write(f"error: rank {rank()} is out of memory in act '{_act}' (fix: {fix})\n")
+            raise
         if not full and (missing := _missing_ranks(error)):
             sys.stderr.write(missing)
             sys.stderr.flush()

@@ -1,0 +1,61 @@
+"""Run recipes/finetune.py with one fault from outside: `torchrun tests/inject.py KIND RANK CALL FLAGS...`
+
+The named function ends its process, or misbehaves as KIND says, at its CALL-th call on rank RANK.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT), str(ROOT / "recipes")]
+
+import finetune
+
+from utils import checkpoint, hf_format, loading
+from utils.config import parse_cli
+from utils.errors import report_errors
+from utils.signals import stop_at_once
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_out(*_, **__) -> float:
+    return 1.0
+
+
+def fail(*_, **__):
+    raise RuntimeError("row 7 is corrupt")
+
+
+FAULTS = {  # kind -> (where, name, what happens instead)
+    "retire": (checkpoint.shutil, "rmtree", die),  # half of an old checkpoint's removal
+    "export": (hf_format, "verify_chunks", die),  # the final model is written, and not yet renamed
+    "collective": (finetune, "all_reduce_sum", leave_out),
+    "data": (finetune.GlobalBatches, "batches", fail),
+    "load": (loading, "read_elements", die),
+}
+
+
+def inject(kind: str, call: int) -> None:
+    owner, name, instead = FAULTS[kind]
+    original, calls = getattr(owner, name), 0
+
+    def wrapped(*args, **options):
+        nonlocal calls
+        calls += 1
+        return (instead if calls == call else original)(*args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+if __name__ == "__main__":
+    kind, rank, call, *flags = sys.argv[1:]
+    if os.environ["RANK"] == rank:
+        inject(kind, int(call))
+    with report_errors():
+        stop_at_once()
+        finetune.main(parse_cli(finetune.Config, flags))

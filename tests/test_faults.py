@@ -1,0 +1,394 @@
+"""Nothing is lost: a run that is killed, stopped or starved anywhere goes on as if nothing had happened.
+
+python -m pytest tests/test_faults.py             the rows that `make test` holds
+python -m pytest -m "not gpu" tests/test_faults.py
+
+The oracle is the undisturbed run. A checkpoint's manifest has the SHA-256 of every rank's file, and those files
+hold the parameters, the optimizer's tensors and the state of the random number generators: equal hashes are
+equal bits. metrics.jsonl has losses and gradient norms, which the order of the rows decides.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import time
+
+import finetune
+import pytest
+from launch import Launch
+from ranks import run_ranks
+from test_parity import write_rows
+from tiny import tiny_model_folder
+
+from utils.errors import ConfigError
+from utils.metrics import read_metrics
+from utils.resume import newest_checkpoint
+
+FLAGS = {"steps": 6, "lr": 1e-3, "warmup": 1, "global_batch_size": 4, "save_every": 2, "keep": 0}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    root = tmp_path_factory.mktemp("faults")
+    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 14)
+    return {**FLAGS, "model": str(model), "dataset": str(rows)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags, tmp_path_factory):
+    return results(train(2, flags, tmp_path_factory.mktemp("undisturbed") / "run"))
+
+
+def train(ranks, flags, out):
+    return run_ranks(_train, ranks, flags, out)[0]
+
+
+def _train(world, flags, out):
+    return finetune.main(finetune.Config(**flags, output_dir=str(out)))
+
+
+def command(flags, out, torchrun="", script="recipes/finetune.py"):
+    words = " ".join(f"--{name} {value}" for name, value in flags.items())
+    return f"torchrun --nproc_per_node 2 {torchrun} {script} {words} --output_dir {out}"
+
+
+def results(out) -> dict:
+    """What a run leaves: its curve, and by file the hashes of its last checkpoint and of the model."""
+    curve = [(x["step"], x["loss"], x["grad_norm"]) for x in read_metrics(out / "metrics.jsonl")]
+    files = json.loads((newest_checkpoint(out / "checkpoints") / "manifest.json").read_text())["files"]
+    tensors = {name: file["sha256"] for name, file in files.items() if name.endswith(".distcp")}
+    return {"curve": curve, "tensors": tensors, "model": (out / "model" / "model.safetensors").read_bytes()}
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def broken(flags, out, fault="", script="recipes/finetune.py", **env) -> str:
+    """A run that a fault ends within 15 s of it: its output. No worker is left."""
+    with Launch(command(flags, out, script=script), FAULT=fault, **env) as run:
+        run.until("--- train|error: ")
+        begun = time.monotonic()
+        assert run.end() != 0
+        assert time.monotonic() - begun < 45  # 15 s from the fault; steps, and torchrun's own wait, before it
+        return run.text
+
+
+def goes_on(flags, out, undisturbed, newest=None):
+    """The rest of the oracle: `newest` is where it resumes, and the end is that of the undisturbed run."""
+    found = newest_checkpoint(out / "checkpoints")
+    assert (found and int(found.name[-8:])) == newest
+    train(2, flags, out)
+    assert results(out) == undisturbed
+    checkpoints = ["latest", "step_00000002", "step_00000004", "step_00000006"]
+    assert names(out / "checkpoints") == checkpoints  # leftovers of the broken save are gone
+    assert (out / "checkpoints" / "latest").read_text() == "step_00000006\n"
+
+
+# --- kills
+
+
+KILLS = {  # row: (point, rank, step), the newest complete checkpoint afterwards
+    1: ("step:1:3", 2),  # in the middle of step 4
+    2: ("step:0:3", 2),
+    4: ("begin:0:4", 2),
+    5: ("data:0:4", 2),
+    6: ("metadata:0:4", 2),
+    7: ("rename:0:4", 2),
+    8: ("pointer:0:4", 4),
+    "9 at the begin": ("begin:1:4", 2),
+    "9 at half of the data": ("data:1:4", 2),
+}
+
+
+@pytest.mark.parametrize("row", [row if row in (1, 5, 8) else pytest.param(row, marks=slow) for row in KILLS])
+def test_a_killed_rank_costs_at_most_one_save_interval(flags, undisturbed, tmp_path, row):
+    (fault, newest), out = KILLS[row], tmp_path / "run"
+    said = broken(flags, out, fault)
+    rank = fault.split(":")[1]
+    assert f"error: rank {rank} gave no answer in act 'train'" in said  # ours
+    assert f"(local_rank: {rank})" in said  # and torchrun's
+    assert "-9" in said
+    if row == 8:
+        assert (out / "checkpoints" / "latest").read_text() == "step_00000002\n"  # a pointer that lags
+    goes_on(flags, out, undisturbed, newest)
+
+
+@slow
+@pytest.mark.parametrize("row", [5, 7, 8])
+def test_a_save_in_the_background_is_killed_as_safely(flags, undisturbed, tmp_path, row):
+    (fault, newest), out = KILLS[row], tmp_path / "run"
+    broken({**flags, "async_save": "true"}, out, fault)
+    goes_on({**flags, "async_save": True}, out, undisturbed, newest)
+
+
+@slow
+def test_workers_do_not_outlive_a_killed_launcher_and_its_folder_is_free(flags, undisturbed, tmp_path):
+    with Launch(command(flags, tmp_path / "run"), FAULT="step:1:3:30") as run:  # row 3
+        run.until("--- train")
+        time.sleep(2)
+        run.process.kill()
+        run.process.wait()
+        begun = time.monotonic()
+        while run.alive():
+            assert time.monotonic() - begun < 5
+            time.sleep(0.05)
+    goes_on(flags, tmp_path / "run", undisturbed, 2)
+
+
+@slow
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_candidate(flags, undisturbed, tmp_path):
+    out, kept = tmp_path / "run", {**flags, "keep": 1}
+    broken(kept, out, script="tests/inject.py retire 0 2")  # row 10; the first call has nothing to remove
+    leftovers = [name for name in names(out / "checkpoints") if name.startswith(".tmp_")]
+    assert leftovers
+    train(2, kept, out)
+    assert results(out) == undisturbed
+    assert names(out / "checkpoints") == ["latest", "step_00000006"]
+
+
+@slow
+def test_a_kill_during_the_final_save_leaves_no_half_model(flags, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    broken(flags, out, script="tests/inject.py export 0 1")  # row 11
+    assert not (out / "model").exists()
+    train(2, flags, out)
+    assert results(out) == undisturbed
+    assert not [name for name in names(out) if name.startswith(".tmp_")]
+
+
+# --- signals
+
+ENDLESS = {"steps": 100_000, "schedule": "constant", "warmup": 0, "save_every": 50_000}
+
+
+def stopped(flags, out, send, torchrun="", code=None) -> int:
+    """Start, let `send` disturb it after step 2, and see it save; the step after which it stopped."""
+    with Launch(command({**flags, **ENDLESS}, out, torchrun)) as run:
+        run.until("step 2/")
+        begun = time.monotonic()
+        send(run)
+        ended = run.end()
+        assert time.monotonic() - begun < 30
+        assert ended != 0 if code is None else ended == code
+        (said,) = run.lines("stopped ")  # once, not once per rank
+        assert not run.lines("error: ")
+    step = int(said.split("after step ")[1].split(":")[0])
+    path = out / "checkpoints" / f"step_{step:08d}"
+    assert said.startswith("stopped   by SIG")
+    assert said.endswith(f"after step {step}: {path}; the same command goes on")
+    assert names(out / "checkpoints") == ["latest", path.name]  # and no second save
+    assert [x["step"] for x in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 1))
+    return step
+
+
+def test_sigterm_to_torchrun_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_path):
+    out = tmp_path / "run"  # row 12
+    step = stopped(flags, out, lambda run: run.process.send_signal(signal.SIGTERM))
+    longer = {**flags, **ENDLESS, "steps": step + 3}
+    train(2, longer, out)
+    assert results(out) == results(train(2, longer, tmp_path / "undisturbed"))
+
+
+def everyone(run):
+    """What a terminal without sessions of their own does at Ctrl-C."""
+    for pid in (*run.pids.values(), run.process.pid):
+        os.kill(pid, signal.SIGINT)
+
+
+SIGNALS = {
+    "13": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0),
+    "14": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
+    "14 to all": (everyone, "", None),
+    "15": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0),
+    "15 SIGUSR2": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0),
+    "15 to torchrun": (
+        lambda run: run.process.send_signal(signal.SIGUSR1),
+        "--signals-to-handle SIGTERM,SIGINT,SIGUSR1",
+        None,
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("row", SIGNALS)
+def test_every_signal_is_a_checkpoint(flags, tmp_path, row):
+    stopped(flags, tmp_path / "run", *SIGNALS[row])
+
+
+@slow
+def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
+    with Launch(command({**flags, **ENDLESS}, tmp_path / "run"), FAULT="step:1:5:60") as run:  # row 14
+        run.until("step 5/")
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(2)
+        assert run.alive() == [0, 1]  # it waits for the end of the step
+        begun = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() != 0
+        assert time.monotonic() - begun < 5
+
+
+@slow
+@pytest.mark.parametrize("background", [False, True])
+def test_a_signal_during_a_save_lets_it_end(flags, undisturbed, tmp_path, background):
+    out, slower = tmp_path / "run", {**flags, "async_save": background}
+    with Launch(command(slower, out), FAULT="metadata:0:2:4") as run:  # row 16
+        run.until("--- train")
+        while not list((out / "checkpoints").glob(".tmp_step_*")):
+            time.sleep(0.02)
+        run.process.send_signal(signal.SIGTERM)
+        run.end()
+        assert len(run.lines("stopped ")) == 1
+    found = [name for name in names(out / "checkpoints") if name != "latest"]
+    assert found[0] == "step_00000002"  # published
+    assert found[1:] in (["step_00000003"], ["step_00000004"], ["step_00000006"])  # and one more, alone
+    train(2, slower, out)
+    assert results(out) == undisturbed
+
+
+@slow
+def test_a_save_slower_than_the_grace_period_leaves_the_previous_checkpoint(flags, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    with Launch(command(flags, out, "--shutdown-timeout 4"), FAULT="rename:0:4:60") as run:  # row 18
+        run.until("step 4/")
+        while not list((out / "checkpoints").glob(".tmp_step_00000004_*/manifest.json")):
+            time.sleep(0.02)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end(30) != 0
+    goes_on(flags, out, undisturbed, 2)
+
+
+@slow
+@pytest.mark.parametrize("act", ["plan", "load"])
+def test_sigterm_before_the_training_leaves_nothing(flags, tmp_path, act):
+    with Launch(command(flags, tmp_path / "new" / "run")) as run:  # row 17
+        run.until(f"--- {act}")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end(30) != 0
+        assert len(run.lines("error: stopped by SIGTERM in act")) == 1
+    assert names(tmp_path) == []
+
+
+def test_a_stop_that_cannot_be_in_time_is_foreseen_at_the_next_start(flags, tmp_path, capsys):
+    out = train(1, {**flags, "steps": 2, "save_model": False}, tmp_path / "run")
+    (out / "plan.json").unlink()  # as if it had been stopped
+    state = out / "checkpoints" / "step_00000002" / "state.json"
+    before = state.read_bytes()
+    state.write_bytes(before.replace(b'"step_seconds": 0.', b'"step_seconds": 99.'))
+    resign(state)
+    _train(None, {**flags, "steps": 3, "save_model": False}, out)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: a step of")]
+    assert said == [
+        "warning: a step of 99 s and a save of 0 s are more than the 30 s that a SIGTERM leaves; then the "
+        "checkpoint before stands (fix: torchrun --shutdown-timeout 198, and as long in the scheduler)"
+    ]
+
+
+def resign(file):
+    """Let the manifest say that a changed file is what was written."""
+    manifest = file.parent / "manifest.json"
+    content = json.loads(manifest.read_text())
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    content["files"][file.name] = {"bytes": file.stat().st_size, "sha256": digest}
+    manifest.write_text(json.dumps(content))
+
+
+# --- ranks that hang, fail or leave
+
+
+@slow
+def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(flags, tmp_path):
+    with Launch(command({**flags, **ENDLESS, "timeout": 8}, tmp_path / "run", "--shutdown-timeout 3")) as run:
+        run.until("step 2/")  # row 19
+        os.kill(run.pids[1], signal.SIGSTOP)
+        begun = time.monotonic()
+        run.until("error: rank 1 gave no answer in act 'train'; waiting: rank 0 in all_")
+        assert 7 < time.monotonic() - begun < 20
+        assert run.end() != 0
+
+
+@slow
+def test_a_rank_that_leaves_out_a_collective_ends_the_run_and_both_places_are_named(flags, tmp_path):
+    endless = {**flags, **ENDLESS, "timeout": 8}
+    with Launch(
+        command(endless, tmp_path / "run", script="tests/inject.py collective 1 20")
+    ) as run:  # row 45
+        run.until("error: ", 60)
+        assert run.end() != 0
+        assert "all_reduce" in run.text
+        assert "rank 1" in run.text
+
+
+@slow
+def test_an_exception_on_one_rank_is_said_once_and_ends_the_run(flags, tmp_path):
+    said = broken(flags, tmp_path / "run", script="tests/inject.py data 1 3")  # row 48
+    assert said.count("RuntimeError: row 7 is corrupt") == 1
+    assert "error: rank 1 failed in act 'train'" in said
+
+
+@slow
+def test_a_rank_that_leaves_with_0_is_blamed(flags, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    said = broken(flags, out, "step:1:3:exit")  # row 49
+    assert "error: rank 1 gave no answer in act 'train'" in said
+    goes_on(flags, out, undisturbed, 2)
+
+
+@slow
+def test_a_rank_out_of_memory_says_what_helps(flags, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    said = broken(flags, out, "step:1:3:memory")  # row 55
+    assert "error: rank 1 is out of memory in act 'train' (fix: a smaller --batch_size" in said
+    goes_on(flags, out, undisturbed, 2)
+
+
+# --- what is not a crash
+
+
+def test_one_two_and_one_ranks_see_the_same_batches(flags, undisturbed, tmp_path):
+    out = train(1, flags, tmp_path / "run")  # row 37
+    for ranks, step in ((2, 2), (1, 4)):
+        for path in (out / "checkpoints").glob("step_*"):
+            if int(path.name[-8:]) > step:
+                shutil.rmtree(path)
+        shutil.rmtree(out / "model")
+        (out / "plan.json").unlink()
+        train(ranks, flags, out)
+    losses = [[loss for _, loss, _ in curve] for curve in (results(out)["curve"], undisturbed["curve"])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert [x["run"] for x in read_metrics(out / "metrics.jsonl")] == [1, 1, 2, 2, 3, 3]
+
+
+def spoiled(world, flags, out):
+    """Rank 1's third step has a loss that is no number; the error, and whether a weight changed in it."""
+    original, calls, seen = finetune.summed_cross_entropy, [], []
+
+    def spoil(model, batch):
+        calls.append(1)
+        seen.append(sum(p.detach().double().sum().item() for p in model.parameters()))
+        loss = original(model, batch)
+        return loss * math.nan if len(calls) == 3 and world.rank == 1 else loss
+
+    finetune.summed_cross_entropy = spoil
+    try:
+        _train(world, flags, out)
+    except ConfigError as error:
+        return str(error), error.agreed, len(calls)
+    finally:
+        finetune.summed_cross_entropy = original
+
+
+def test_a_loss_that_is_no_number_stops_all_ranks_and_is_in_no_checkpoint(flags, undisturbed, tmp_path):
+    out = tmp_path / "run"  # row 38
+    mine = {**flags, "save_every": 1, "batch_size": 2}
+    for text, agreed, calls in run_ranks(spoiled, 2, mine, out):
+        assert text.startswith("step 3: loss nan")
+        assert re.search(r"rank 1: \S+\.jsonl:\d+", text)
+        assert (agreed, calls) == (True, 3)
+    assert newest_checkpoint(out / "checkpoints").name == "step_00000002"
