@@ -3,7 +3,6 @@ Supervised fine-tuning. Every rank builds the model on meta and reads only its o
 
     torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
     torchrun --nproc_per_node 8 recipes/finetune.py --model DIR --dataset chat.jsonl --output_dir runs/first
-    torchrun --nproc_per_node 8 recipes/finetune.py --config configs/llama3_8b_full_8x80gb.yaml --lr 1e-5
     torchrun --nproc_per_node 2 recipes/finetune.py --model DIR --lora_rank 16 --quantization 8bit
 
 Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do.
@@ -40,12 +39,12 @@ from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cros
 from utils.memory import estimate_disk, estimate_states
 from utils.mesh import build_mesh, mesh_axes, mesh_sentence
 from utils.metrics import RunLog, peak_memory_bytes, peak_memory_of_all
-from utils.model_folder import check_model_config, check_vocab, find_model, model_facts, open_weights
+from utils.model_folder import check_model_config, check_vocab, find_model, open_weights, run_facts
 from utils.optim import build_optimizer, clip_gradients, learning_rate, stop_if_not_finite
 from utils.run_folder import claim_output, holds_run, releases_output, start_run, write_plan
 from utils.sharding import decoder_layers, shard_model, sync_gradients
 from utils.signals import stop_after_step, stop_asked, stop_at_once, warn_of_grace
-from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id, template_notes
+from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 
 TINY = Path(__file__).resolve().parent / "tiny"
 LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
@@ -136,14 +135,13 @@ class Config:
             check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        lora = self.lora_rank or self.adapter
+        lora, quantized = self.lora_rank or self.adapter, self.quantization != "none"
         changed = [n for n in (*LORA, *QUANTIZED) if getattr(self, n) != getattr(Config, n)]
-        alone = ", ".join(f"--{n}" for n in changed if n in LORA)
-        check(lora or not alone, f"{alone} without adapters changes nothing (fix: --lora_rank 16)")
-        alone = ", ".join(f"--{n}" for n in changed if n in QUANTIZED and self.quantization == "none")
-        check(not alone, f"{alone} without --quantization changes nothing (fix: --quantization 8bit)")
+        for names, there, fix in ((LORA, lora, "lora_rank 16"), (QUANTIZED, quantized, "quantization 8bit")):
+            alone = ", ".join(f"--{name}" for name in changed if name in names)
+            check(there or not alone, f"{alone} without --{fix.split()[0]} changes nothing (fix: --{fix})")
         frozen = f"--quantization {self.quantization} freezes the weights and --lora_rank is 0"
-        check(lora or self.quantization == "none", f"{frozen}: nothing would train (fix: --lora_rank 16)")
+        check(lora or not quantized, f"{frozen}: nothing would train (fix: --lora_rank 16)")
         plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
         check(not lora or self.param_dtype == "fp32", f"{plain} (fix: leave it out)")
         both = self.eval_dataset and self.eval_share
@@ -183,10 +181,9 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             model = build_model(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
-    facts = {"data": examples.fingerprint, **model_facts(config, weights)}
+    facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     same_on_all(world, facts, "files")
     out = claim_output(cfg.output_dir, "finetune", world)
-    facts |= {name: getattr(cfg, name) for name in FIXED}
     checkpoint, state, finished = None, {}, 0
     if holds_run(out) or cfg.resume not in ("auto", "none"):
         from utils.resume import load_checkpoint, previous_run
@@ -194,11 +191,10 @@ def main(cfg: Config) -> Path:
         checkpoint, state, finished = previous_run(cfg, out, facts, world)
     with together(world):
         wanted = state.get("global_batch_size") or cfg.global_batch_size
-        batching = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
+        global_batch, micro_batches = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
         return out
-    global_batch, micro_batches = batching
     shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
     loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -206,8 +202,7 @@ def main(cfg: Config) -> Path:
     needed_bytes = 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
     check_output_folder(out, folder, world, needed_bytes)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
-    for note in template_notes(tokenizer):
-        print0(note)
+    print_template_notes(tokenizer)
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
     print0(f"data      {cfg.dataset}: {examples.summary()}{evaluated}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
@@ -222,18 +217,16 @@ def main(cfg: Config) -> Path:
         pieces = plan_pieces(model, weights, folder)
     names = None  # of parameters that adapters have renamed
     if lora:
-        from utils.lora import add_adapter, add_lora, base_names, cast_frozen, fill_adapters, save_adapter
+        from utils.lora import adapt, base_names, cast_frozen, fill_adapters, save_adapter
 
-        given = {name: getattr(cfg, name) for name in LORA if getattr(cfg, name) != getattr(Config, name)}
-        flags = {name.removeprefix("lora_"): getattr(cfg, name) for name in LORA}
+        flags = {name: (getattr(cfg, name), getattr(Config, name)) for name in LORA}
         with together(world):
-            old = cfg.adapter and add_adapter(model, Path(cfg.adapter), given)
-            adapters = old or add_lora(model, **flags)
+            adapters = adapt(model, cfg.adapter, flags)
             if cfg.quantization != "none":
                 from utils.quantize import check_experts, quantize_linears
 
-                how = {"int8_mode": cfg.int8_mode, "head": cfg.quantize_head}
-                quantized = quantize_linears(model, cfg.quantization, DTYPES[cfg.dtype], **how)
+                how = (cfg.quantization, DTYPES[cfg.dtype], cfg.int8_mode)
+                quantized = quantize_linears(model, *how, head=cfg.quantize_head)
                 check_experts(quantized, cfg.keep_experts_16bit)
                 print0(f"quantized {quantized.sentence()}")
         cast_frozen(model, DTYPES[cfg.dtype])
@@ -307,7 +300,7 @@ def main(cfg: Config) -> Path:
         started = time.monotonic()
         fault("step", step)
         seed = (cfg.seed * 1_000_003 + step) * world.size + world.rank
-        transformers.set_seed(seed % 2**32)  # dropout, and whatever a model draws, resumes exactly
+        transformers.set_seed(seed % 2**32)  # so that dropout resumes exactly
         batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
         taught = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
         losses = []
@@ -363,16 +356,14 @@ def main(cfg: Config) -> Path:
     # --- save: each rank writes its own bytes of the final files --------------------------------------
     act("save")
     if cfg.save_model and lora:
-        base = str(folder.absolute()) if Path(cfg.model).is_dir() else cfg.model
-        print0(f"adapter   {save_adapter(out / 'adapter', model, adapters, base, world, tokenizer)}")
+        print0(f"adapter   {save_adapter(out / 'adapter', model, adapters, cfg.model, world, tokenizer)}")
     elif cfg.save_model:
         options = {"save_dtype": DTYPES[cfg.save_dtype], "tokenizer": tokenizer, "source": folder}
         save_model(out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options)
-    peaks = peak_memory_of_all(world)
+    measured = {"steps": steps, "peak_memory_bytes": peak_memory_of_all(world)}
     if world.rank == 0:
-        write_plan(out, planned=asdict(states), measured={"steps": steps, "peak_memory_bytes": peaks})
-    saved = out / ("adapter" if lora else "model") if cfg.save_model else out
-    print0(f"finished  {steps} steps; {saved}")
+        write_plan(out, planned=asdict(states), measured=measured)
+    print0(f"finished  {steps} steps; {out / ('adapter' if lora else 'model') if cfg.save_model else out}")
     return out
 
 
@@ -391,21 +382,13 @@ def settle(cfg: Config, world) -> Config:
         cfg = replace(cfg, dtype="bf16" if has_bf16 else "fp32")
     device = torch.cuda.get_device_name(world.device) if cuda else "the CPU"
     check(cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {device} has none (fix: --dtype fp16)")
-    if cfg.attn == "flash_attention_2":
-        where = f"it computes in 16 bit on GPUs, not in {cfg.dtype} on {device}"
-        check(cuda and cfg.dtype != "fp32", f"--attn flash_attention_2: {where} (fix: --attn sdpa)")
-        check(
-            transformers.utils.is_flash_attn_2_available(),
-            "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)",
-        )
-    if cfg.optimizer != "adamw":
-        from utils.optim_8bit import import_bitsandbytes
+    flash = cfg.attn == "flash_attention_2"
+    where = f"--attn flash_attention_2 computes in 16 bit on GPUs, not in {cfg.dtype} on {device}"
+    check(not flash or cuda and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
+    if flash or cfg.optimizer != "adamw" or cfg.tensorboard or cfg.wandb:
+        from utils.diagnose import check_packages
 
-        import_bitsandbytes(cfg.optimizer)
-    if cfg.tensorboard or cfg.wandb:
-        from utils.trackers import check_trackers
-
-        check_trackers(cfg.tensorboard, cfg.wandb)
+        check_packages(flash, cfg.optimizer, cfg.tensorboard, cfg.wandb)
     return cfg
 
 

@@ -4,7 +4,6 @@ loads the adapter, a resume is exact.
 python -m pytest tests/test_adapters.py
 """
 
-import json
 import shutil
 
 import finetune
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from utils.data import GlobalBatches, load_examples
 from utils.errors import ConfigError
+from utils.metrics import read_metrics
 from utils.resume import Reader
 from utils.tokens import load_tokenizer
 
@@ -58,7 +58,7 @@ def train(files, out, ranks=2, **flags):
 
 
 def numbers(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(out / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module", params=BASES)
@@ -150,7 +150,7 @@ def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(files, ba
     ("flags", "says"),
     [
         ({"quantization": "8bit", "lora_rank": 0}, "nothing would train (fix: --lora_rank 16)"),
-        ({"lora_rank": 0, "lora_alpha": 32.0}, "--lora_alpha without adapters changes nothing"),
+        ({"lora_rank": 0, "lora_alpha": 32.0}, "--lora_alpha without --lora_rank changes nothing"),
         ({"param_dtype": "bf16"}, "--param_dtype bf16"),
         ({"int8_mode": "llm_int8"}, "--int8_mode without --quantization changes nothing"),
         ({"keep_experts_16bit": True}, "--keep_experts_16bit without --quantization changes nothing"),

@@ -15,7 +15,8 @@ from typing import Literal
 import pytest
 import yaml
 
-from utils.config import help_text, load_config, parse_cli, save_config
+from utils.config import parse_cli, save_config
+from utils.config_text import help_text, load_config
 from utils.errors import ConfigError
 from utils.llama_recipes import LLAMA_RECIPES
 

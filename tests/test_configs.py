@@ -10,7 +10,7 @@ import pytest
 from shell import ROOT
 from transformers import AutoConfig
 
-from utils.config import load_config
+from utils.config_text import load_config
 from utils.loading import build_model
 from utils.lora import add_lora, cast_frozen
 from utils.memory import estimate_states

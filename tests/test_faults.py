@@ -3,7 +3,7 @@
 python -m pytest tests/test_faults.py             the rows that `make test` holds
 python -m pytest -m "not gpu" tests/test_faults.py
 
-The oracle is the undisturbed run. A checkpoint's manifest has the SHA-256 of every rank's file, and those files
+The oracle is the undisturbed run. A checkpoint's manifest has the SHA-256 of every rank's file, and those
 hold the parameters, the optimizer's tensors and the state of the random number generators: equal hashes are
 equal bits. metrics.jsonl has losses and gradient norms, which the order of the rows decides.
 """

@@ -18,13 +18,13 @@ from tiny import tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from utils.diagnose import check_packages
 from utils.errors import ConfigError
 from utils.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
 from utils.memory import States, estimate_states
 from utils.metrics import RunLog, peak_memory_bytes, read_metrics
 from utils.optim import build_optimizer
 from utils.sharding import shard_model
-from utils.trackers import check_trackers
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-4, "taught_tokens": 99, "tokens_per_second": 12345.6}
@@ -119,7 +119,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 
 def test_tensorboard_gets_every_number(tmp_path):
-    check_trackers(tensorboard=True, wandb=False)
+    check_packages(False, "adamw", tensorboard=True, wandb=False)
     log = RunLog(tmp_path, total_steps=2, trackers=(True, False))
     log.step(step=1, **NUMBERS)
     log.close()
@@ -134,9 +134,9 @@ def test_tensorboard_gets_every_number(tmp_path):
 def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # what a run of it leaves behind is not the package
     monkeypatch.syspath_prepend(tmp_path)
-    check_trackers(tensorboard=False, wandb=False)
+    check_packages(False, "adamw", tensorboard=False, wandb=False)
     with pytest.raises(ConfigError, match="--wandb needs a package .fix: pip install wandb."):
-        check_trackers(tensorboard=False, wandb=True)
+        check_packages(False, "adamw", tensorboard=False, wandb=True)
 
 
 def on_meta(model_type: str, **sizes):

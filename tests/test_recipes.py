@@ -17,7 +17,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.config import load_config
+from utils.config_text import load_config
 
 README = (ROOT / "README.md").read_text()
 QUICK = {"steps": 2, "batch_size": 2, "save_every": 0}

@@ -45,6 +45,8 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & set(argv):
+        from .config_text import help_text
+
         print(help_text(cls) if rank() == 0 else "", end="")
         sys.exit(0)
     kinds = _kinds(cls) | {"config": (str, None)}
@@ -65,16 +67,15 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
             value = kinds[key][1] if value is None else value
             check(value is not None, f"{flag} needs a value; one that starts with - as {flag}=VALUE")
             written[key] = (flag, value)
-    from_file = _read_yaml(_kinds(cls), written.pop("config")[1]) if "config" in written else {}
+    from_file = {}
+    if "config" in written:
+        from .config_text import read_yaml
+
+        from_file = read_yaml(_kinds(cls), written.pop("config")[1])
     values = _fire(kinds, implied) | from_file | _fire(kinds, written)
     for note in notes if rank() == 0 else []:
         print(note, flush=True)
     return cls(**values)
-
-
-def load_config(cls: type, path: str | Path):
-    """An instance of `cls` from the flat YAML file `path`; what the file leaves out has its default."""
-    return cls(**_read_yaml(_kinds(cls), str(path)))
 
 
 def save_config(cfg: object, path: str | Path) -> None:
@@ -91,21 +92,6 @@ def save_config(cfg: object, path: str | Path) -> None:
     temporary = Path(path).with_name(f".tmp_{Path(path).name}")
     temporary.write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
     temporary.replace(path)
-
-
-def help_text(cls: type) -> str:
-    """The recipe's docstring, then its flags by group: values, meaning, default."""
-    lines, kinds = [(sys.modules[cls.__module__].__doc__ or "").strip()], _kinds(cls)
-    for group, members in _described(cls).items():
-        lines.append(f"\n{group}")
-        for field, comment in members:
-            kind, alone = kinds[field.name]
-            values = "true|false" if kind is bool else "|".join(typing.get_args(kind)) or kind.__name__
-            flag = f"--{field.name} {values}" if alone is None else f"--{field.name} [{values}]"
-            default = str(field.default).lower() if kind is bool else field.default
-            lines.append(f"  {flag:34}  {comment} (default: {'empty' if default == '' else default})")
-    lines.append(f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n")
-    return "\n".join(lines)
 
 
 def _kinds(cls: type) -> dict[str, tuple[type, str | None]]:
@@ -173,40 +159,6 @@ def _read(kind: type, alone: str | None, where: str, text: str) -> str | int | f
         return alone
     check(kind is str or text in choices, f"{where} takes one of {', '.join(choices)}; not '{_shown(text)}'")
     return text
-
-
-def _read_yaml(kinds: dict, path: str) -> dict:
-    """The settings of a flat YAML file. Only its text counts: nothing is constructed, and YAML's own readings
-    (no as False, 1e-4 as text, 010 as 8) never come into play.
-    """
-    file, shown = Path(path), _shown(path)
-    try:
-        root = yaml.compose(file.read_text("utf-8-sig"), Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        at = f"{shown}:{error.problem_mark.line + 1}"
-        raise ConfigError(f"{at}: {error.problem}; write `name: value` lines, without tabs") from None
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-        from .diagnose import did_you_mean
-
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        hint = "" if file.exists() else _shown(did_you_mean(file))
-        raise ConfigError(f"config file {shown}: {reason}{hint}") from None
-    check(root is None or isinstance(root, yaml.MappingNode), f"{shown}: expected lines such as `lr: 1e-4`")
-    values = {}
-    for key, node in root.value if root else []:
-        name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a list"
-        at = f"{shown}:{key.start_mark.line + 1}: {_shown(name)}"
-        if name not in kinds:
-            from .diagnose import near_setting
-
-            raise ConfigError(f"{at} is no setting ({near_setting(name, kinds)})")
-        check(name not in values, f"{at} is set twice: write it once")
-        check(isinstance(node, yaml.ScalarNode), f"{at} takes one value, not a list or a mapping")
-        tag = node.tag.removeprefix("tag:yaml.org,2002:")
-        plain = tag in ("str", "int", "float", "bool", "timestamp")
-        check(plain, f'{at} takes a plain value, not {_shown(tag)}; the empty text is ""')
-        values[name] = _read(*kinds[name], at, node.value)
-    return values
 
 
 def _shown(text: str) -> str:

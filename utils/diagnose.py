@@ -8,11 +8,13 @@ import os
 import re
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch.distributed as dist
+from transformers.utils import is_flash_attn_2_available
 
-from .errors import first_five
+from .errors import check, first_five
 
 LOST = re.compile("[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|[Bb]roken pipe|closed by peer|NCCL")
 
@@ -128,3 +130,17 @@ def missing_ranks(error: Exception, act: str, seconds: float = 3) -> str:
         return f"error: the ranks wait for each other in act '{act}': {where}: {str(error).splitlines()[0]}\n"
     hint = "killed, out of memory or stopped? (fix: see above; torchrun --max-restarts 3 goes on by itself)"
     return f"error: rank {gone} gave no answer in act '{act}'; waiting: {where}. {hint}\n"
+
+
+def check_packages(flash: bool, optimizer: str, tensorboard: bool, wandb: bool) -> None:
+    """Raise ConfigError when a package that was asked for is not installed."""
+    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+        spec = find_spec(name) if wanted else None
+        # A folder named wandb, left by an earlier run, is found as well, but has no origin.
+        check(not wanted or (spec and spec.origin), f"--{name} needs a package (fix: pip install {name})")
+    there = not flash or is_flash_attn_2_available()
+    check(there, "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)")
+    if optimizer != "adamw":
+        from .optim_8bit import import_bitsandbytes
+
+        import_bitsandbytes(optimizer)

@@ -64,6 +64,14 @@ IGNORED = set("peft_type peft_version task_type base_model_name_or_path revision
 NEEDS = "starts from whole weights or from data, which no rank has when adapters are made"
 
 
+def adapt(model: nn.Module, adapter: str, flags: dict[str, tuple]) -> LoraConfig:
+    """add_adapter for the folder `adapter`, else add_lora; flags: name -> (value, default)."""
+    if adapter:
+        given = {name: value for name, (value, default) in flags.items() if value != default}
+        return add_adapter(model, Path(adapter), given)
+    return add_lora(model, **{name.removeprefix("lora_"): value for name, (value, _) in flags.items()})
+
+
 def add_lora(
     model: nn.Module, rank: int, alpha: float, targets: str, *, dropout: float = 0.0, use_rslora=False,
     use_dora=False, modules_to_save: str = "", init: str = "default",
@@ -232,7 +240,9 @@ def save_adapter(
     mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
     temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
     config = copy.copy(config)
-    config.base_model_name_or_path, config.inference_mode = str(base_name), True
+    here = Path(base_name).is_dir()  # a folder, else a Hugging Face id
+    config.base_model_name_or_path = os.path.abspath(base_name) if here else str(base_name)
+    config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
     try:
         with together(world), disk_errors(out):

@@ -140,9 +140,9 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
     check(known, f"{file}: model_type: {what} (fix: another --model, or a newer transformers)")
 
 
-def model_facts(config, weights: dict[str, TensorInfo]) -> dict:
-    """What makes this model this one, as JSON: the fields of its transformers config that say what it
-    computes, and "weights", a SHA-256.
+def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
+    """What makes a run this one, as JSON: the fingerprint of its data, the fields of the transformers config
+    that say what the model computes, and "weights", a SHA-256.
 
     That is over name, dtype, shape and up to 4 KiB from the middle of each tensor: another fine-tune of the
     same model has another one, and no file is read whole.
@@ -155,7 +155,7 @@ def model_facts(config, weights: dict[str, TensorInfo]) -> dict:
             digest.update(os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2))
     fields = json.loads(json.dumps(config.to_dict(), default=str))
     fields = {f"config.{k}": v for k, v in fields.items() if k not in COSMETIC and not k.startswith("_")}
-    return {"weights": digest.hexdigest(), **fields}
+    return {"data": data, "weights": digest.hexdigest(), **fields}
 
 
 def check_vocab(tokens: int, vocab_size: int) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .checkpoint import RNG_BYTES, Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
-from .config import load_config
+from .config_text import load_config
 from .distributed import World, broadcast, gather, together
 from .errors import ConfigError, check, first_five, print0
 from .run_folder import holds_run

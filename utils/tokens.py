@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .errors import ConfigError, check
+from .errors import ConfigError, check, print0
 
 IGNORE = -100
 
@@ -57,18 +57,12 @@ def pad_id(tokenizer) -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def template_notes(tokenizer) -> list[str]:
-    """What a user should know of the chat template, for the plan."""
-    notes = []
+def print_template_notes(tokenizer) -> None:
+    """What a user should know of the chat template, in the plan."""
     if tokenizer.template_name == "built-in plain":
-        notes.append(
-            "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
-        )
+        print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
     if not end_of_turn_ids(tokenizer):
-        notes.append(
-            "warning: the chat template ends no turn with a token, so the model will not learn to stop"
-        )
-    return notes
+        print0("warning: the chat template ends no turn with a token, so the model will not learn to stop")
 
 
 def end_of_turn_ids(tokenizer) -> set[int]:

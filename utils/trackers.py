@@ -1,17 +1,6 @@
 """TensorBoard and Weights & Biases, on demand."""
 
-from importlib.util import find_spec
 from pathlib import Path
-
-from .errors import check
-
-
-def check_trackers(tensorboard: bool, wandb: bool) -> None:
-    """Raise ConfigError when a tracker that was asked for is not installed."""
-    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
-        spec = find_spec(name) if wanted else None
-        # A folder named wandb, left by an earlier run, is found as well, but has no origin.
-        check(not wanted or (spec and spec.origin), f"--{name} needs a package (fix: pip install {name})")
 
 
 class TensorBoard:
