@@ -130,8 +130,7 @@ def test_a_save_in_the_background_is_killed_as_safely(flags, undisturbed, tmp_pa
 @slow
 def test_workers_do_not_outlive_a_killed_launcher_and_its_folder_is_free(flags, undisturbed, tmp_path):
     with Launch(command(flags, tmp_path / "run"), FAULT="step:1:3:30") as run:  # row 3
-        run.until("--- train")
-        time.sleep(2)
+        run.until("step 3/")
         run.process.kill()
         run.process.wait()
         begun = time.monotonic()
@@ -286,7 +285,8 @@ def test_a_stop_that_cannot_be_in_time_is_foreseen_at_the_next_start(flags, tmp_
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: a step of")]
     assert said == [
         "warning: a step of 99 s and a save of 0 s are more than the 30 s that a SIGTERM leaves; then the "
-        "checkpoint before stands (fix: torchrun --shutdown-timeout 198, and as long in the scheduler)"
+        "checkpoint before stands (fix: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=198, and as long in the "
+        "scheduler)"
     ]
 
 

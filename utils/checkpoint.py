@@ -60,9 +60,7 @@ class CheckpointSaver:
         self.folder, self.keep, self.world = folder, keep, world
         self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc="saver")
         cuda = world.device.type == "cuda"
-        options = StagingOptions(
-            cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
+        options = StagingOptions(cuda, False, False, cuda)  # pinned, shared, in a thread, without blocking
         self.stager = DefaultStager(options) if background else None
         self.pending = self.writer = None
         self.seconds = 0.0  # that the last save took until it was published
@@ -81,7 +79,8 @@ class CheckpointSaver:
         state["versions"] = {name: version(name) for name in ("torch", "transformers")}
         tensors = checkpoint_tensors(model, optimizer)
         tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
-        mine = sum(_local_bytes(tensor) for tensor in tensors.values())
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+        mine = sum(tensor.nbytes for tensor in local)
         needed = all_reduce_sum(mine, self.world)
         with together(self.world), disk_errors(self.folder):
             check(not final.exists(), f"{final} exists, and is not overwritten (fix: move it away)")
@@ -111,9 +110,12 @@ class CheckpointSaver:
             text = f"{self.writer.final} cannot be written: {reason_of(error)}"
             raise ConfigError(f"{text} (fix: make room, or another --output_dir)", agreed=True) from error
         finally:
-            if not self.seconds:
-                warn_of_grace(self.writer.step_seconds, time.monotonic() - self.writer.started)
-            self.seconds = time.monotonic() - self.writer.started
+            first, self.seconds = (
+                not self.seconds,
+                (self.writer.ended or time.monotonic()) - self.writer.started,
+            )
+            if first:
+                warn_of_grace(self.writer.step_seconds, self.seconds)
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
 
@@ -178,7 +180,7 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = _HashingFiles(state["step"], expected)
         self.final, self.keep, self.background = final, keep, background
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
-        self.started, self.step_seconds = time.monotonic(), state.get("step_seconds", 0.0)
+        self.started, self.ended, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """This rank's tensors; its digests travel to rank 0 with the results."""
@@ -208,6 +210,7 @@ class _Writer(dcp.FileSystemWriter):
         sync_path(self.final.parent)
         fault("pointer", self.step)
         point_to(self.final)
+        self.ended = time.monotonic()
         _retire(self.final, self.keep)
 
 
@@ -236,10 +239,6 @@ class _HashingFile(io.BufferedWriter):
         if 2 * self.size > self.files.expected:
             fault("data", self.files.step)
         return len(data)
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 def _write(path: Path, text: str) -> None:

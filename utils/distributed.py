@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, check
+from .errors import ConfigError, check, print0
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_SECONDS = 600  # that ranks wait for each other: one may read and tokenize data meanwhile
@@ -59,10 +59,15 @@ def init_distributed() -> World:
     _die_with_launcher()
     if dist.is_initialized():  # main() called from a program that has its own group
         return World(rank, size, local_rank, local_size, device)
+    wait = timedelta(seconds=START_SECONDS)
     try:
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_SECONDS)
-        )
+        if (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        ):  # torchrun's own, which outlives restarts
+            _warn_of_shared_store(size, local_size)
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)  # not to meet the dead
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     except dist.DistNetworkError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0][:200]
@@ -155,6 +160,13 @@ def _env_int(name: str) -> int | None:
     value = os.environ.get(name)
     check(value is None or value.isdecimal(), f"{name}={value} is not a number {FIX}")
     return None if value is None else int(value)
+
+
+def _warn_of_shared_store(size: int, local_size: int) -> None:
+    """With it, agents on several machines do not meet again after one has died (torch 2.13)."""
+    if size > local_size and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as configs/launch/ does"
+        print0(f"warning: after a failure these machines may not meet again (fix: {fix})")
 
 
 def _die_with_launcher() -> None:

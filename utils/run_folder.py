@@ -37,7 +37,12 @@ def claim_output(output_dir: str, stem: str, world: World) -> Path:
             except (OSError, RuntimeError) as error:
                 what = f"--output_dir {out or 'output'}: {getattr(error, 'strerror', None) or error}"
                 raise ConfigError(f"{what} (fix: another folder)") from None
-    return broadcast(world, out)
+    out = broadcast(world, out)
+    # NCCL's flight recorder: a collective that times out leaves here which rank was in which.
+    flights = {"BUFFER_SIZE": "2000", "DUMP_TEMP_FILE": f"{out}/hang_rank_"}
+    os.environ.update({f"TORCH_FR_{key}": value for key, value in flights.items()})
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    return out
 
 
 def releases_output(main):

@@ -4,16 +4,17 @@ checkpoint at the end of the step.
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from .errors import print0, say
+from .errors import print0
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-GRACE = 30  # seconds from SIGTERM to SIGKILL, of torchrun and of Kubernetes, unless they are told otherwise
+GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torchrun's, from SIGTERM to SIGKILL
 _received: list[tuple[int, float]] = []  # (number, when)
 
 
@@ -24,14 +25,19 @@ def stop_at_once() -> None:
 
 
 def stop_after_step() -> None:
-    """From now on a signal is only noted, for `stop_asked`; but a second Ctrl-C leaves at once.
+    """From now on a signal is only noted, for `stop_asked`; but one more after Ctrl-C leaves at once.
 
-    It replaces what `stop_at_once` set: a program that calls a recipe's main keeps its own handlers.
+    It replaces what `stop_at_once` set: a program that calls a recipe's main keeps its own handlers. A thread
+    does the noting, because the main one may wait for other ranks, where Python runs no handler.
     """
     _received.clear()
-    for number in CAUGHT:
-        if signal.getsignal(number) is _raise:
-            signal.signal(number, _note)
+    if signal.getsignal(signal.SIGTERM) is _raise:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        threading.Thread(target=_note, args=(reader,), daemon=True).start()
+        for number in CAUGHT:
+            signal.signal(number, lambda *_: None)
 
 
 def stop_asked() -> str:
@@ -48,7 +54,7 @@ def warn_of_grace(step_seconds: float, save_seconds: float) -> None:
         both = (
             f"a step of {step_seconds:.0f} s and a save of {save_seconds:.0f} s are more than the {GRACE} s"
         )
-        fix = f"torchrun --shutdown-timeout {2 * round(seconds)}, and as long in the scheduler"
+        fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the scheduler"
         print0(f"warning: {both} that a SIGTERM leaves; then the checkpoint before stands (fix: {fix})")
 
 
@@ -56,10 +62,12 @@ def _raise(number: int, _: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def _note(number: int, _: FrameType | None) -> None:
-    now = time.monotonic()
-    # The terminal and torchrun may each send one; a person takes longer.
-    if number == signal.SIGINT and any(n == number and now - at > 0.5 for n, at in _received):
-        say("second Ctrl-C: leaving at once, without a checkpoint")
-        os._exit(130)
-    _received.append((number, now))
+def _note(reader: int) -> None:
+    while number := os.read(reader, 1):
+        _received.append((number[0], time.monotonic()))
+        (first, begun), (_, now) = _received[0], _received[-1]
+        # At Ctrl-C the terminal and torchrun may each send one, at once; a person takes longer. At the second
+        # torchrun sends SIGTERM.
+        if first == signal.SIGINT and now - begun > 0.5:
+            print0("second Ctrl-C: leaving at once, without a checkpoint")
+            os._exit(130)
