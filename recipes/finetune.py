@@ -21,7 +21,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
-from utils.checkpoint import CheckpointSaver
+from utils.checkpoint import CheckpointSaver, set_seed
 from utils.config import parse_cli
 from utils.data import GlobalBatches, divide_global_batch, load_split
 from utils.distributed import (
@@ -300,7 +300,7 @@ def main(cfg: Config) -> Path:
         started = time.monotonic()
         fault("step", step)
         seed = (cfg.seed * 1_000_003 + step) * world.size + world.rank
-        transformers.set_seed(seed % 2**32)  # so that dropout resumes exactly
+        set_seed(seed)  # so that dropout resumes exactly
         batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
         taught = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
         losses = []

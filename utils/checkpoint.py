@@ -138,6 +138,13 @@ def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
     return tensors
 
 
+def set_seed(seed: int) -> None:
+    """Of every generator that rng_state saves."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_state(device: torch.device) -> torch.Tensor:
     """This rank's random number generators as JSON in RNG_BYTES bytes, which are always as many."""
     kind, keys, *rest = numpy.random.get_state()
@@ -187,7 +194,10 @@ class _Writer(dcp.FileSystemWriter):
         if self.background:
             with suppress(AttributeError, OSError):  # the steps come first; Linux can say so of a thread
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        results = super().write_data(plan, planner).value()
+        try:
+            results = super().write_data(plan, planner).value()
+        except Exception as error:  # torch.save hides the system's error behind its own
+            raise self.fs.failed or error from None
         future = torch.futures.Future()
         future.set_result([*results, WriteResult(DIGESTS, 0, self.fs.digests)])
         return future
@@ -218,7 +228,7 @@ class _HashingFiles(FileSystem):
     """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
 
     def __init__(self, step: int, expected: int):
-        self.step, self.expected, self.digests = step, expected, {}
+        self.step, self.expected, self.digests, self.failed = step, expected, {}, None
 
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
@@ -234,7 +244,11 @@ class _HashingFile(io.BufferedWriter):
         self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data) -> int:
-        self.size += super().write(data)
+        try:
+            self.size += super().write(data)
+        except OSError as error:
+            self.files.failed = error
+            raise
         self.digest.update(data)
         if 2 * self.size > self.files.expected:
             fault("data", self.files.step)

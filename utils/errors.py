@@ -43,8 +43,10 @@ def say(*parts: object) -> None:
     """Print a line to stdout. If who read it has gone (`| head`, a closed terminal), the run goes on in
     silence.
     """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    line = " ".join(map(str, parts)).encode(encoding, "backslashreplace")  # a file's name holds any bytes
     try:
-        print(*parts, flush=True)
+        print(line.decode(encoding), flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -60,6 +62,7 @@ def report_errors() -> Iterator[None]:
     """Turn what escapes a recipe into one line and an exit code: 2 for bad input, 128 and its number for a
     signal, 1 for no space left and for a rank that is missing.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - closed by who started us
     try:
         yield
     except ConfigError as error:
@@ -124,6 +127,7 @@ def _print_once(message: str, agreed: bool = False) -> None:
     if rank() != 0:
         # Rank 0 most likely says the same, and torchrun ends this process when it has. Leaving first would
         # cut rank 0 short.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
         if agreed:
             return

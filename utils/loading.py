@@ -92,6 +92,9 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
         if len(shape) != len(full) or any(a + s > f for a, s, f in zip(at, shape, full, strict=True)):
             misshapen.append(f"{name} {list(info.shape)} for {target} {list(full)}")
             continue
+        if info.dtype.is_floating_point != state[target].is_floating_point():
+            misshapen.append(f"{name} {info.dtype} for {target} {state[target].dtype}")
+            continue
         covered[target] += torch.Size(shape).numel()
         pieces.append(Piece(name, info, target, at, shape))
     tied = model.all_tied_weights_keys

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from .distributed import World, gather
+from .hf_format import disk_errors
 
 LINE = {
     "loss": "loss {:.4f}",
@@ -56,7 +57,7 @@ class RunLog:
             return
         numbers = {name: value for name, value in numbers.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        with open(self.folder / "metrics.jsonl", "a") as file:
+        with disk_errors(self.folder / "metrics.jsonl"), open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"run": self.run, **finite}) + "\n")
         step = numbers.pop("step")
         for tracker in self.trackers:

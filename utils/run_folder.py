@@ -29,6 +29,13 @@ def claim_output(output_dir: str, stem: str, world: World) -> Path:
     restarted = any(gather(world, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
     out = Path(output_dir).absolute() if output_dir else None
     with together(world):
+        try:
+            str(out).encode()
+        except UnicodeEncodeError:
+            fix = "another folder, or LC_ALL=C.UTF-8"
+            raise ConfigError(
+                f"--output_dir {ascii(output_dir)} is no text in this locale (fix: {fix})"
+            ) from None
         if world.rank == 0:
             numbered = sorted(Path("output").glob(f"{stem}-[0-9][0-9][0-9]")) if restarted else []
             out = out or (numbered[-1].absolute() if numbered else None)
