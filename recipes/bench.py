@@ -7,7 +7,7 @@ Measure what the README claims, beside the peers: ratios within one run, median 
 Every contender runs in fresh processes, and they take turns (a b c, a b c, ...), so that what drifts hits all
 alike. One that fails stands in the table with its error, and the others go on: peers are optional installs.
 Bytes and memory are always judged; time where other processes left the machine alone. Exit code 1: a bound is
-missed. What is measured, and how, stands in recipes/benchmarks/. Large files go to $TMPDIR, and are removed.
+missed. What is measured, and how, stands in tests/benchmarks/. Large files go to $TMPDIR, and are removed.
 """
 
 import importlib
@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Literal
 
 HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parent), str(HERE / "benchmarks")]  # utils/ is beside recipes/
+BENCHMARKS = HERE.parent / "tests" / "benchmarks"
+sys.path[1:1] = [str(HERE.parent), str(BENCHMARKS)]  # utils/ is beside recipes/
 
 from utils.config import parse_cli
 from utils.errors import act, check, report_errors
@@ -63,6 +64,8 @@ def main(cfg: Config) -> bool:
     act("plan")
     on_linux = sys.platform == "linux"
     check(on_linux, f"bench.py measures through /proc, which {sys.platform} lacks (fix: run it on Linux)")
+    missing = f"{BENCHMARKS} is not here (fix: copy it too, or run bench.py where it comes from)"
+    check((BENCHMARKS / f"{cfg.what}.py").is_file(), missing)
     benchmark = importlib.import_module(cfg.what)
     names = cfg.only.split(",") if cfg.only else list(benchmark.CONTENDERS)
     unknown = ", ".join(name for name in names if name not in benchmark.CONTENDERS)
@@ -119,7 +122,7 @@ def _run(cfg: Config, source: Path, size: int, name: str, metrics: dict) -> dict
     """One contender, once, on `size` fresh processes: its metrics, or the error that ended it."""
     _drop_page_cache(source)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
-    command += [str(HERE / "benchmarks" / f"{cfg.what}.py"), "--contender", name, "--folder", str(source)]
+    command += [str(BENCHMARKS / f"{cfg.what}.py"), "--contender", name, "--folder", str(source)]
     variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     variables.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(dir=source.parent) as folder, open(f"{folder}/log", "w") as log:

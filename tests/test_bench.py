@@ -6,6 +6,7 @@ Alone: `.venv/bin/python -m pytest tests/test_bench.py`
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,35 @@ def test_save_writes_each_byte_once_and_leaves_nothing_behind(tmp_path):
     assert ours["peak_of_allowed"] <= 1
 
 
+@pytest.mark.slow
+def test_checkpoints_are_measured_beside_their_raw_bytes_and_keep_their_bounds_on_memory(tmp_path):
+    flags = "save --repeats 1 --only raw_checkpoint,checkpoint,checkpoint_async"
+    done, results = ran(tmp_path, flags, seconds=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = ("raw_checkpoint", "checkpoint", "checkpoint_async")
+    raw, ours, background = ({k: v[0] for k, v in row(results, name)["values"].items()} for name in names)
+    saved = raw["rate"] * raw["seconds"]
+    assert saved == pytest.approx(12 * 8_522_240, rel=1e-4)  # fp32 weights and two moments
+    for numbers in (raw, ours, background):
+        assert numbers["written_bytes"] == pytest.approx(saved, rel=0.01)
+    assert ours["seconds_ratio"] == ours["seconds"] / raw["seconds"]
+    assert raw["peak_of_saved"] < 0.1
+    assert ours["peak_of_saved"] < 0.1
+    assert 0.9 < background["peak_of_saved"] <= 1.1  # one copy
+    assert 0.9 < background["growth"] <= 1.02
+    assert background["blocked_of_copy"] > 0
+    assert min(background[key] for key in ("blocked", "copy", "step")) > 0
+    judged = {(bound["contender"], bound["metric"]): bound["verdict"] for bound in results["bounds"]}
+    late = "not judged: --small is over too soon"
+    assert judged == {
+        ("checkpoint", "seconds"): late,
+        ("checkpoint_async", "blocked_of_copy"): late,
+        ("checkpoint_async", "peak_of_saved"): "ok",
+        ("checkpoint_async", "growth"): "ok",
+        ("checkpoint_async", "slowed"): late,
+    }
+
+
 def test_a_ratio_is_formed_within_its_repeat():
     benchmark = SimpleNamespace(REFERENCES={"ours": "raw"}, RATIOS=("seconds",))
     seconds = {("ours", 0): 2.0, ("raw", 0): 1.0, ("ours", 1): 9.0, ("raw", 1): 3.0, ("ours", 2): 1.0}
@@ -136,6 +166,15 @@ def test_a_mistyped_benchmark_is_named(tmp_path):
     assert done.stderr == "error: --what takes one of load, save, step, loss, quant, gpu; not 'laod'\n"
 
 
+def test_a_copy_without_the_benchmarks_says_what_it_lacks(tmp_path):
+    for name in ("recipes", "utils"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    done = shell(BENCH, cwd=tmp_path)
+    assert done.returncode == 2
+    lacks = f"{tmp_path}/tests/benchmarks is not here"
+    assert done.stderr == f"error: {lacks} (fix: copy it too, or run bench.py where it comes from)\n"
+
+
 @contextmanager
 def running(folder):
     """`bench.py load --only from_pretrained` whose ranks have been started."""
@@ -160,7 +199,7 @@ def test_ctrl_c_ends_every_process_and_removes_the_weights(tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "error: interrupted in act 'run'"
+    assert err.splitlines()[-1] == "error: stopped by SIGINT in act 'run'"
     assert not left(tmp_path)
     time.sleep(0.5)
     assert not workers(tmp_path)
@@ -199,7 +238,8 @@ def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(w
     assert [run["contender"] for run in results["runs"]] == names * 2  # they take turns
     rows = {row["contender"]: row for row in results["tables"][0]["rows"]}
     assert not [row["error"] for row in rows.values() if row["error"]]
-    peaks = {name: row["values"]["peak_bytes"][0] for name, row in rows.items() if not name.startswith("raw")}
+    others = [name for name in names if not name.startswith(("raw", "checkpoint"))]
+    peaks = {name: rows[name]["values"]["peak_bytes"][0] for name in others}
     ours = peaks.pop("ours")
     assert all(ours <= 1.1 * peak for peak in peaks.values()), (ours, peaks)
 

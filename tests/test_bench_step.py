@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "recipes" / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 sys.path.insert(1, str(BENCHMARKS))
 import gpu
 import loss

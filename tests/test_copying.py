@@ -13,6 +13,7 @@ from tiny import tiny_model_folder
 NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
     "activations",
+    "async_save",
     "config_text",
     "diagnose",
     "experts",

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,20 @@ def test_tensorboard_gets_every_number(tmp_path):
     events.Reload()
     assert sorted(events.Tags()["scalars"]) == sorted(NUMBERS)
     assert events.Scalars("loss")[0].value == 2.5
+
+
+def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
+    for run, done, loss in ((1, 0, 1.0), (2, 2, 2.0)):
+        log = RunLog(tmp_path, 4, trackers=(True, False), done=done, run=run)
+        for step in range(done + 1, 5):
+            log.step(step=step, loss=loss)
+        log.close()
+        time.sleep(1.1)  # the name of an event file has its second
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
 def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):

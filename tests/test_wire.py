@@ -19,7 +19,7 @@ import utils.loss
 from utils.loading import build_model
 from utils.sharding import decoder_layers
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "recipes" / "benchmarks"))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests" / "benchmarks"))
 import step
 
 LEVERS = {

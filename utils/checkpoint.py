@@ -16,7 +16,6 @@ import random
 import re
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,12 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.utils.serialization import config as serialization
 
 from .distributed import World, all_reduce_sum, broadcast, together
 from .errors import ConfigError, check, fault
@@ -43,26 +38,27 @@ from .signals import warn_of_grace
 
 Optimizer = torch.optim.Optimizer
 SAVE_TIMEOUT = timedelta(minutes=30)  # one rank's disk may be slower than the others'
-NICE = 10  # of the thread that writes while the steps go on
 RNG_BYTES = 2**15
-DIGESTS = MetadataIndex("digests")
+DIGESTS = dcp.metadata.MetadataIndex("digests")
+VERSIONS = {name: version(name) for name in ("torch", "transformers")}
 
 
 class CheckpointSaver:
     """Writes folder/step_%08d and keeps the newest `keep` (0: all). Every rank makes one, and calls alike.
     After the first save it warns where a SIGTERM would not leave the time for another.
 
-    background: `save` copies the tensors to host memory, which is used again by the next save, and returns; a
-    thread writes them. It has a group of ranks of its own, or its collectives would meet those of the steps.
+    background: `save` copies the tensors to host memory and returns; a thread writes them (async_save.py).
+    The saver has a group of ranks of its own, or its collectives would meet those of the steps.
     """
 
     def __init__(self, folder: Path, keep: int, world: World, background: bool = False):
         self.folder, self.keep, self.world = folder, keep, world
         self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc="saver")
-        cuda = world.device.type == "cuda"
-        options = StagingOptions(cuda, False, False, cuda)  # pinned, shared, in a thread, without blocking
-        self.stager = DefaultStager(options) if background else None
-        self.pending = self.writer = None
+        self.pending = self.writer = self.background = None
+        if background:
+            from .async_save import Background
+
+            self.background = Background(world.device)
         self.seconds = 0.0  # that the last save took until it was published
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
@@ -76,10 +72,10 @@ class CheckpointSaver:
         final = self.folder / f"step_{step:08d}"
         state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
         state["save_seconds"], state["ranks"] = self.seconds, self.world.size
-        state["versions"] = {name: version(name) for name in ("torch", "transformers")}
+        state["versions"] = VERSIONS
         tensors = checkpoint_tensors(model, optimizer)
         tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
         mine = sum(tensor.nbytes for tensor in local)
         needed = all_reduce_sum(mine, self.world)
         with together(self.world), disk_errors(self.folder):
@@ -88,11 +84,11 @@ class CheckpointSaver:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 check_space(self.folder, int(needed))
         name = broadcast(self.world, f".tmp_{final.name}_{secrets.token_hex(4)}")
-        self.writer = _Writer(self.folder / name, final, state, mine, self.keep, self.stager is not None)
+        self.writer = _Writer(self.folder / name, final, state, mine, self.keep)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
-        if self.stager:
-            self.pending = dcp.async_save(tensors, async_stager=self.stager, **how)
+        if self.background:
+            self.pending = self.background.submit(dcp.save, tensors, **how)
         else:
             self._finish(lambda: dcp.save(tensors, **how))
         return final
@@ -106,7 +102,7 @@ class CheckpointSaver:
     def _finish(self, done) -> None:
         try:
             done()
-        except CheckpointException as error:  # on all ranks
+        except dcp.api.CheckpointException as error:  # on all ranks
             text = f"{self.writer.final} cannot be written: {reason_of(error)}"
             raise ConfigError(f"{text} (fix: make room, or another --output_dir)", agreed=True) from error
         finally:
@@ -173,7 +169,7 @@ def point_to(final: Path) -> None:
 
 def reason_of(error: BaseException) -> str:
     """One line of an OSError, or of the first rank's failure that DCP collected."""
-    if not isinstance(error, CheckpointException):
+    if not isinstance(error, dcp.api.CheckpointException):
         return f"{type(error).__name__}: {error}"
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
@@ -182,27 +178,25 @@ def reason_of(error: BaseException) -> str:
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer of files, which also hashes what it writes, and commits it all at the end."""
 
-    def __init__(self, temporary: Path, final: Path, state: dict, expected: int, keep: int, background: bool):
+    def __init__(self, temporary: Path, final: Path, state: dict, expected: int, keep: int):
         super().__init__(temporary)
         self.fs = _HashingFiles(state["step"], expected)
-        self.final, self.keep, self.background = final, keep, background
+        self.final, self.keep = final, keep
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
         self.started, self.ended, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """This rank's tensors; its digests travel to rank 0 with the results."""
-        if self.background:
-            with suppress(AttributeError, OSError):  # the steps come first; Linux can say so of a thread
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
-            results = super().write_data(plan, planner).value()
+            with serialization.patch("save.compute_crc32", False):  # of torch.save: there is a SHA-256
+                results = super().write_data(plan, planner).value()
         except Exception as error:  # torch.save hides the system's error behind its own
             raise self.fs.failed or error from None
         future = torch.futures.Future()
-        future.set_result([*results, WriteResult(DIGESTS, 0, self.fs.digests)])
+        future.set_result([*results, dcp.storage.WriteResult(DIGESTS, 0, self.fs.digests)])
         return future
 
-    def finish(self, metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata, results: list[list[dcp.storage.WriteResult]]) -> None:
         """On rank 0, when all have written: each file, then the folder, on disk before the rename."""
         fault("metadata", self.step)
         files = {
@@ -224,7 +218,7 @@ class _Writer(dcp.FileSystemWriter):
         _retire(self.final, self.keep)
 
 
-class _HashingFiles(FileSystem):
+class _HashingFiles(dcp.filesystem.FileSystem):
     """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
 
     def __init__(self, step: int, expected: int):

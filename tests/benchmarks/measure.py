@@ -99,13 +99,13 @@ def measured() -> Iterator[dict]:
     numbers: dict[str, float] = {}
     gc.collect()
     dist.barrier()
-    level, pss, before = _anonymous(), _pss(), _io()
+    level, pss, before = anonymous_bytes(), _pss(), _io()
     peak, own_bytes, own_cpu, stop = [level], [0], [0.0], threading.Event()
 
     def sample() -> None:
         with open("/proc/self/statm", "rb", buffering=0) as statm:
             while not stop.wait(0.002):
-                peak[0] = max(peak[0], _anonymous(text := os.pread(statm.fileno(), 200, 0)))
+                peak[0] = max(peak[0], anonymous_bytes(text := os.pread(statm.fileno(), 200, 0)))
                 own_bytes[0] += len(text)
         own_cpu[0] = time.thread_time()
 
@@ -120,7 +120,7 @@ def measured() -> Iterator[dict]:
     finally:
         stop.set()
         sampler.join()
-    end, after = _anonymous(), _io()
+    end, after = anonymous_bytes(), _io()
     names = {"read_call_bytes": "rchar", "disk_bytes": "read_bytes", "written_bytes": "write_bytes"}
     numbers |= {name: after[key] - before[key] for name, key in names.items()}
     numbers["read_call_bytes"] -= own_bytes[0]
@@ -128,7 +128,7 @@ def measured() -> Iterator[dict]:
     numbers |= {"seconds": seconds, "cpu_seconds": cpu - own_cpu[0], "pss_bytes": _pss() - pss}
 
 
-def _anonymous(statm: bytes = b"") -> int:
+def anonymous_bytes(statm: bytes = b"") -> int:
     """Bytes of this process's memory that belong to no file. (VmHWM and ru_maxrss count mapped files.)"""
     _, resident, shared, *_ = map(int, (statm or Path("/proc/self/statm").read_bytes()).split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -1,43 +1,76 @@
 """
-Save fp32 shards as a bf16 Hugging Face folder: every rank its own bytes, beside a full gather and DCP.
+Save the result, a bf16 Hugging Face folder, beside a full gather and DCP; and checkpoints, beside raw bytes.
 
-The bound is raw_write: as many bytes into one file, each rank its range, and fsync. What the peers leave to
-the page cache is synced within the time too. Ours reads everything back and compares; write_seconds is the
-time without that. Afterwards, outside the time, every shard is compared with what was saved, bit for bit.
+The result's reference is raw_write: as many bytes into one file, each rank its range, and fsync. What peers
+leave to the page cache is synced within the time too. Ours reads everything back and compares; write_seconds
+is the time without that. Afterwards, outside the time, every shard is compared, bit for bit.
+
+Checkpoints are of another model, which really trains. The one in the background: `blocked` is how long save
+holds up the training, `copy` the time of a copy of the same bytes into memory in use, step and step_in_save
+medians of micro-batches without a save and all within one; gradients accumulate in them, so ranks do not wait
+for each other. The peak is that of the first save, with the training at rest.
 """
 
+import ctypes
+import gc
+import hashlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from load import ELEMENTS, compare, prepare, shards_of  # noqa: F401 (prepare is bench.py's)
 from load import ours as load
-from measure import MIB, Bound, Worker, measured, run_worker
+from measure import MIB, Bound, Worker, anonymous_bytes, measured, run_worker
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from utils import hf_format
+from utils.checkpoint import CheckpointSaver, checkpoint_tensors
 from utils.loading import plan_pieces
+from utils.mesh import build_mesh
 from utils.model_folder import open_weights
+from utils.optim import build_optimizer, clip_gradients
+from utils.sharding import shard_model
 
 CONTENDERS = {
     "ours": "utils/hf_format.py: every rank writes its shards at their places, reads back, compares",
     "raw_write": "as many bytes from one buffer, each rank its range of one file, and fsync",
     "full_gather": "get_model_state_dict(full_state_dict, cpu_offload) to rank 0, cast, save_file",
     "dcp_hf_writer": "torch.distributed.checkpoint, HuggingFaceStorageWriter with consolidation",
+    "raw_checkpoint": "weights and AdamW's moments of a Llama: each rank a file, fsync, one pass of SHA-256",
+    "checkpoint": "utils/checkpoint.py: the same bytes",
+    "checkpoint_async": "in the background, while the training goes on",
 }
-REFERENCES = dict.fromkeys(CONTENDERS, "raw_write")
+REFERENCES = {name: "raw_checkpoint" if "checkpoint" in name else "raw_write" for name in CONTENDERS}
 METRICS = {
     "seconds": ("s", max), "write_seconds": ("s", max), "rate": ("MiB/s", min), "cpu_seconds": ("s", sum),
     "peak_bytes": ("MiB", max), "written_bytes": ("MiB", sum), "peak_of_allowed": (None, max),
+    "blocked": ("ms", max), "copy": ("ms", max), "step": ("ms", max), "step_in_save": ("ms", max),
+    "steps_in_save": ("", min), "blocked_of_copy": (None, max), "peak_of_saved": (None, max),
+    "growth": (None, max), "slowed": (None, max),
 }  # fmt: skip
 RATIOS = ("seconds", "write_seconds")
-BOUNDS = (Bound("peak_of_allowed", 1, "peak memory above the shards / 128 MiB"),)
-RANKS = (2, 4)
+RAW, ASYNC = "time / raw write, fsync and a pass of SHA-256", {"contender": "checkpoint_async"}
+BOUNDS = (
+    Bound("peak_of_allowed", 1, "peak memory above the shards / 128 MiB"),
+    Bound("seconds", 1.3, RAW, over="raw_checkpoint", timed=True, contender="checkpoint"),
+    Bound("blocked_of_copy", 1.2, "time that save blocks / one copy of the bytes", timed=True, **ASYNC),
+    Bound("peak_of_saved", 1.1, "peak memory of a save / bytes saved", **ASYNC),
+    Bound("growth", 1.02, "memory after 10 saves / after 2", **ASYNC),
+    Bound("slowed", 1.15, "time of a step in a save / of one without", timed=True, **ASYNC),
+)
+RANKS = (2,)
+LIBC = ctypes.CDLL(None)
+SAVES, STEPS = 10, 6  # in the background; micro-batches between them
+TRAINED = {False: (8192, 1024, 2816, 32), True: (2048, 512, 1408, 32)}  # by --small; the last: tokens
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
@@ -79,7 +112,106 @@ def dcp_hf_writer(worker: Worker, model: nn.Module, out: Path) -> None:
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(out), **options))
 
 
+class Training:
+    """Two layers of a Llama, sharded, and AdamW; one row on one thread of each rank."""
+
+    def __init__(self, worker: Worker):
+        LIBC.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: what is freed leaves the process at once
+        vocab_size, width, inner, tokens = TRAINED[worker.small]
+        sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
+        config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=8)
+        model = shard_model(LlamaForCausalLM(config), build_mesh(worker.world), torch.float32, False)
+        self.model, self.optimizer = model, build_optimizer(model, 1e-4, 0.0)
+        self.ids = torch.randint(vocab_size, (1, tokens))
+        self.step(lambda done: done < 1)
+        saved = checkpoint_tensors(model, self.optimizer).values()
+        self.tensors = [t.to_local() if isinstance(t, DTensor) else t for t in saved]
+        self.copies = [tensor.clone() for tensor in self.tensors]
+
+    def step(self, more: Callable[[int], bool]) -> list[float]:
+        """The seconds of each micro-batch but the first, which gathers the weights, and the last, which
+        reduces the gradients: between them no rank waits for another.
+        """
+        times = []
+        self._micro_batch(reduce=False)
+        while more(len(times)):
+            started = time.perf_counter()
+            self._micro_batch(reduce=False)
+            times.append(time.perf_counter() - started)
+        self._micro_batch(reduce=True)
+        clip_gradients(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return times
+
+    def _micro_batch(self, reduce: bool) -> None:
+        self.model.set_requires_gradient_sync(reduce)
+        self.model.set_reshard_after_backward(reduce)
+        self.model(self.ids, labels=self.ids).loss.backward()
+
+    def copy(self) -> None:
+        for copy, tensor in zip(self.copies, self.tensors, strict=True):
+            copy.copy_(tensor)
+
+
+def write_raw(tensors: list[torch.Tensor], path: Path) -> None:
+    parts, digest = [tensor.numpy().reshape(-1).view("u1").data for tensor in tensors], hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+        file.writelines(parts)
+        os.fsync(file)
+    for part in parts:
+        digest.update(part)
+
+
+def save_in_training(training: Training, saver: CheckpointSaver) -> dict[str, float]:
+    """What the training sees of the saves after the first."""
+    times, level = {key: [] for key in ("copy", "blocked", "seconds", "step", "step_in_save")}, []
+
+    def clock(key: str, do: Callable, *args) -> None:
+        dist.barrier()
+        started = time.perf_counter()
+        do(*args)
+        times[key].append(time.perf_counter() - started)
+
+    for number in range(2, SAVES + 1):
+        times["step"] += training.step(lambda done: done < STEPS)
+        clock("copy", training.copy)
+        clock("blocked", saver.save, number, training.model, training.optimizer, {})
+        within = training.step(lambda _: not saver.pending.done())
+        times["step_in_save"] += within[:-1]  # in the last one the save ended
+        saver.wait()
+        times["seconds"].append(saver.seconds)
+        gc.collect()
+        LIBC.malloc_trim(0)  # what is free is not held
+        level.append(anonymous_bytes())
+    steps = len(times["step_in_save"]) / len(level)
+    times = {key: median(values) for key, values in times.items() if values}
+    if steps:
+        times["slowed"] = times["step_in_save"] / times["step"]
+    blocked = times["blocked"] / times["copy"]
+    return times | {"blocked_of_copy": blocked, "growth": level[-1] / level[0], "steps_in_save": steps}
+
+
+def contend_checkpoint(worker: Worker) -> dict[str, float]:
+    training, folder = Training(worker), worker.out / "checkpoints"
+    raw, background = (worker.contender == name for name in ("raw_checkpoint", "checkpoint_async"))
+    saver = CheckpointSaver(folder, 2, worker.world, background)
+    for number in (1,) if background else (1, 2):  # the second is the one that is shown
+        with measured() as numbers:
+            if raw:
+                write_raw(training.tensors, worker.out / f"raw_{number}_{worker.world.rank}")
+            else:
+                saver.save(number, training.model, training.optimizer, {})
+                saver.wait()
+    saved = sum(tensor.nbytes for tensor in training.tensors)
+    numbers["peak_of_saved"] = numbers["peak_bytes"] / saved
+    numbers |= save_in_training(training, saver) if background else {}
+    return numbers | {"rate": worker.world.size * saved / numbers["seconds"]}
+
+
 def contend(worker: Worker) -> dict[str, float]:
+    if "checkpoint" in worker.contender:
+        return contend_checkpoint(worker)
     model, out = load(worker), worker.out / "model"
     verify, verify_seconds = hf_format.verify_chunks, 0.0
 

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from utils.errors import check
 
-TINY = Path(__file__).resolve().parent.parent / "tiny"  # whose tokenizer is used
+TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny"  # whose tokenizer is used
 CONTENDERS = {
-    "bare_loop": "recipes/benchmarks/bare_loop.py: fully_shard by hand, the same loss, clipping and log",
+    "bare_loop": "tests/benchmarks/bare_loop.py: fully_shard by hand, the same loss, clipping and log",
     "ours": "recipes/finetune.py",
     "ours_recompute": "with --activation_checkpointing full",
     "ours_accumulate": "the same global batch in twice as many micro-batches",
