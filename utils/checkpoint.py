@@ -59,6 +59,8 @@ class CheckpointSaver:
             from .async_save import Background
 
             self.background = Background(world.device)
+        self.token = broadcast(world, secrets.token_hex(4))  # nobody else has its temporary folders
+        self.needed_bytes = self.local_bytes = 0  # of a checkpoint, known from the first
         self.seconds = 0.0  # that the last save took until it was published
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
@@ -75,16 +77,17 @@ class CheckpointSaver:
         state["versions"] = VERSIONS
         tensors = checkpoint_tensors(model, optimizer)
         tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-        mine = sum(tensor.nbytes for tensor in local)
-        needed = all_reduce_sum(mine, self.world)
+        if not self.needed_bytes:
+            local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+            self.local_bytes = sum(tensor.nbytes for tensor in local)
+            self.needed_bytes = all_reduce_sum(self.local_bytes, self.world)
         with together(self.world), disk_errors(self.folder):
             check(not final.exists(), f"{final} exists, and is not overwritten (fix: move it away)")
             if self.world.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                check_space(self.folder, int(needed))
-        name = broadcast(self.world, f".tmp_{final.name}_{secrets.token_hex(4)}")
-        self.writer = _Writer(self.folder / name, final, state, mine, self.keep)
+                check_space(self.folder, int(self.needed_bytes))
+        temporary = self.folder / f".tmp_{final.name}_{self.token}"
+        self.writer = _Writer(temporary, final, state, self.local_bytes, self.keep)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
         if self.background:
@@ -122,7 +125,7 @@ def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
     """
     tensors = {}
     for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
-        tensors[f"model.{name}"] = parameter.detach()
+        tensors[f"model.{name}"] = parameter  # DCP detaches it
         if not optimizer.state[parameter]:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
