@@ -45,6 +45,14 @@ def numbers(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_every_test_that_the_readme_names_exists():
+    sources = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    named = set(re.findall(r"`(?:tests/)?(test_\w+(?:\.py)?)`", (ROOT / "README.md").read_text()))
+    assert len(named) > 12
+    for name in named:
+        assert name in sources or any(f"def {name}(" in text for text in sources.values()), name
+
+
 def test_the_readme_shows_the_promised_command():
     assert "torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp" in readme_commands()
 
