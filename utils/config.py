@@ -10,16 +10,10 @@ things, keeps the last of two equal flags, starts a Python prompt on `-- --inter
 flag only after main has run. Here a command line is understood completely, or refused, before main starts.
 """
 
-import dataclasses
 import importlib
-import inspect
-import io
 import math
 import re
 import sys
-import textwrap
-import tokenize
-import typing
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,8 +23,8 @@ import yaml
 from fire.decorators import SetParseFns
 
 from .errors import ConfigError, check, rank
+from .fields import described, kinds_of, read_value, shown
 
-SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
 
 
@@ -49,7 +43,7 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
 
         print(help_text(cls) if rank() == 0 else "", end="")
         sys.exit(0)
-    kinds = _kinds(cls) | {"config": (str, None)}
+    kinds = kinds_of(cls) | {"config": (str, None)}
     written, implied, notes = {}, {}, []  # written, implied: name -> (flag as the user wrote it, text)
     for flag, name, text in _flags(argv):
         settings = {name: text}
@@ -58,7 +52,7 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
             if not note:
                 from .diagnose import near_setting
 
-                raise ConfigError(f"unknown flag {_shown(flag)} ({near_setting(name, kinds, '--')})")
+                raise ConfigError(f"unknown flag {shown(flag)} ({near_setting(name, kinds, '--')})")
             implied |= {key: (flag, value) for key, value in weak.items()}
             notes.append(note)
         for key, value in settings.items():
@@ -71,7 +65,7 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
     if "config" in written:
         from .config_text import read_yaml
 
-        from_file = read_yaml(_kinds(cls), written.pop("config")[1])
+        from_file = read_yaml(kinds_of(cls), written.pop("config")[1])
     values = _fire(kinds, implied) | from_file | _fire(kinds, written)
     for note in notes if rank() == 0 else []:
         print(note, flush=True)
@@ -81,7 +75,7 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
 def save_config(cfg: object, path: str | Path) -> None:
     """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
     lines = []
-    for group, members in _described(type(cfg)).items():
+    for group, members in described(type(cfg)).items():
         lines.append(f"\n# {group}")
         for field, comment in members:
             value = getattr(cfg, field.name)
@@ -94,22 +88,13 @@ def save_config(cfg: object, path: str | Path) -> None:
     temporary.replace(path)
 
 
-def _kinds(cls: type) -> dict[str, tuple[type, str | None]]:
-    """Each setting's type, and the text that its flag means where it stands alone (None: it may not)."""
-    kinds = {}
-    for field in dataclasses.fields(cls):
-        kind = typing.get_type_hints(cls)[field.name]
-        kinds[field.name] = (kind, "true" if kind is bool else field.metadata.get("bare"))
-    return kinds
-
-
 def _flags(argv: list[str]) -> Iterator[tuple[str, str, str | None]]:
     """(flag as written, its name, its text or None) of each flag. Words that fire misreads are refused."""
     words = list(argv)
     while words:
         word = words.pop(0)
         check(word not in ("-", "--"), f"a lone {word} has no meaning: every setting is written --name value")
-        check(FLAG.match(word), f"'{_shown(word)}' belongs to no flag: every setting is written --name value")
+        check(FLAG.match(word), f"'{shown(word)}' belongs to no flag: every setting is written --name value")
         flag, equals, text = word.partition("=")
         if not equals:
             text = words.pop(0) if words and not FLAG.match(words[0]) else None
@@ -132,61 +117,7 @@ def _fire(kinds: dict, flags: dict[str, tuple[str, str]]) -> dict:
     def collect(**typed):
         values.update(typed)
 
-    readers = {name: partial(_read, *kinds[name], flag) for name, (flag, _) in flags.items()}
+    readers = {name: partial(read_value, *kinds[name], flag) for name, (flag, _) in flags.items()}
     command = [f"--{name}={text}" for name, (_, text) in flags.items()]
     fire.Fire(SetParseFns(**readers)(collect), command=command)
     return values
-
-
-def _read(kind: type, alone: str | None, where: str, text: str) -> str | int | float | bool:
-    """`text` as a value of its type, strictly. `where` is the flag, or the line and key of a file."""
-    check("\0" not in text, f"{where} cannot hold a NUL character: {_shown(text)}")
-    if kind is bool:
-        check(text.lower() in SWITCH, f"{where} takes true or false, not '{_shown(text)}'")
-        return SWITCH[text.lower()]
-    # int() and float() would read 1_000, fullwidth digits, spaces, nan, and numbers that fit nowhere.
-    if kind is int:
-        number = re.fullmatch("[+-]?(0|[1-9][0-9]{0,17})", text)
-        check(number, f"{where} takes a whole number in plain digits such as 1000, not '{_shown(text)}'")
-        return int(text)
-    if kind is float:
-        number = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
-        finite = number and math.isfinite(float(text))
-        check(finite, f"{where} takes a finite number such as 0.001 or 1e-3, not '{_shown(text)}'")
-        return float(text)
-    choices = typing.get_args(kind)
-    if alone and text not in choices and SWITCH.get(text.lower()):
-        return alone
-    check(kind is str or text in choices, f"{where} takes one of {', '.join(choices)}; not '{_shown(text)}'")
-    return text
-
-
-def _shown(text: str) -> str:
-    """Text fit for a message of one line."""
-    return repr(text)[1:-1] if len(text) < 200 else repr(text[:60])[1:-1] + "..."
-
-
-def _described(cls: type) -> dict[str, list[tuple[dataclasses.Field, str]]]:
-    """The fields of `cls` and their comments by group, read from its source."""
-    fields, groups = {f.name: f for f in dataclasses.fields(cls)}, {}
-    try:
-        source = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):  # a class typed at a prompt has none
-        source = ""
-    group, comments, name, alone = "Flags", [], "", True  # alone: nothing stands right above
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and alone and not name:
-            group, alone = token.string.lstrip("# "), False
-        elif token.type == tokenize.COMMENT:
-            comments.append(token.string.lstrip("# "))
-        elif token.type == tokenize.NL and not token.line.strip():
-            alone = True
-        elif token.type == tokenize.NEWLINE:  # ends a statement, which may be a field
-            field = fields.pop(name, None)
-            if field:
-                groups.setdefault(group, []).append((field, " ".join(comments)))
-            alone, name, comments = field is None, "", []
-        elif token.type == tokenize.NAME and not name:
-            name = token.string
-    inherited = [(field, "") for field in fields.values()]
-    return groups | ({"Also": inherited} if inherited else {})

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, check, print0
+from .errors import ConfigError, check, explainers, print0
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_SECONDS = 600  # that ranks wait for each other: one may read and tokenize data meanwhile
@@ -56,6 +56,7 @@ def init_distributed() -> World:
         local_size = size if local_size is None else local_size
         store = None
     device = _device(local_rank, local_size)
+    explainers[:] = [_missing_ranks]
     _die_with_launcher()
     if dist.is_initialized():  # main() called from a program that has its own group
         return World(rank, size, local_rank, local_size, device)
@@ -167,6 +168,14 @@ def _warn_of_shared_store(size: int, local_size: int) -> None:
     if size > local_size and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as configs/launch/ does"
         print0(f"warning: after a failure these machines may not meet again (fix: {fix})")
+
+
+def _missing_ranks(error: Exception, act: str) -> str:
+    try:
+        from .diagnose import missing_ranks
+    except ImportError:  # a copy may do without
+        return ""
+    return missing_ranks(error, act)
 
 
 def _die_with_launcher() -> None:

@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _act = "parse"
+# function(error, act) -> the lines that say what an error means; "" leaves it its traceback.
+explainers: list[Callable[[Exception, str], str]] = []
 
 
 class ConfigError(Exception):
@@ -79,7 +81,7 @@ def report_errors() -> Iterator[None]:
             fix = "a smaller --batch_size, --activation_checkpointing full, --cpu_offload"
             sys.stderr.write(f"error: rank {rank()} is out of memory in act '{_act}' (fix: {fix})\n")
             raise
-        if not full and (missing := _missing_ranks(error)):
+        if not full and (missing := "".join(explain(error, _act) for explain in explainers)):
             sys.stderr.write(missing)
             sys.stderr.flush()
             os._exit(1)  # a thread that saves would be waited for, and it waits for the missing rank
@@ -111,15 +113,6 @@ def first_five(names: list[str]) -> str:
 def rank() -> int:
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdecimal() else 0
-
-
-def _missing_ranks(error: Exception) -> str:
-    """Where ranks waited in vain for each other: which, and in what. "" for any other error."""
-    try:
-        from .diagnose import missing_ranks
-    except ImportError:  # a copy may do without
-        return ""
-    return missing_ranks(error, _act)
 
 
 def _print_once(message: str, agreed: bool = False) -> None:

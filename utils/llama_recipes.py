@@ -8,7 +8,7 @@ long form: --fsdp_config.pure_bf16.
 import re
 import typing
 
-from .config import SWITCH
+from .fields import SWITCH
 from .errors import ConfigError, check
 
 DATA = "dataset, eval_dataset and eval_share name the rows"
