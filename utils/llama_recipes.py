@@ -8,8 +8,8 @@ long form: --fsdp_config.pure_bf16.
 import re
 import typing
 
-from .fields import SWITCH
 from .errors import ConfigError, check
+from .fields import SWITCH
 
 DATA = "dataset, eval_dataset and eval_share name the rows"
 LORA = "--lora_rank 8 --lora_alpha 32 --lora_targets q_proj,v_proj --lora_dropout 0.05"
