@@ -44,6 +44,7 @@ def row(results, name):
     return next(row for row in results["tables"][0]["rows"] if row["contender"] == name)
 
 
+@pytest.mark.slow
 def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules['accelerate'] = None  # as if absent\n"

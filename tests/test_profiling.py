@@ -23,6 +23,7 @@ def events(trace):
     return [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
 
 
+@pytest.mark.slow
 def test_every_rank_writes_a_trace_of_steps_four_and_five(tmp_path, flags):
     command = f"torchrun --nproc_per_node 2 recipes/finetune.py {flags} --steps 7 --output_dir {tmp_path}"
     result = shell(command)
