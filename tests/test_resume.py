@@ -104,6 +104,8 @@ def test_a_new_learning_rate_goes_on_and_both_configs_are_kept(whole, tmp_path, 
     assert "lr 0.001 -> 0.002" in capsys.readouterr().out
     assert "lr: 0.001" in (again / "config.yaml").read_text()
     assert "lr: 0.002" in (again / "config_002.yaml").read_text()
+    train(None, {**flags, "lr": 2e-3}, again)  # what finished it was the second start
+    assert "is finished: already at step 5" in capsys.readouterr().out
 
 
 def test_a_named_checkpoint_starts_a_new_folder(whole, tmp_path):

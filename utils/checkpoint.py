@@ -109,12 +109,10 @@ class CheckpointSaver:
             text = f"{self.writer.final} cannot be written: {reason_of(error)}"
             raise ConfigError(f"{text} (fix: make room, or another --output_dir)", agreed=True) from error
         finally:
-            first, self.seconds = (
-                not self.seconds,
-                (self.writer.ended or time.monotonic()) - self.writer.started,
-            )
-            if first:
-                warn_of_grace(self.writer.step_seconds, self.seconds)
+            seconds = (self.writer.ended or time.monotonic()) - self.writer.started
+            if not self.seconds:
+                warn_of_grace(self.writer.step_seconds, seconds)
+            self.seconds = seconds
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
 

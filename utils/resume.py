@@ -49,13 +49,15 @@ def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None
         fix = f"--resume none, but {out} holds a run (fix: another --output_dir)"
         check(cfg.resume != "none" or not holds_run(out), fix)
         if finished := finished_at(out):
-            saved = load_config(type(cfg), out / "config.yaml")
+            saved = load_config(type(cfg), max(out.glob("config*.yaml"), default=out / "config.yaml"))
             changed = differences(asdict(saved), asdict(cfg), but=("resume", "log_every"))
             what = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{what} (fix: another --output_dir)")
+    if finished:
+        return None, {}, finished
     checkpoint = None if cfg.resume == "none" else find_checkpoint(cfg.resume, out, world)
     if not checkpoint:
-        return None, {}, finished
+        return None, {}, 0
     with together(world):
         state = read_state(checkpoint)
         now = {name: fact for name, fact in facts.items() if name in state}  # a newer transformers has more
@@ -68,11 +70,9 @@ def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None
         if changed := differences(state["config"], asdict(cfg), but=("resume",)):
             print0(f"changed   since the checkpoint: {changed}")
         later = [p.name for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
-        again = (
-            f"{out} goes on to {later[-1] if later else ''}, which a run from {checkpoint.name} would redo"
-        )
+        again = f"{out} goes on to {''.join(later[-1:])}, which a run from {checkpoint.name} would redo"
         check(not later, f"{again} (fix: another --output_dir)")
-    return checkpoint, state, finished
+    return checkpoint, state, 0
 
 
 def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
