@@ -205,6 +205,7 @@ SIGNALS = {
     "14": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
     "14 to all": (everyone, "", None),
     "15": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0),
+    "a closed terminal": (lambda run: run.process.send_signal(signal.SIGHUP), "", None),
     "15 SIGUSR2": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0),
     "15 to torchrun": (
         lambda run: run.process.send_signal(signal.SIGUSR1),

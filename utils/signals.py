@@ -1,5 +1,5 @@
-"""SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2: before the training they end the process, in it they ask for a
-checkpoint at the end of the step.
+"""SIGTERM, Ctrl-C, a closed terminal, SIGUSR1 and SIGUSR2: before the training they end the process, in it
+they ask for a checkpoint at the end of the step.
 """
 
 import os
@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from .errors import print0
 
-CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torchrun's, from SIGTERM to SIGKILL
 _received: list[tuple[int, float]] = []  # (number, when)
 
 
 def stop_at_once() -> None:
-    """Any of the signals raises KeyboardInterrupt, so that the process cleans up behind itself."""
+    """Any of the signals, but those that nohup ignores, raises KeyboardInterrupt, so that all is cleaned up."""
     for number in CAUGHT:
-        signal.signal(number, _raise)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _raise)
 
 
 def stop_after_step() -> None:
@@ -37,7 +38,8 @@ def stop_after_step() -> None:
         signal.set_wakeup_fd(writer)
         threading.Thread(target=_note, args=(reader,), daemon=True).start()
         for number in CAUGHT:
-            signal.signal(number, lambda *_: None)
+            if signal.getsignal(number) is _raise:
+                signal.signal(number, lambda *_: None)
 
 
 def stop_asked() -> str:
