@@ -13,7 +13,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "recipes")]
 
 import finetune
 
-from utils import checkpoint, hf_format, loading
+from utils import checkpoint, hf_format
 from utils.config import parse_cli
 from utils.errors import report_errors
 from utils.signals import stop_at_once
@@ -36,7 +36,6 @@ FAULTS = {  # kind -> (where, name, what happens instead)
     "export": (hf_format, "verify_chunks", die),  # the final model is written, and not yet renamed
     "collective": (finetune, "all_reduce_sum", leave_out),
     "data": (finetune.GlobalBatches, "batches", fail),
-    "load": (loading, "read_elements", die),
 }
 
 

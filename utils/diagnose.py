@@ -127,7 +127,8 @@ def missing_ranks(error: Exception, act: str, seconds: float = 3) -> str:
     where = ", ".join(f"rank {r} in {word.decode()}" for r, word in words.items())
     gone = first_five([str(r) for r in range(size) if r not in words])
     if not gone:
-        return f"error: the ranks wait for each other in act '{act}': {where}: {str(error).splitlines()[0]}\n"
+        fix = "the same code, flags and data on every machine"
+        return f"error: the ranks wait for each other in act '{act}': {where} (fix: {fix})\n"
     hint = "killed, out of memory or stopped? (fix: see above; torchrun --max-restarts 3 goes on by itself)"
     return f"error: rank {gone} gave no answer in act '{act}'; waiting: {where}. {hint}\n"
 

@@ -19,7 +19,7 @@ _received: list[tuple[int, float]] = []  # (number, when)
 
 
 def stop_at_once() -> None:
-    """Any of the signals, but those that nohup ignores, raises KeyboardInterrupt, so that all is cleaned up."""
+    """Any of the signals, but those that nohup ignores, raises KeyboardInterrupt: all is cleaned up then."""
     for number in CAUGHT:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _raise)
