@@ -16,7 +16,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from .errors import check, first_five
 
-LOST = re.compile("[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|[Bb]roken pipe|closed by peer|NCCL")
+LOST = re.compile(
+    "[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|[Bb]roken pipe|remote process|aborted"
+)
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -128,7 +130,8 @@ def missing_ranks(error: Exception, act: str, seconds: float = 3) -> str:
     gone = first_five([str(r) for r in range(size) if r not in words])
     if not gone:
         fix = "the same code, flags and data on every machine"
-        return f"error: the ranks wait for each other in act '{act}': {where} (fix: {fix})\n"
+        reason = str(error).splitlines()[0]
+        return f"error: the ranks wait for each other in act '{act}': {where}: {reason} (fix: {fix})\n"
     hint = "killed, out of memory or stopped? (fix: see above; torchrun --max-restarts 3 goes on by itself)"
     return f"error: rank {gone} gave no answer in act '{act}'; waiting: {where}. {hint}\n"
 
