@@ -32,7 +32,7 @@ format: $(READY) ## let ruff format everything
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## ratios against other ways, about 25 minutes on 2 cores
+bench: $(READY) ## ratios against other ways, about 30 minutes on 2 cores
 	set -e; for what in load step save loss quant; do $(BIN)/python recipes/bench.py $$what; done
 
 gpu: $(READY)   ## what needs a GPU: its tests, and the table configs/measured_<device>.md
