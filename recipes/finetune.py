@@ -129,7 +129,7 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "warmup": -1}
+        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "warmup": -1, "timeout": 1}
         for name, value in ((n, v) for n, v in asdict(self).items() if type(v) in (int, float)):
             smallest = least.get(name, 0)
             check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
