@@ -345,11 +345,11 @@ def main(cfg: Config) -> Path:
             state |= {"config": asdict(cfg), "scaler": scaler.state_dict(), "step_seconds": seconds}
             path = saver.save(done, model, optimizer, state)
         if stop:
-            saver.wait()
+            saver.close()
             log.close()
             print0(f"stopped   by {stop} after step {done}: {path}; the same command goes on")
             return out
-    saver.wait()
+    saver.close()
     log.close()
     set_timeout()
 

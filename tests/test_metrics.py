@@ -19,6 +19,7 @@ from tiny import tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from utils import metrics
 from utils.diagnose import check_packages
 from utils.errors import ConfigError
 from utils.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
@@ -211,7 +212,8 @@ def test_unknown_devices_have_no_peak():
         assert peak_flops_of(name) is None
 
 
-def test_peak_memory_remembers_what_was_freed_and_ignores_mapped_files(tmp_path):
+def test_peak_memory_remembers_what_was_freed_and_ignores_mapped_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "_most_seen", 0)  # by the tests before
     cpu, mib = torch.device("cpu"), 2**20
     before = peak_memory_bytes(cpu)
     (tmp_path / "file").write_bytes(bytes(64 * mib))

@@ -102,6 +102,11 @@ class CheckpointSaver:
             pending, self.pending = self.pending, None
             self._finish(pending.result)
 
+    def close(self) -> None:
+        """Until the last save is published; there can be no other."""
+        self.wait()
+        dist.destroy_process_group(self.group)
+
     def _finish(self, done) -> None:
         try:
             done()
