@@ -30,7 +30,10 @@ def build(world, kind="llama", seed=0, **changes):
 
 
 def save_checkpoint(folder, step, model, optimizer, state, keep, world):
-    return CheckpointSaver(folder, keep, world).save(step, model, optimizer, state)
+    saver = CheckpointSaver(folder, keep, world)
+    path = saver.save(step, model, optimizer, state)
+    saver.close()
+    return path
 
 
 def train(world, model, optimizer, first, last) -> list[float]:

@@ -16,6 +16,7 @@ import random
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +46,7 @@ VERSIONS = {name: version(name) for name in ("torch", "transformers")}
 
 class CheckpointSaver:
     """Writes folder/step_%08d and keeps the newest `keep` (0: all). Every rank makes one, and calls alike.
+    Older ones are removed by a thread, behind the steps that follow: to free a large file takes a while.
     After the first save it warns where a SIGTERM would not leave the time for another.
 
     background: `save` copies the tensors to host memory and returns; a thread writes them (async_save.py).
@@ -97,13 +99,15 @@ class CheckpointSaver:
         return final
 
     def wait(self) -> None:
-        """Until the last save is published."""
+        """Until the last save is published, and those that do not stay are removed."""
         if self.pending:
             pending, self.pending = self.pending, None
             self._finish(pending.result)
+        if self.writer and self.writer.removal:
+            self.writer.removal.join()
 
     def close(self) -> None:
-        """Until the last save is published; there can be no other."""
+        """As `wait`; there can be no other save."""
         self.wait()
         dist.destroy_process_group(self.group)
 
@@ -187,7 +191,7 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, temporary: Path, final: Path, state: dict, expected: int, keep: int):
         super().__init__(temporary)
         self.fs = _HashingFiles(state["step"], expected)
-        self.final, self.keep = final, keep
+        self.final, self.keep, self.removal = final, keep, None
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
         self.started, self.ended, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
 
@@ -221,7 +225,8 @@ class _Writer(dcp.FileSystemWriter):
         fault("pointer", self.step)
         point_to(self.final)
         self.ended = time.monotonic()
-        _retire(self.final, self.keep)
+        self.removal = threading.Thread(target=_retire, args=(self.final, self.keep), daemon=True)
+        self.removal.start()
 
 
 class _HashingFiles(dcp.filesystem.FileSystem):
