@@ -10,11 +10,11 @@ things, keeps the last of two equal flags, starts a Python prompt on `-- --inter
 flag only after main has run. Here a command line is understood completely, or refused, before main starts.
 """
 
-import importlib
 import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +22,8 @@ import fire
 import yaml
 from fire.decorators import SetParseFns
 
-from .errors import ConfigError, check, rank
-from .fields import described, kinds_of, read_value, shown
+from .errors import check, rank
+from .fields import kinds_of, read_value, shown
 
 FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
 
@@ -44,23 +44,17 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
         print(help_text(cls) if rank() == 0 else "", end="")
         sys.exit(0)
     kinds = kinds_of(cls) | {"config": (str, None)}
-    written, implied, notes = {}, {}, []  # written, implied: name -> (flag as the user wrote it, text)
-    for flag, name, text in _flags(argv):
-        settings = {name: text}
-        if name not in kinds:
-            settings, weak, note = _translate(aliases, name, text, kinds)
-            if not note:
-                from .diagnose import near_setting
+    flags, written, implied, notes = list(_flags(argv)), {}, {}, []
+    if any(name not in kinds for _, name, _ in flags):
+        from .config_text import translate_flags
 
-                raise ConfigError(f"unknown flag {shown(flag)} ({near_setting(name, kinds, '--')})")
-            implied |= {key: (flag, value) for key, value in weak.items()}
-            notes.append(note)
-        for key, value in settings.items():
-            if key in written:
-                raise ConfigError(f"--{key} is given twice ({written[key][0]}, {flag}): write it once")
-            value = kinds[key][1] if value is None else value
-            check(value is not None, f"{flag} needs a value; one that starts with - as {flag}=VALUE")
-            written[key] = (flag, value)
+        flags, implied, notes = translate_flags(flags, kinds, aliases)
+    for flag, name, text in flags:
+        first = written.get(name, ("",))[0]
+        check(name not in written, f"--{name} is given twice ({first}, {flag}): write it once")
+        text = kinds[name][1] if text is None else text
+        check(text is not None, f"{flag} needs a value; one that starts with - as {flag}=VALUE")
+        written[name] = (flag, text)
     from_file = {}
     if "config" in written:
         from .config_text import read_yaml
@@ -74,17 +68,9 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
 
 def save_config(cfg: object, path: str | Path) -> None:
     """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
-    lines = []
-    for group, members in described(type(cfg)).items():
-        lines.append(f"\n# {group}")
-        for field, comment in members:
-            value = getattr(cfg, field.name)
-            value = str(value) if isinstance(value, Path) else value
-            quote = '"' if isinstance(value, str) else None  # every YAML reader leaves "no" and "1e5" alone
-            text = yaml.safe_dump(value, default_style=quote, width=math.inf, allow_unicode=True)
-            lines.append(f"{field.name}: {text.splitlines()[0]}" + f"  # {comment}" * bool(comment))
+    values = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(cfg).items()}
     temporary = Path(path).with_name(f".tmp_{Path(path).name}")
-    temporary.write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8")
+    temporary.write_text(yaml.safe_dump(values, sort_keys=False, width=math.inf, allow_unicode=True), "utf-8")
     temporary.replace(path)
 
 
@@ -100,14 +86,6 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str, str | None]]:
             text = words.pop(0) if words and not FLAG.match(words[0]) else None
         # -lr and ---lr keep their dashes and are unknown: fire takes -l for the one flag that starts with l.
         yield flag, flag[2:].replace("-", "_") if re.match(r"--\w", flag) else flag, text
-
-
-def _translate(aliases: str, name: str, text: str | None, kinds: dict) -> tuple[dict, dict, str]:
-    try:
-        translate = importlib.import_module(f".{aliases}", __package__).translate if aliases else None
-    except ModuleNotFoundError:  # a copy may do without
-        translate = None
-    return translate and translate(name, text, kinds) or ({}, {}, "")
 
 
 def _fire(kinds: dict, flags: dict[str, tuple[str, str]]) -> dict:

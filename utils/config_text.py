@@ -1,13 +1,19 @@
-"""Settings as text: flat YAML files, read strictly, and --help. Imported for those, and for a resume."""
+"""Settings as text: flat YAML files, read strictly; --help; flags of another project. Imported for those."""
 
+import dataclasses
+import importlib
+import inspect
+import io
 import sys
+import textwrap
+import tokenize
 import typing
 from pathlib import Path
 
 import yaml
 
 from .errors import ConfigError, check
-from .fields import described, kinds_of, read_value, shown
+from .fields import kinds_of, read_value, shown
 
 
 def load_config(cls: type, path: str | Path):
@@ -28,6 +34,55 @@ def help_text(cls: type) -> str:
             lines.append(f"  {flag:34}  {comment} (default: {'empty' if default == '' else default})")
     lines.append(f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n")
     return "\n".join(lines)
+
+
+def described(cls: type) -> dict[str, list[tuple[dataclasses.Field, str]]]:
+    """The fields of `cls` and their comments by group, read from its source."""
+    fields, groups = {f.name: f for f in dataclasses.fields(cls)}, {}
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):  # a class typed at a prompt has none
+        source = ""
+    group, comments, name, alone = "Flags", [], "", True  # alone: nothing stands right above
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and alone and not name:
+            group, alone = token.string.lstrip("# "), False
+        elif token.type == tokenize.COMMENT:
+            comments.append(token.string.lstrip("# "))
+        elif token.type == tokenize.NL and not token.line.strip():
+            alone = True
+        elif token.type == tokenize.NEWLINE:  # ends a statement, which may be a field
+            field = fields.pop(name, None)
+            if field:
+                groups.setdefault(group, []).append((field, " ".join(comments)))
+            alone, name, comments = field is None, "", []
+        elif token.type == tokenize.NAME and not name:
+            name = token.string
+    inherited = [(field, "") for field in fields.values()]
+    return groups | ({"Also": inherited} if inherited else {})
+
+
+def translate_flags(flags: list[tuple], kinds: dict, aliases: str) -> tuple[list[tuple], dict, list[str]]:
+    """(flags, what they imply, notes): (flag as written, name, text) of each, those that `kinds` lacks in our
+    words. See config.parse_cli for `aliases`. Raises ConfigError for a flag that nobody knows.
+    """
+    try:
+        translate = importlib.import_module(f".{aliases}", __package__).translate if aliases else None
+    except ModuleNotFoundError:  # a copy may do without
+        translate = None
+    ours, implied, notes = [], {}, []
+    for flag, name, text in flags:
+        settings = {name: text}
+        if name not in kinds:
+            settings, weak, note = translate(name, text, kinds) if translate else ({}, {}, "")
+            if not note:
+                from .diagnose import near_setting
+
+                raise ConfigError(f"unknown flag {shown(flag)} ({near_setting(name, kinds, '--')})")
+            implied |= {key: (flag, value) for key, value in weak.items()}
+            notes.append(note)
+        ours += [(flag, key, value) for key, value in settings.items()]
+    return ours, implied, notes
 
 
 def read_yaml(kinds: dict, path: str) -> dict:

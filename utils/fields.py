@@ -1,12 +1,8 @@
-"""A dataclass's fields as settings: their types, strict reading of a text, and the comments behind them."""
+"""A dataclass's fields as settings: their types, and strict reading of a text."""
 
 import dataclasses
-import inspect
-import io
 import math
 import re
-import textwrap
-import tokenize
 import typing
 
 from .errors import check
@@ -49,29 +45,3 @@ def read_value(kind: type, alone: str | None, where: str, text: str) -> str | in
 def shown(text: str) -> str:
     """Text fit for a message of one line."""
     return repr(text)[1:-1] if len(text) < 200 else repr(text[:60])[1:-1] + "..."
-
-
-def described(cls: type) -> dict[str, list[tuple[dataclasses.Field, str]]]:
-    """The fields of `cls` and their comments by group, read from its source."""
-    fields, groups = {f.name: f for f in dataclasses.fields(cls)}, {}
-    try:
-        source = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):  # a class typed at a prompt has none
-        source = ""
-    group, comments, name, alone = "Flags", [], "", True  # alone: nothing stands right above
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and alone and not name:
-            group, alone = token.string.lstrip("# "), False
-        elif token.type == tokenize.COMMENT:
-            comments.append(token.string.lstrip("# "))
-        elif token.type == tokenize.NL and not token.line.strip():
-            alone = True
-        elif token.type == tokenize.NEWLINE:  # ends a statement, which may be a field
-            field = fields.pop(name, None)
-            if field:
-                groups.setdefault(group, []).append((field, " ".join(comments)))
-            alone, name, comments = field is None, "", []
-        elif token.type == tokenize.NAME and not name:
-            name = token.string
-    inherited = [(field, "") for field in fields.values()]
-    return groups | ({"Also": inherited} if inherited else {})
