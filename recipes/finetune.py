@@ -24,16 +24,9 @@ import transformers
 from utils.checkpoint import CheckpointSaver, set_seed
 from utils.config import parse_cli
 from utils.data import GlobalBatches, divide_global_batch, load_split
-from utils.distributed import (
-    all_reduce_sum,
-    init_distributed,
-    same_on_all,
-    set_timeout,
-    stop_distributed,
-    together,
-)
+from utils.distributed import agree, all_reduce_sum, init_distributed, set_timeout, stop_distributed, together
 from utils.errors import act, check, fault, print0, report_errors
-from utils.hf_format import check_output_folder, save_model
+from utils.hf_format import check_space, save_model
 from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.memory import estimate_disk, estimate_states
@@ -166,7 +159,7 @@ def main(cfg: Config) -> Path:
     with together(world):
         axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
-    same_on_all(world, asdict(cfg), "flags")
+    agree(world, asdict(cfg), "flags")
     folder = find_model(cfg.model, world, cfg.trust_remote_code)
     other = cfg.tokenizer and find_model(cfg.tokenizer, world, cfg.trust_remote_code)
     lora = bool(cfg.lora_rank or cfg.adapter)
@@ -182,8 +175,8 @@ def main(cfg: Config) -> Path:
             model = build_model(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
-    same_on_all(world, facts, "files")
-    out = claim_output(cfg.output_dir, "finetune", world)
+    agree(world, facts, "files")
+    out = claim_output(cfg.output_dir, "finetune", world, folder)
     checkpoint, state, finished = None, {}, 0
     if holds_run(out) or cfg.resume not in ("auto", "none"):
         from utils.resume import load_checkpoint, previous_run
@@ -200,7 +193,8 @@ def main(cfg: Config) -> Path:
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     needed_bytes = 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
-    check_output_folder(out, folder, world, needed_bytes)
+    with together(world):
+        check_space(out, needed_bytes)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     print_template_notes(tokenizer)
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""

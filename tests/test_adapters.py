@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from utils.data import GlobalBatches, load_examples
 from utils.errors import ConfigError
-from utils.metrics import read_metrics
 from utils.resume import Reader
 from utils.tokens import load_tokenizer
+from utils.trained_run import read_metrics
 
 FILE = "adapter_model.safetensors"
 BASES = {"16bit": {}, "8bit": {"quantization": "8bit"}, "4bit": {"quantization": "4bit"}}

@@ -15,6 +15,7 @@ OPTIONAL = (
     "activations",
     "async_save",
     "config_text",
+    "containers",
     "diagnose",
     "experts",
     "flops",

@@ -14,13 +14,13 @@ from utils.data import (
     GlobalBatches,
     collate,
     load_examples,
-    parse_json,
     permutation,
     read_rows,
 )
 from utils.errors import ConfigError
 from utils.formats import to_messages
 from utils.held_out import split_by_hash
+from utils.strict_json import parse_json
 from utils.tokens import IGNORE, load_tokenizer
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

@@ -25,8 +25,8 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.errors import ConfigError
-from utils.metrics import read_metrics
 from utils.resume import newest_checkpoint
+from utils.trained_run import read_metrics
 
 FLAGS = {"steps": 6, "lr": 1e-3, "warmup": 1, "global_batch_size": 4, "save_every": 2, "keep": 0}
 slow = pytest.mark.slow

@@ -22,9 +22,10 @@ from utils.diagnose import check_packages
 from utils.errors import ConfigError
 from utils.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
 from utils.memory import States, estimate_states
-from utils.metrics import RunLog, read_metrics
+from utils.metrics import RunLog
 from utils.optim import build_optimizer
 from utils.sharding import shard_model
+from utils.trained_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-4, "taught_tokens": 99, "tokens_per_second": 12345.6}

@@ -14,7 +14,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.errors import ConfigError
-from utils.metrics import read_metrics
+from utils.trained_run import read_metrics
 
 RUN = {
     "steps": 5,

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -27,9 +28,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from utils import hf_format
+from utils.distributed import together
 from utils.errors import ConfigError
-from utils.hf_format import Piece, TensorInfo, check_output_folder, local_box, save_model
+from utils.hf_format import Piece, TensorInfo, check_space, local_box, save_model
 from utils.model_folder import open_weights
+from utils.run_folder import check_seen, claim_output, releases_output
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -586,18 +589,27 @@ def test_no_rank_holds_the_model_while_saving(tmp_path):
 
 
 def checked(world, out_dir, source=None, needed_bytes=0):
-    out_dir = out_dir.format(rank=world.rank) if isinstance(out_dir, str) else out_dir
+    """What the act `plan` does with the folder, and what is undone when the run ends."""
+
+    @releases_output
+    def main(_):
+        out = claim_output(str(out_dir), "finetune", world, source)
+        with together(world):
+            check_space(out, needed_bytes)
+
     try:
-        check_output_folder(Path(out_dir), source, world, needed_bytes)
+        main(None)
     except ConfigError as error:
         return str(error), error.agreed
     return None
 
 
-def test_output_folder_is_made_and_left_clean(tmp_path):
-    assert run_ranks(checked, 3, tmp_path / "a" / "b") == [None] * 3
-    assert run_ranks(checked, 3, tmp_path / "a" / "b") == [None] * 3
-    assert os.listdir(tmp_path / "a" / "b") == []
+def test_output_folder_is_made_and_one_that_stays_empty_goes_with_the_run(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for folder in (tmp_path / "a" / "b", tmp_path / "a" / "b", tmp_path / "mine"):
+        assert run_ranks(checked, 3, folder) == [None] * 3
+    assert os.listdir(tmp_path) == ["mine"]
+    assert os.listdir(tmp_path / "mine") == []
 
 
 def test_output_folders_that_cannot_work_are_refused_without_litter(tmp_path):
@@ -640,12 +652,22 @@ def test_read_only_output_is_refused(small_disk):
         assert "Read-only" in run_ranks(checked, 2, out_dir)[0][0]
 
 
+def seen(world, disks):
+    with together(world):
+        check_seen(disks[world.rank], "process 7 on a since today")
+
+
 def test_ranks_that_see_another_folder_are_named(tmp_path):
-    for name in ("disk0", "disk1", "disk2"):
-        (tmp_path / name).mkdir()
-    text, agreed = run_ranks(checked, 3, str(tmp_path / "disk{rank}" / "run"))[1]
-    assert agreed
-    assert text.startswith("rank 1: ")
-    assert "rank 2: " in text
-    assert "rank 0: " not in text
-    assert [list(disk.iterdir()) for disk in sorted(tmp_path.iterdir())] == [[], [], []]
+    disks = [tmp_path / "0", tmp_path / "1", tmp_path / "2"]
+    for disk in disks:
+        disk.mkdir()
+    (disks[0] / ".lock").write_text("process 7 on a since today")
+    (disks[2] / ".lock").write_text("process 7 on a since yesterday")
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(seen, 3, disks)
+    text = str(raised.value)
+    for rank in (1, 2):
+        assert (
+            f"rank {rank}: {disks[rank]} on {socket.gethostname()} is not the folder that rank 0 sees" in text
+        )
+    assert "rank 0: " not in text.partition("ConfigError")[2]

@@ -6,9 +6,7 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 
 import hashlib
 import itertools
-import json
 import math
-import re
 import stat
 from array import array
 from collections import Counter
@@ -23,6 +21,7 @@ from tqdm import tqdm
 
 from .errors import ConfigError, check
 from .formats import form_of, json_name, to_messages
+from .strict_json import parse_json
 from .tokens import IGNORE, encode_chat
 
 
@@ -72,7 +71,12 @@ def read_rows(path: str | Path, max_rows: int = 0) -> list[Row]:
     path = Path(path)
     _check_file(path)
     rows, errors = [], []
-    found = _read_lines(path) if path.suffix == ".jsonl" else _read_array(path)
+    if path.suffix == ".jsonl":
+        found = _read_lines(path)
+    else:
+        from .containers import read_array
+
+        found = read_array(path)
     for where, value in itertools.islice(found, max_rows or None):
         if isinstance(value, dict):
             rows.append(Row(where, value))
@@ -83,18 +87,6 @@ def read_rows(path: str | Path, max_rows: int = 0) -> list[Row]:
     _raise_all(errors)
     check(rows, f"{path}: no rows; a .jsonl file holds one object a line, a .json file an array of objects")
     return rows
-
-
-def parse_json(text: str) -> object:
-    """One JSON value and nothing else.
-
-    ValueError also for what Python's json lets pass (NaN, 1e999, a key that stands twice, half a surrogate
-    pair) and for nesting that it cannot follow.
-    """
-    value, end = _parse_at(text, 0)
-    if end < len(text):
-        raise json.JSONDecodeError("More text after the value", text, end)
-    return value
 
 
 def _check_file(path: Path) -> None:
@@ -130,63 +122,6 @@ def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
                 yield where, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except ValueError as error:
                 yield where, error
-
-
-def _read_array(path: Path) -> Iterator[tuple[str, object]]:
-    """(where, the value or a ValueError) of each element. After a syntax error there is no next one."""
-    where, row = str(path), 0
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-        if re.fullmatch(r"\s*(\[\s*\]\s*)?", text):
-            return
-        at = _skip_space(text, 0)
-        check(text[at] == "[", f"{path}: not an array, [...]; a file with one object a line is a .jsonl file")
-        while text[at] != "]":  # at [ or ,
-            row += 1
-            where = f"{path} row {row}"
-            value, at = _parse_at(text, at + 1)
-            if text[at : at + 1] not in (",", "]"):
-                raise json.JSONDecodeError("Expecting , or ]", text, at)
-            yield where, value
-        if _skip_space(text, at + 1) < len(text):
-            raise json.JSONDecodeError("More text after the array", text, at + 1)
-    except ValueError as error:
-        yield where, error
-
-
-def _parse_at(text: str, at: int) -> tuple[object, int]:
-    """The JSON value that starts at or after `at`, and where the text goes on after it."""
-    start = _skip_space(text, at)
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-        if _SURROGATE.search(text, start, end):
-            json.dumps(value, ensure_ascii=False).encode()  # cannot encode half a pair
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return value, _skip_space(text, end)
-
-
-def _skip_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    if len(found := dict(pairs)) < len(pairs):
-        twin, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twin!r} stands twice in one object")
-    return found
-
-
-def _number(text: str) -> int | float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"the number {text[:12]} is not JSON, or too large")
-    return number if set(text) & set(".eE") else int(text)
-
-
-_NUMBERS = dict.fromkeys(("parse_float", "parse_int", "parse_constant"), _number)
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, **_NUMBERS)
-_SPACE = re.compile(r"[ \t\r\n]*")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _raise_all(errors: list[str]) -> None:

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, check, explainers, print0
+from .errors import ConfigError, check, print0
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_SECONDS = 600  # that ranks wait for each other: one may read and tokenize data meanwhile
@@ -56,15 +56,12 @@ def init_distributed() -> World:
         local_size = size if local_size is None else local_size
         store = None
     device = _device(local_rank, local_size)
-    explainers[:] = [_missing_ranks]
     _die_with_launcher()
     if dist.is_initialized():  # main() called from a program that has its own group
         return World(rank, size, local_rank, local_size, device)
     wait = timedelta(seconds=START_SECONDS)
     try:
-        if (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        ):  # torchrun's own, which outlives restarts
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives restarts
             _warn_of_shared_store(size, local_size)
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)  # not to meet the dead
@@ -145,16 +142,14 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def same_on_all(world: World, values: dict, what: str) -> None:
+def agree(world: World, values: dict, what: str) -> None:
     """Raise ConfigError on all ranks unless every rank has the same values; name the first that differs."""
-    seen = gather(world, values)
-    for rank, other in enumerate(seen):
-        for key in values:
-            mine, theirs = str(seen[0].get(key))[:60], str(other.get(key))[:60]
-            same = seen[0].get(key) == other.get(key)
-            text = f"ranks 0 and {rank} have different {what}: {key} is {mine} and {theirs}"
-            if not same:
-                raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
+    first, *others = gather(world, values)
+    for rank, other in enumerate(others, start=1):
+        for key in (key for key in values if first.get(key) != other.get(key)):
+            differ = f"{key} is {str(first.get(key))[:60]} and {str(other.get(key))[:60]}"
+            text = f"ranks 0 and {rank} have different {what}: {differ}"
+            raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
 
 
 def _env_int(name: str) -> int | None:
@@ -168,14 +163,6 @@ def _warn_of_shared_store(size: int, local_size: int) -> None:
     if size > local_size and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as configs/launch/ does"
         print0(f"warning: after a failure these machines may not meet again (fix: {fix})")
-
-
-def _missing_ranks(error: Exception, act: str) -> str:
-    try:
-        from .diagnose import missing_ranks
-    except ImportError:  # a copy may do without
-        return ""
-    return missing_ranks(error, act)
 
 
 def _die_with_launcher() -> None:

@@ -4,17 +4,14 @@ A user sees one line on stderr, once: what is set, why it cannot work, what to w
 is our own fault and keeps its traceback, below a line that names the act and the rank.
 """
 
-import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _act = "parse"
-# function(error, act) -> the lines that say what an error means; "" leaves it its traceback.
-explainers: list[Callable[[Exception, str], str]] = []
 
 
 class ConfigError(Exception):
@@ -68,29 +65,19 @@ def report_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _print_once(str(error), error.agreed)
+        print_once(str(error), error.agreed)
         sys.exit(2)
     except KeyboardInterrupt as error:  # utils/signals.py says by which
         name = str(error) or "SIGINT"
-        _print_once(f"stopped by {name} in act '{_act}'", agreed=True)
+        print_once(f"stopped by {name} in act '{_act}'", agreed=True)
         sys.exit(128 + getattr(signal, name))
     except Exception as error:
-        # safetensors and torch wrap the system's error, but keep its words.
-        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT) if os.strerror(code) in str(error)]
-        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
-            fix = "a smaller --batch_size, --activation_checkpointing full, --cpu_offload"
-            sys.stderr.write(f"error: rank {rank()} is out of memory in act '{_act}' (fix: {fix})\n")
-            raise
-        if not full and (missing := "".join(explain(error, _act) for explain in explainers)):
-            sys.stderr.write(missing)
-            sys.stderr.flush()
-            os._exit(1)  # a thread that saves would be waited for, and it waits for the missing rank
-        if not full:
-            sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
-            raise
-        file = f" for {error.filename}" if getattr(error, "filename", None) else ""
-        _print_once(f"{full[0]}{file} in act '{_act}': free space, or choose another --output_dir")
-        sys.exit(1)
+        with suppress(ImportError):  # a copy may do without
+            from .diagnose import explain
+
+            explain(error, _act)  # returns where it knows nothing of it
+        sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
+        raise
 
 
 def fault(point: str, step: int) -> None:
@@ -115,7 +102,8 @@ def rank() -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def _print_once(message: str, agreed: bool = False) -> None:
+def print_once(message: str, agreed: bool = False) -> None:
+    """Write error lines; where all ranks `agreed` on them rank 0 alone does, else each names itself."""
     by = ""
     if rank() != 0:
         # Rank 0 most likely says the same, and torchrun ends this process when it has. Leaving first would

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .distributed import World, all_reduce_sum, broadcast, host_name, together
+from .distributed import World, all_reduce_sum, broadcast, together
 from .errors import ConfigError, check
 from .model_folder import DTYPES, INDEX, SINGLE, TensorInfo, file_inside, open_weights, read_json
 
@@ -100,7 +100,7 @@ def save_model(
     try:
         with together(world), disk_errors(out):
             if world.rank == 0:
-                _check_replaceable(out, source)
+                check_replaceable(out, source)
                 remove_siblings(out, ".tmp")
                 create_files(temp, places, headers)
                 _write_configs(temp, model, [place.dtype for place in places.values()], eos_ids, source)
@@ -118,36 +118,6 @@ def save_model(
     finally:
         if world.rank == 0:
             shutil.rmtree(temp, ignore_errors=True)
-
-
-def check_output_folder(out_dir: Path, source: Path | None, world: World, needed_bytes: int = 0) -> None:
-    """Create the run folder (the model goes to out_dir/model) and see to it that a save will succeed there.
-
-    All ranks call it, in the act `plan`. Raises ConfigError on all and leaves nothing behind: it is the
-    source model's folder, something is in the way, it cannot be written, space is short, a rank sees another.
-    """
-    out_dir = Path(os.path.abspath(out_dir))
-    probe = out_dir / f".probe_{broadcast(world, secrets.token_hex(8))}"
-    created: list[Path] = []
-    try:
-        with together(world), disk_errors(out_dir):
-            if world.rank == 0:
-                _check_replaceable(out_dir / "model", source)
-                created += [folder for folder in (out_dir, *out_dir.parents) if not os.path.lexists(folder)]
-                out_dir.mkdir(parents=True, exist_ok=True)
-                probe.write_text(probe.name)  # only trying tells: chmod does not stop root, a mount does
-                check_space(out_dir, needed_bytes)
-        with together(world), disk_errors(out_dir):
-            seen = probe.exists() and probe.read_text() == probe.name
-            fix = "(fix: an --output_dir that all machines share)"
-            check(seen, f"{out_dir} on {host_name()} is not the folder that rank 0 sees {fix}")
-        created.clear()  # all is well: they stay
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
-        for folder in created:
-            with suppress(OSError):
-                folder.rmdir()
 
 
 def lay_out(pieces: list[Piece], save_dtype, max_file_bytes) -> tuple[dict[str, Place], dict[str, bytes]]:
@@ -292,13 +262,11 @@ def _write_companions(temp: Path, tokenizer, source: Path | None) -> None:
 
 
 def _verify_headers(temp: Path, pieces: list[Piece], places: dict[str, Place]) -> None:
-    found = open_weights(temp)
+    laid_out = {}
     for piece in pieces:
         place = places[piece.name]
-        assert found.pop(piece.name) == TensorInfo(
-            temp / place.file, place.dtype, piece.info.shape, place.begin
-        )
-    assert not found, f"{temp} holds what was not laid out: {list(found)}"
+        laid_out[piece.name] = TensorInfo(temp / place.file, place.dtype, piece.info.shape, place.begin)
+    assert open_weights(temp) == laid_out, f"{temp} holds other than what was laid out"
 
 
 def _write_json(file: Path, value: dict) -> None:
@@ -332,7 +300,7 @@ def remove_siblings(out: Path, kind: str) -> None:
             print(f"removed {path}, which a run that died left behind", flush=True)
 
 
-def _check_replaceable(out: Path, source: Path | None) -> None:
+def check_replaceable(out: Path, source: Path | None) -> None:
     """A save replaces the whole folder: not the source model's, and none that is not a model's."""
     mine = (os.path.realpath(out), os.path.realpath(out.parent))
     reads = source is not None and os.path.realpath(source) in mine

@@ -31,7 +31,7 @@ class RunLog:
     Rank 0 makes one with its folder, the others with None, and theirs does nothing. On a terminal there is a
     progress bar with the time left, in a log only whole lines. done: the step that was resumed from; run:
     which start of the run this is. Lines of later steps that an earlier start wrote stay; `read_metrics`
-    leaves them out.
+    (trained_run.py) leaves them out.
     """
 
     def __init__(self, folder: Path | None, total_steps, log_every=1, trackers=(False, False), done=0, run=1):
@@ -41,7 +41,9 @@ class RunLog:
         self.bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent)
         if folder is None:
             return
-        _cut_half_line(folder / "metrics.jsonl")
+        if (folder / "metrics.jsonl").exists():  # a last line that a kill cut in two would spoil the next
+            with open(folder / "metrics.jsonl", "r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         if any(trackers):
             from .trackers import open_trackers
 
@@ -102,17 +104,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     kib = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
     _most_seen = max(_most_seen, int(kib[1]) * 1024)
     return _most_seen
-
-
-def read_metrics(file: Path) -> list[dict]:
-    """The objects of metrics.jsonl, by step, without those of an earlier start for a step taken again."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    last = {line["step"]: line.get("run", 1) for line in lines}
-    return sorted((x for x in lines if x.get("run", 1) == last[x["step"]]), key=lambda x: x["step"])
-
-
-def _cut_half_line(file: Path) -> None:
-    """Remove a last line that a kill cut in two, or it would spoil the next."""
-    if file.exists():
-        with open(file, "r+b") as opened:
-            opened.truncate(opened.read().rfind(b"\n") + 1)

@@ -8,43 +8,46 @@ A run is finished when its plan.json says what was measured. Nothing that a fold
 import fcntl
 import json
 import os
-from contextlib import suppress
+import re
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import datetime
 from functools import wraps
+from itertools import count
 from pathlib import Path
 
 from .config import save_config
 from .distributed import World, broadcast, gather, host_name, together
-from .errors import ConfigError
+from .errors import ConfigError, check
+from .hf_format import check_replaceable, disk_errors
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "adapter")
-_claimed: dict[Path, tuple] = {}  # folder -> (open lock file, folders that claiming it made)
+_claims = ExitStack()  # closing it gives back what this process has claimed
 
 
-def claim_output(output_dir: str, stem: str, world: World) -> Path:
+def claim_output(output_dir: str, stem: str, world: World, source: Path | None = None) -> Path:
     """The folder of this run, made and locked by rank 0: --output_dir; after an elastic restart the newest
     output/STEM-NNN; else the next free one, taken by making it, so no two runs share one.
 
-    Raises ConfigError on all ranks where it cannot be made, or another run is at work in it.
+    Raises ConfigError on all ranks where it cannot be made or written, a rank sees another folder there,
+    another run is at work in it, or OUT/model could not be replaced: it is `source`, which the model is read
+    from, or no model.
     """
     restarted = any(gather(world, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
-    out = Path(output_dir).absolute() if output_dir else None
-    with together(world):
-        try:
-            str(out).encode()
-        except UnicodeEncodeError:
-            fix = "another folder, or LC_ALL=C.UTF-8"
-            raise ConfigError(
-                f"--output_dir {ascii(output_dir)} is no text in this locale (fix: {fix})"
-            ) from None
+    out, who = Path(output_dir).absolute() if output_dir else None, ""
+    with together(world), disk_errors(out or Path("output")):
+        fix = "(fix: another folder, or LC_ALL=C.UTF-8)"
+        text = not re.search("[\udc80-\udcff]", output_dir)
+        check(text, f"--output_dir {ascii(output_dir)} is no text in this locale {fix}")
         if world.rank == 0:
             numbered = sorted(Path("output").glob(f"{stem}-[0-9][0-9][0-9]")) if restarted else []
             out = out or (numbered[-1].absolute() if numbered else None)
-            try:
-                out = _claim(out, stem)
-            except (OSError, RuntimeError) as error:
-                what = f"--output_dir {out or 'output'}: {getattr(error, 'strerror', None) or error}"
-                raise ConfigError(f"{what} (fix: another folder)") from None
-    out = broadcast(world, out)
+            if out:
+                check_replaceable(out / "model", source)
+            out, who = _claim(out, stem)
+    out, who = broadcast(world, (out, who))
+    with together(world), disk_errors(out):
+        check_seen(out, who)
     # NCCL's flight recorder: a collective that times out leaves here which rank was in which.
     flights = {"BUFFER_SIZE": "2000", "DUMP_TEMP_FILE": f"{out}/hang_rank_"}
     os.environ.update({f"TORCH_FR_{key}": value for key, value in flights.items()})
@@ -52,27 +55,22 @@ def claim_output(output_dir: str, stem: str, world: World) -> Path:
     return out
 
 
+def check_seen(out: Path, who: str) -> None:
+    """Raise ConfigError unless this rank sees the folder that `who` has locked."""
+    seen = (out / ".lock").exists() and (out / ".lock").read_text() == who
+    fix = "(fix: an --output_dir that all machines share)"
+    check(seen, f"{out} on {host_name()} is not the folder that rank 0 sees {fix}")
+
+
 def releases_output(main):
     """Decorate a recipe's main: however it ends, its claim ends, and a folder that is still empty goes."""
 
     @wraps(main)
     def released(cfg):
-        try:
+        with _claims:
             return main(cfg)
-        finally:
-            _release()
 
     return released
-
-
-def _release() -> None:
-    while _claimed:
-        out, (lock, made) = _claimed.popitem()
-        with suppress(OSError):
-            (out / ".lock").unlink()
-            for folder in made:
-                folder.rmdir()
-        lock.close()
 
 
 def holds_run(out: Path | None) -> bool:
@@ -99,31 +97,38 @@ def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
     os.replace(temporary, out / "plan.json")
 
 
-def _claim(out: Path | None, stem: str) -> Path:
-    number = 0
-    while out is None:
-        number += 1
-        free = Path("output", f"{stem}-{number:03d}").absolute()
-        with suppress(FileExistsError):
-            made = [folder for folder in (free, free.parent) if not folder.exists()]
-            free.mkdir(parents=True)
-            out = free
-    else:
-        made = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
-        out.mkdir(parents=True, exist_ok=True)
-    lock = open(out / ".lock", "a+")  # noqa: SIM115 - it stays open, and is locked, until the process ends
+def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
+    """(the folder, what its lock says of this process)"""
+    for free in [out] if out else (Path("output", f"{stem}-{n:03d}").absolute() for n in count(1)):
+        made = [folder for folder in (free, *free.parents) if not os.path.lexists(folder)]
+        for folder in reversed(made):
+            _claims.callback(_quietly, folder.rmdir)
+        try:
+            free.mkdir(parents=True, exist_ok=bool(out))
+            break
+        except FileExistsError:
+            if out:
+                raise
+    lock = open(free / ".lock", "a+b", buffering=0)  # noqa: SIM115 - open until all is given back
+    _claims.enter_context(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel undoes it, however the process ends
         if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
             raise BlockingIOError  # who had it has just removed it
     except BlockingIOError:
         lock.seek(0)
-        who = lock.read() or "another run"
+        who = lock.read().decode() or "another run"
         raise ConfigError(f"--output_dir {out} is in use by {who} (fix: wait, or another folder)") from None
     except OSError:  # a file system without locks
         pass
+    _claims.callback(_quietly, (free / ".lock").unlink)
+    who = f"process {os.getpid()} on {host_name()} since {datetime.now():%Y-%m-%d %H:%M:%S.%f}"
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {host_name()}")
-    lock.flush()
-    _claimed[out] = lock, made
-    return out
+    lock.write(who.encode())
+    os.fsync(lock)  # for the other machines
+    return free, who
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    with suppress(OSError):
+        call()

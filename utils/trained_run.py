@@ -1,5 +1,6 @@
 """What a run left, for the recipes that use it: its settings, the structure that was trained, its weights."""
 
+import json
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -21,6 +22,13 @@ def find_run(name: str, world: World) -> tuple[Path, dict]:
     damaged = damage(path, world.rank, world.size)
     check(not damaged, f"{damaged} (fix: another checkpoint)")
     return path, read_state(path)["config"]
+
+
+def read_metrics(file: Path) -> list[dict]:
+    """The objects of metrics.jsonl, by step, without those of an earlier start for a step taken again."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    last = {line["step"]: line.get("run", 1) for line in lines}
+    return sorted((x for x in lines if x.get("run", 1) == last[x["step"]]), key=lambda x: x["step"])
 
 
 def add_run_adapter(model: nn.Module, folder: str, run: dict) -> object:
