@@ -27,7 +27,7 @@ from utils.data import GlobalBatches, divide_global_batch, load_split
 from utils.distributed import agree, all_reduce_sum, init_distributed, set_timeout, stop_distributed, together
 from utils.errors import act, check, fault, print0, report_errors
 from utils.hf_format import check_space, save_model
-from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
+from utils.loading import build_model, load_pieces, plan_pieces
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.memory import estimate_disk, estimate_states
 from utils.mesh import build_mesh, mesh_axes, mesh_sentence
@@ -128,15 +128,11 @@ class Config:
             check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        lora, quantized = self.lora_rank or self.adapter, self.quantization != "none"
         changed = [n for n in (*LORA, *QUANTIZED) if getattr(self, n) != getattr(Config, n)]
-        for names, there, fix in ((LORA, lora, "lora_rank 16"), (QUANTIZED, quantized, "quantization 8bit")):
-            alone = ", ".join(f"--{name}" for name in changed if name in names)
-            check(there or not alone, f"{alone} without --{fix.split()[0]} changes nothing (fix: --{fix})")
-        frozen = f"--quantization {self.quantization} freezes the weights and --lora_rank is 0"
-        check(lora or not quantized, f"{frozen}: nothing would train (fix: --lora_rank 16)")
-        plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
-        check(not lora or self.param_dtype == "fp32", f"{plain} (fix: leave it out)")
+        if changed or self.adapter or self.quantization != "none":
+            from utils.diagnose import check_adapter_flags
+
+            check_adapter_flags(asdict(self), changed, LORA)
         both = self.eval_dataset and self.eval_share
         check(not both, "--eval_dataset and --eval_share both name the held-out rows (fix: give one)")
         here = (TINY / "config.json").exists()
@@ -171,8 +167,9 @@ def main(cfg: Config) -> Path:
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
         given = (cfg.dataset, cfg.eval_dataset, cfg.eval_share, tokenizer, cfg.seq_len)
         examples, held_out = load_split(*given, max_rows=cfg.max_rows, progress=world.rank == 0)
+        structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
         if cfg.low_cpu_fsdp:
-            model = build_model(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)  # on meta
+            model = build_model(*structure)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     agree(world, facts, "files")
@@ -207,7 +204,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained ---------------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = load_whole_model(folder, config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
+        model = build_model(*structure, whole=folder)
         pieces = plan_pieces(model, weights, folder)
     names = None  # of parameters that adapters have renamed
     if lora:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.errors import ConfigError
 from utils.hf_format import save_model
-from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
+from utils.loading import build_model, load_pieces, plan_pieces
 from utils.mesh import build_mesh
 from utils.model_folder import open_weights
 from utils.sharding import shard_model
@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def sharded(world, folder, dtype=torch.float32, whole=False):
     config = AutoConfig.from_pretrained(folder)
-    model = load_whole_model(folder, config, torch.float32) if whole else build_model(config, torch.float32)
+    model = build_model(config, torch.float32, whole=folder) if whole else build_model(config, torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)
     shard_model(model, build_mesh(world), dtype)
     if not whole:

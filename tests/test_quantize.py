@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from utils.activations import recompute_activations
 from utils.errors import ConfigError
-from utils.loading import build_model, load_pieces, load_whole_model, plan_pieces
+from utils.loading import build_model, load_pieces, plan_pieces
 from utils.lora import add_adapter, add_lora, base_names, cast_frozen, load_adapter
 from utils.mesh import build_mesh, mesh_axes
 from utils.model_folder import open_weights
@@ -250,7 +250,7 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     """Loss and LoRA gradients of the quantized model, sharded; and the dtypes of what is stored."""
     config = AutoConfig.from_pretrained(folder)
     if lever == "whole":
-        model = load_whole_model(folder, config, torch.float32)
+        model = build_model(config, torch.float32, whole=folder)
     else:
         model = build_model(config, torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)

@@ -134,11 +134,8 @@ def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
     for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
         tensors[f"model.{name}"] = parameter  # DCP detaches it
         if not optimizer.state[parameter]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
@@ -209,9 +206,8 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata, results: list[list[dcp.storage.WriteResult]]) -> None:
         """On rank 0, when all have written: each file, then the folder, on disk before the rename."""
         fault("metadata", self.step)
-        files = {
-            n: d for rank in results for r in rank if r.index == DIGESTS for n, d in r.storage_data.items()
-        }
+        digests = [r.storage_data for rank in results for r in rank if r.index == DIGESTS]
+        files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
         super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
         files[".metadata"] = self.fs.digests[".metadata.tmp"]  # which is what DCP called it
         _write(self.path / "state.json", self.state_text)

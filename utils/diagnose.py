@@ -169,3 +169,17 @@ def check_packages(flash: bool, optimizer: str, tensorboard: bool, wandb: bool) 
         from .optim_8bit import import_bitsandbytes
 
         import_bitsandbytes(optimizer)
+
+
+def check_adapter_flags(cfg: dict, changed: list[str], lora: list[str]) -> None:
+    """Raise ConfigError where flags of adapters or of a quantized base do not go together. changed: those
+    that are not left at their defaults, of which `lora` are the adapter's.
+    """
+    adapted, quantized = cfg["lora_rank"] or cfg["adapter"], cfg["quantization"] != "none"
+    for whose, there, fix in ((True, adapted, "lora_rank 16"), (False, quantized, "quantization 8bit")):
+        alone = ", ".join(f"--{name}" for name in changed if (name in lora) == whose)
+        check(there or not alone, f"{alone} without --{fix.split()[0]} changes nothing (fix: --{fix})")
+    frozen = f"--quantization {cfg['quantization']} freezes the weights and --lora_rank is 0"
+    check(adapted or not quantized, f"{frozen}: nothing would train (fix: --lora_rank 16)")
+    plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
+    check(not adapted or cfg["param_dtype"] == "fp32", f"{plain} (fix: leave it out)")

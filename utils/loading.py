@@ -31,34 +31,25 @@ Names = dict[str, list[str]]
 
 
 def build_model(
-    config: PretrainedConfig, dtype: torch.dtype, attn: str = "auto", trust_remote_code: bool = False
+    config: PretrainedConfig, dtype: torch.dtype, attn="auto", trust_remote_code=False, whole: Path | str = ""
 ) -> nn.Module:
-    """The model of a config on meta: structure, names, shapes and ties, no memory.
+    """The model of a config on meta: structure, names, shapes and ties, no memory. whole: a folder whose
+    weights are read at once, as transformers does it (`--low_cpu_fsdp false`).
 
-    attn: sdpa, flash_attention_2, eager; None lets transformers choose. Raises ConfigError where the model
+    attn: sdpa, flash_attention_2, eager; auto lets transformers choose. Raises ConfigError where the model
     cannot.
     """
-    options = _options(dtype, attn, trust_remote_code)
+    how = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    how["attn_implementation"] = None if attn == "auto" else attn
     try:
+        if whole:
+            how |= {"use_safetensors": True, "local_files_only": True}
+            return AutoModelForCausalLM.from_pretrained(whole, config=config, **how)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options)
+            return AutoModelForCausalLM.from_config(config, **how)
     except (ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{config.model_type} cannot be built with --attn {attn}: {reason}") from None
-
-
-def load_whole_model(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, attn="auto", trust_remote_code: bool = False
-) -> nn.Module:
-    """`--low_cpu_fsdp false`: transformers' own loader, the whole model on every rank; shard it after."""
-    options = _options(dtype, attn, trust_remote_code)
-    options |= {"use_safetensors": True, "local_files_only": True}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
-
-
-def _options(dtype: torch.dtype, attn: str, trust_remote_code: bool) -> dict:
-    attn = None if attn == "auto" else attn
-    return {"dtype": dtype, "attn_implementation": attn, "trust_remote_code": trust_remote_code}
 
 
 def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) -> list[Piece]:
@@ -171,9 +162,8 @@ def _load_piece(file, piece: Piece, target: torch.Tensor, filled: set[tuple], st
 def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:
     """Elements [first, first + len(into)) of a tensor in an open file."""
     at, data = piece.info.begin + first * into.itemsize, into.view(torch.uint8)
-    check(
-        transfer(os.preadv, file, at, data) == len(data), f"{file.name}: cut short while it was read {AGAIN}"
-    )
+    whole = transfer(os.preadv, file, at, data) == len(data)
+    check(whole, f"{file.name}: cut short while it was read {AGAIN}")
 
 
 def _fill_buffers(model: nn.Module, state: Tensors) -> None:

@@ -141,9 +141,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             with torch.enable_grad():
                 logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
                 shown = transform(logits)
-            loss, d_shown = _cross_entropy_in_place(
-                shown.detach().float(), targets[start : start + chunk_tokens]
-            )
+            t = targets[start : start + chunk_tokens]  # (c,)
+            loss, d_shown = _cross_entropy_in_place(shown.detach().float(), t)
             total += loss
             if not grad:
                 continue

@@ -192,7 +192,5 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     header.pop("__metadata__", None)
     odd = [f"{name} ({entry['dtype']})" for name, entry in header.items() if entry["dtype"] not in DTYPES]
     check(not odd, f"{file}: dtypes that torch does not have: {first_five(odd)} (fix: another --model)")
-    entries = {n: (DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0]) for n, e in header.items()}
-    return {
-        name: TensorInfo(file, *dtype_shape, 8 + size + at) for name, (*dtype_shape, at) in entries.items()
-    }
+    entries = ((n, DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0]) for n, e in header.items())
+    return {name: TensorInfo(file, dtype, shape, 8 + size + at) for name, dtype, shape, at in entries}

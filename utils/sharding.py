@@ -13,19 +13,15 @@ from .errors import check
 
 
 def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
-    reshard_after_forward=True,
-    cpu_offload=False,
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward=True, cpu_offload=False
 ) -> nn.Module:
     """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
 
-    The shards keep the parameters' dtype (fp32 masters); they are gathered in compute_dtype, and gradients
+    The shards keep the parameters' dtype (fp32 masters); they are gathered in `dtype`, and gradients
     are reduced in fp32. reshard_after_forward False keeps the layers gathered until their backward, like ZeRO
     stage 2: less traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host.
     """
-    param_dtype = None if compute_dtype == torch.float32 else compute_dtype
+    param_dtype = None if dtype == torch.float32 else dtype
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": precision}
     if cpu_offload:

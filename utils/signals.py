@@ -53,11 +53,10 @@ def warn_of_grace(step_seconds: float, save_seconds: float) -> None:
     """Say so where a stop takes longer than launchers wait."""
     seconds = step_seconds + save_seconds
     if seconds > GRACE:
-        both = (
-            f"a step of {step_seconds:.0f} s and a save of {save_seconds:.0f} s are more than the {GRACE} s"
-        )
+        times = f"a step of {step_seconds:.0f} s and a save of {save_seconds:.0f} s"
+        leaves = f"more than the {GRACE} s that a SIGTERM leaves; then the checkpoint before stands"
         fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the scheduler"
-        print0(f"warning: {both} that a SIGTERM leaves; then the checkpoint before stands (fix: {fix})")
+        print0(f"warning: {times} are {leaves} (fix: {fix})")
 
 
 def _raise(number: int, _: FrameType | None) -> None:
