@@ -12,12 +12,12 @@ of a LoRA run holds only what trained, and becomes an adapter folder.
 
 import json
 import os
-import secrets
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
@@ -29,27 +29,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from utils.config import parse_cli
-from utils.distributed import World, broadcast, init_distributed, stop_distributed, together
+from utils.distributed import World, init_distributed, stop_distributed, together
 from utils.errors import act, check, first_five, print0, report_errors
-from utils.hf_format import (
-    Piece,
-    check_space,
-    disk_errors,
-    publish,
-    remove_siblings,
-    save_model,
-    transfer,
-    verify_chunks,
-    write_chunks,
-)
+from utils.hf_format import Piece, check_space, save_folder, save_model, transfer
 from utils.loading import build_model, load_pieces, plan_pieces
-from utils.lora import (
-    LoraConfig,
-    LoraLayer,
-    ModulesToSaveWrapper,
-    inject_adapter_in_model,
-    save_adapter,
-)
+from utils.lora import LoraConfig, LoraLayer, ModulesToSaveWrapper, inject_adapter_in_model, save_adapter
 from utils.mesh import build_mesh
 from utils.model_folder import INDEX, check_model_config, file_inside, find_model, open_weights, read_json
 from utils.sharding import shard_model
@@ -254,29 +238,21 @@ def save_merged(out: Path, folder: Path, adapter: Path, merge: Merge, world: Wor
         }
     changed = [piece for piece in merge.pieces if piece.param in merge.own or piece.param in merge.layers]
     mine = files[world.rank :: world.size]
-    temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
-    try:
-        with together(world), disk_errors(out):
-            if world.rank == 0:
-                remove_siblings(out, ".tmp")
-                temp.mkdir(parents=True)
-                copy_companions(folder, adapter, temp)
-                if merge.untied:
-                    untie(temp, names, merge)
-        with together(world), disk_errors(out):
-            for file in mine:
-                shutil.copyfile(file, temp / names[file])
-            write_chunks(temp, merged_chunks(changed, mine, names, merge))
-            verify_chunks(temp, merged_chunks(changed, mine, names, merge))
-        with together(world), disk_errors(out):
-            if world.rank == 0:
-                found = {name: (info.dtype, info.shape) for name, info in open_weights(temp).items()}
-                wanted = {p.name: (p.info.dtype, p.info.shape) for p in merge.pieces + merge.untied}
-                assert found == wanted, f"{temp} holds other tensors than was planned"
-                publish(temp, out)
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(temp, ignore_errors=True)
+
+    def prepare(temp: Path) -> int:
+        copy_companions(folder, adapter, temp)
+        for file in files:
+            shutil.copyfile(file, temp / names[file])
+        if merge.untied:
+            untie(temp, names, merge)
+        return 0  # only some bytes change
+
+    def finish(temp: Path) -> None:
+        found = {name: (info.dtype, info.shape) for name, info in open_weights(temp).items()}
+        wanted = {p.name: (p.info.dtype, p.info.shape) for p in merge.pieces + merge.untied}
+        assert found == wanted, f"{temp} holds other tensors than was planned"
+
+    save_folder(out, world, prepare, partial(merged_chunks, changed, mine, names, merge), finish)
     print0(f"merged    {len(changed)} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied")
 
 

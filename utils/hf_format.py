@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from .distributed import World, all_reduce_sum, broadcast, together
 from .errors import ConfigError, check
-from .model_folder import DTYPES, INDEX, SINGLE, TensorInfo, file_inside, open_weights, read_json
+from .model_folder import DTYPES, INDEX, SINGLE, TensorInfo, file_inside, read_json
 
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
 COMPANIONS = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*", "*processor_config.json")
@@ -93,27 +93,44 @@ def save_model(
     """
     out = Path(os.path.realpath(out))
     places, headers = lay_out(pieces, save_dtype, max_file_bytes)
-    temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
     state = model.state_dict()  # where forward left parameters gathered, FSDP2 shards them again here
     mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
     mine.sort(key=lambda piece: places[piece.name].file)  # so that each file is opened and synced once
+
+    def prepare(temp: Path) -> int:
+        check_replaceable(out, source)
+        _write_configs(temp, model, [place.dtype for place in places.values()], eos_ids, source)
+        _write_companions(temp, tokenizer, source)
+        return create_files(temp, places)
+
+    save_folder(out, world, prepare, lambda: local_chunks(state, mine, places, headers, world))
+
+
+def save_folder(out: Path, world: World, prepare: Callable, chunks: Callable, finish=lambda _: None) -> None:
+    """Write `out` in place of an older folder: complete or not at all.
+
+    Rank 0 prepares a temporary folder beside it, with files of their full size, `prepare(temp)`, and says how
+    many bytes must come (0: it does not know); every rank writes its `chunks()` (see local_chunks), reads
+    them back and compares; rank 0 may `finish(temp)`, then it is renamed. On failure all ranks raise one
+    ConfigError, and an older folder is still there.
+    """
+    total = 0
+    temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
     try:
         with together(world), disk_errors(out):
             if world.rank == 0:
-                check_replaceable(out, source)
                 remove_siblings(out, ".tmp")
-                create_files(temp, places, headers)
-                _write_configs(temp, model, [place.dtype for place in places.values()], eos_ids, source)
-                _write_companions(temp, tokenizer, source)
+                temp.mkdir(parents=True)
+                total = prepare(temp)
         with together(world), disk_errors(out):
-            written = write_chunks(temp, local_chunks(state, mine, places))
-        total = sum(place.end - place.begin for place in places.values())
-        assert all_reduce_sum(written, world) == total, f"{total} bytes were not all written, {written} here"
+            written = write_chunks(temp, chunks())
+        written = all_reduce_sum(written, world)
+        assert total in (0, written), f"{written} bytes were written of {total}"
         with together(world), disk_errors(out):
-            verify_chunks(temp, local_chunks(state, mine, places))
+            verify_chunks(temp, chunks())
         with together(world), disk_errors(out):
             if world.rank == 0:
-                _verify_headers(temp, pieces, places)
+                finish(temp)
                 publish(temp, out)
     finally:
         if world.rank == 0:
@@ -148,8 +165,12 @@ def lay_out(pieces: list[Piece], save_dtype, max_file_bytes) -> tuple[dict[str, 
     return places, headers
 
 
-def local_chunks(state: dict, pieces: list[Piece], places: dict[str, Place]) -> Iterator[tuple]:
-    """This rank's part of the files as (file, first byte, bytes as uint8, name of the tensor), cast once."""
+def local_chunks(state, pieces: list[Piece], places: dict, headers: dict, world: World) -> Iterator[tuple]:
+    """This rank's part of the files as (file, first byte, bytes as uint8, name of the tensor), cast once; on
+    rank 0 also the headers.
+    """
+    for file, header in headers.items() if world.rank == 0 else ():
+        yield file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8), "the header"
     for piece in pieces:
         parameter, place = state[piece.param], places[piece.name]
         if box := local_box(parameter, piece):
@@ -220,19 +241,18 @@ def transfer(call, file, at: int, data: torch.Tensor) -> int:
     return done
 
 
-def create_files(temp: Path, places: dict[str, Place], headers: dict[str, bytes]) -> None:
-    """Every file with its header and, up to its full size, zeros."""
+def create_files(temp: Path, places: dict[str, Place]) -> int:
+    """Every file in its full size, and the index where there are several; the bytes of all files."""
     sizes = {place.file: place.end for place in places.values()}  # the last tensor of a file ends it
-    temp.parent.mkdir(parents=True, exist_ok=True)
-    check_space(temp.parent, sum(sizes.values()))
-    temp.mkdir()
-    for file, header in headers.items():
-        (temp / file).write_bytes(header)
-        os.truncate(temp / file, sizes[file])
-    if len(headers) > 1:
+    check_space(temp, sum(sizes.values()))
+    for file, size in sizes.items():
+        (temp / file).touch()
+        os.truncate(temp / file, size)
+    if len(sizes) > 1:
         total = sum(place.end - place.begin for place in places.values())
         weight_map = {name: place.file for name, place in places.items()}
         _write_json(temp / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return sum(sizes.values())
 
 
 def _write_configs(temp: Path, model, dtypes: list[torch.dtype], eos_ids: Iterable[int], source) -> None:
@@ -259,14 +279,6 @@ def _write_companions(temp: Path, tokenizer, source: Path | None) -> None:
         for path in Path(source).glob(pattern):
             if not (temp / path.name).exists():
                 shutil.copyfile(file_inside(source, path.name), temp / path.name)
-
-
-def _verify_headers(temp: Path, pieces: list[Piece], places: dict[str, Place]) -> None:
-    laid_out = {}
-    for piece in pieces:
-        place = places[piece.name]
-        laid_out[piece.name] = TensorInfo(temp / place.file, place.dtype, piece.info.shape, place.begin)
-    assert open_weights(temp) == laid_out, f"{temp} holds other than what was laid out"
 
 
 def _write_json(file: Path, value: dict) -> None:

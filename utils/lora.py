@@ -15,10 +15,9 @@ import logging
 import math
 import os
 import re
-import secrets
-import shutil
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,21 +26,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from .distributed import World, broadcast, gather, together
+from .distributed import World, gather
 from .errors import ConfigError, check, first_five
-from .hf_format import (
-    Piece,
-    create_files,
-    disk_errors,
-    is_writer,
-    lay_out,
-    local_box,
-    local_chunks,
-    publish,
-    remove_siblings,
-    verify_chunks,
-    write_chunks,
-)
+from .hf_format import Piece, create_files, is_writer, lay_out, local_box, local_chunks, save_folder
 from .model_folder import SINGLE, TensorInfo, read_json
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns on every rank
@@ -238,36 +225,24 @@ def save_adapter(
     places, headers = lay_out(pieces, None, math.inf)
     places = {key: replace(place, file=FILE) for key, place in places.items()}
     mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
-    temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
     config = copy.copy(config)
     here = Path(base_name).is_dir()  # a folder, else a Hugging Face id
     config.base_model_name_or_path = os.path.abspath(base_name) if here else str(base_name)
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
-    try:
-        with together(world), disk_errors(out):
-            if world.rank == 0:
-                free = not out.exists() or (out / "adapter_config.json").exists()
-                check(free, f"{out} is no adapter, and a save would replace it (fix: another --output_dir)")
-                remove_siblings(out, ".tmp")
-                create_files(temp, places, {FILE: headers[SINGLE]})
-                config.save_pretrained(temp)
-                if tokenizer is not None:  # with the chat template that the adapter was trained in
-                    tokenizer.save_pretrained(temp)
-        with together(world), disk_errors(out):
-            write_chunks(temp, local_chunks(state, mine, places))
-        with together(world), disk_errors(out):
-            verify_chunks(temp, local_chunks(state, mine, places))
-        counts = {piece.name: int(local(state[piece.param]).count_nonzero()) for piece in mine}
-        counts = gather(world, counts)
-        live = {piece.name: (piece.shape, sum(c.get(piece.name, 0) for c in counts)) for piece in pieces}
-        with together(world), disk_errors(out):
-            if world.rank == 0:
-                _verify_file(temp / FILE, live)
-                publish(temp, out)
-    finally:
-        if world.rank == 0:
-            shutil.rmtree(temp, ignore_errors=True)
+    counts = gather(world, {piece.name: int(local(state[piece.param]).count_nonzero()) for piece in mine})
+    live = {piece.name: (piece.shape, sum(c.get(piece.name, 0) for c in counts)) for piece in pieces}
+
+    def prepare(temp: Path) -> int:
+        free = not out.exists() or (out / "adapter_config.json").exists()
+        check(free, f"{out} is no adapter, and a save would replace it (fix: another --output_dir)")
+        config.save_pretrained(temp)
+        if tokenizer is not None:  # with the chat template that the adapter was trained in
+            tokenizer.save_pretrained(temp)
+        return create_files(temp, places)
+
+    chunks = partial(local_chunks, state, mine, places, {FILE: headers[SINGLE]}, world)
+    save_folder(out, world, prepare, chunks, lambda temp: _verify_file(temp / FILE, live))
     numbers, others = (sum(n) for n in zip(*((math.prod(s), n) for s, n in live.values()), strict=True))
     return f"{len(live)} tensors, {numbers:,} numbers, {others / numbers:.1%} of them not 0"
 
