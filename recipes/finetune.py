@@ -23,7 +23,7 @@ import transformers
 
 from utils.checkpoint import CheckpointSaver, set_seed
 from utils.config import parse_cli
-from utils.data import GlobalBatches, divide_global_batch, load_split
+from utils.data import GlobalBatches, divide_global_batch, load_examples
 from utils.distributed import agree, all_reduce_sum, init_distributed, set_timeout, stop_distributed, together
 from utils.errors import act, check, fault, print0, report_errors
 from utils.hf_format import check_space, save_model
@@ -165,8 +165,13 @@ def main(cfg: Config) -> Path:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        given = (cfg.dataset, cfg.eval_dataset, cfg.eval_share, tokenizer, cfg.seq_len)
-        examples, held_out = load_split(*given, max_rows=cfg.max_rows, progress=world.rank == 0)
+        how = {"max_rows": cfg.max_rows, "progress": world.rank == 0}
+        examples, held_out = load_examples(cfg.dataset, tokenizer, cfg.seq_len, **how), None
+        if cfg.eval_dataset or cfg.eval_share:
+            from utils.held_out import hold_out
+
+            held = (cfg.eval_dataset, cfg.eval_share)
+            examples, held_out = hold_out(examples, *held, tokenizer, cfg.seq_len, **how)
         structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
         if cfg.low_cpu_fsdp:
             model = build_model(*structure)  # on meta

@@ -85,7 +85,7 @@ def test_only_line_feeds_end_a_line(write):
         ('{"a": 1', "Expecting ',' delimiter"),
         ('{"a": 1,}', "double quotes"),
         ("{'a': 1}", "double quotes"),
-        ('{"a": 1} {"b": 2}', "More text"),
+        ('{"a": 1} {"b": 2}', "Extra data"),
         ('{"a": NaN}', "nan|NaN"),
         ('{"a": [-Infinity]}', "-Infinity"),
         ('{"a": 1e999}', "1e999"),

@@ -238,8 +238,8 @@ def test_a_port_in_use_is_one_line_that_names_it(flags):
     ("env", "says"),
     [
         ({"RANK": "0", "WORLD_SIZE": "abc"}, "WORLD_SIZE=abc"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set but MASTER_ADDR is not"),
-        ({"WORLD_SIZE": "2"}, "only one of RANK and WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "are set, but not MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "are set, but not RANK, MASTER_ADDR, MASTER_PORT"),
     ],
 )
 def test_launch_variables_that_do_not_fit_are_named(env, says, monkeypatch):

@@ -62,8 +62,8 @@ class CheckpointSaver:
 
             self.background = Background(world.device)
         self.token = broadcast(world, secrets.token_hex(4))  # nobody else has its temporary folders
-        self.needed_bytes = self.local_bytes = 0  # of a checkpoint, known from the first
-        self.seconds = 0.0  # that the last save took until it was published
+        self.needed_bytes = 0  # of a checkpoint, known from the first
+        self.seconds = 0.0  # that the last save took until it was published; rank 0 knows
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
         """Save what holds after `step` optimizer steps. state: whatever else a resume needs, as JSON.
@@ -75,21 +75,19 @@ class CheckpointSaver:
         fault("begin", step)
         final = self.folder / f"step_{step:08d}"
         state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
-        state["save_seconds"], state["ranks"] = self.seconds, self.world.size
-        state["versions"] = VERSIONS
+        state |= {"save_seconds": self.seconds, "ranks": self.world.size, "versions": VERSIONS}
         tensors = checkpoint_tensors(model, optimizer)
         tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
         if not self.needed_bytes:
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-            self.local_bytes = sum(tensor.nbytes for tensor in local)
-            self.needed_bytes = all_reduce_sum(self.local_bytes, self.world)
+            self.needed_bytes = all_reduce_sum(sum(tensor.nbytes for tensor in local), self.world)
         with together(self.world), disk_errors(self.folder):
             check(not final.exists(), f"{final} exists, and is not overwritten (fix: move it away)")
             if self.world.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 check_space(self.folder, int(self.needed_bytes))
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
-        self.writer = _Writer(temporary, final, state, self.local_bytes, self.keep)
+        self.writer = _Writer(temporary, final, state, self.keep)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
         if self.background:
@@ -118,12 +116,11 @@ class CheckpointSaver:
             text = f"{self.writer.final} cannot be written: {reason_of(error)}"
             raise ConfigError(f"{text} (fix: make room, or another --output_dir)", agreed=True) from error
         finally:
-            seconds = (self.writer.ended or time.monotonic()) - self.writer.started
-            if not self.seconds:
-                warn_of_grace(self.writer.step_seconds, seconds)
-            self.seconds = seconds
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
+        if not self.seconds:
+            warn_of_grace(self.writer.step_seconds, self.writer.seconds)
+        self.seconds = self.writer.seconds
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -185,12 +182,12 @@ def reason_of(error: BaseException) -> str:
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer of files, which also hashes what it writes, and commits it all at the end."""
 
-    def __init__(self, temporary: Path, final: Path, state: dict, expected: int, keep: int):
+    def __init__(self, temporary: Path, final: Path, state: dict, keep: int):
         super().__init__(temporary)
-        self.fs = _HashingFiles(state["step"], expected)
+        self.fs = _HashingFiles(state["step"])
         self.final, self.keep, self.removal = final, keep, None
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
-        self.started, self.ended, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
+        self.started, self.seconds, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """This rank's tensors; its digests travel to rank 0 with the results."""
@@ -220,7 +217,7 @@ class _Writer(dcp.FileSystemWriter):
         sync_path(self.final.parent)
         fault("pointer", self.step)
         point_to(self.final)
-        self.ended = time.monotonic()
+        self.seconds = time.monotonic() - self.started
         self.removal = threading.Thread(target=_retire, args=(self.final, self.keep), daemon=True)
         self.removal.start()
 
@@ -228,8 +225,8 @@ class _Writer(dcp.FileSystemWriter):
 class _HashingFiles(dcp.filesystem.FileSystem):
     """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
 
-    def __init__(self, step: int, expected: int):
-        self.step, self.expected, self.digests, self.failed = step, expected, {}, None
+    def __init__(self, step: int):
+        self.step, self.digests, self.failed = step, {}, None
 
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
@@ -251,8 +248,7 @@ class _HashingFile(io.BufferedWriter):
             self.files.failed = error
             raise
         self.digest.update(data)
-        if 2 * self.size > self.files.expected:
-            fault("data", self.files.step)
+        fault("data", self.files.step)
         return len(data)
 
 

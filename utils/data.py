@@ -160,18 +160,6 @@ def load_examples(path, tokenizer, seq_len: int, max_rows: int = 0, progress: bo
     return Examples(items, dropped, truncated=truncated)
 
 
-def load_split(path, eval_path, eval_share: float, tokenizer, seq_len: int, **options):
-    """(training examples, held-out examples or None): of two files, or of one by hash. See load_examples."""
-    examples = load_examples(Path(path), tokenizer, seq_len, **options)
-    if eval_path:
-        return examples, load_examples(Path(eval_path), tokenizer, seq_len, **options)
-    if not eval_share:
-        return examples, None
-    from .held_out import split_by_hash
-
-    return split_by_hash(examples, eval_share)
-
-
 # --- examples -> global batches
 
 

@@ -42,19 +42,16 @@ def init_distributed() -> World:
     Raises ConfigError for variables that do not fit together, a port in use, or more ranks on this machine
     than GPUs.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, size, local_rank, local_size = (_env_int(name) for name in names)
+    rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
+    store = None
     if rank is None and size is None:
-        rank, size, local_rank, local_size = 0, 1, 0, 1
-        store = dist.HashStore()  # a world of one needs no port
+        rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
     else:
-        check(None not in (rank, size), f"only one of RANK and WORLD_SIZE is set {FIX}")
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        lacks = [name for name in names if not os.environ.get(name)]
+        check(not lacks, f"some of {', '.join(names)} are set, but not {', '.join(lacks)} {FIX}")
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            check(os.environ.get(name), f"RANK is set but {name} is not {FIX}")
-        local_rank = rank if local_rank is None else local_rank
-        local_size = size if local_size is None else local_size
-        store = None
+    local_rank, local_size = _env_int("LOCAL_RANK", rank), _env_int("LOCAL_WORLD_SIZE", size)
     device = _device(local_rank, local_size)
     _die_with_launcher()
     if dist.is_initialized():  # main() called from a program that has its own group
@@ -125,16 +122,13 @@ def together(world: World) -> Iterator[None]:
         yield
     except ConfigError as error:
         mine = str(error)
-    said: dict[str, list[int]] = {}
-    lines = []
+    said: dict[str, list[str]] = {}
     for rank, text in enumerate(gather(world, mine)):
         for line in (text or "").splitlines():
-            said.setdefault(line, []).append(rank)
+            said.setdefault(line, []).append(str(rank))
+    whose = {line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()}
     if said:
-        for line, ranks in said.items():
-            some = len(ranks) < world.size
-            lines.append(f"rank {','.join(map(str, ranks))}: {line}" if some else line)
-        raise ConfigError("\n".join(lines), agreed=True)
+        raise ConfigError("\n".join(whose[line] + line for line in said), agreed=True)
 
 
 def host_name() -> str:
@@ -152,10 +146,10 @@ def agree(world: World, values: dict, what: str) -> None:
             raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
 
 
-def _env_int(name: str) -> int | None:
+def _env_int(name: str, default: int | None = None) -> int | None:
     value = os.environ.get(name)
     check(value is None or value.isdecimal(), f"{name}={value} is not a number {FIX}")
-    return None if value is None else int(value)
+    return default if value is None else int(value)
 
 
 def _warn_of_shared_store(size: int, local_size: int) -> None:

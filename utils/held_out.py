@@ -7,10 +7,18 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from .data import load_examples
 from .distributed import World, all_reduce_sum
 from .errors import check
 from .loss import IGNORE, summed_cross_entropy
 from .sharding import reshard
+
+
+def hold_out(examples, path: str, share: float, tokenizer, seq_len: int, **options) -> tuple:
+    """(training examples, held-out ones): those of another file, else a share of them. See load_examples."""
+    if path:
+        return examples, load_examples(path, tokenizer, seq_len, **options)
+    return split_by_hash(examples, share)
 
 
 def split_by_hash(examples, share: float) -> tuple:

@@ -12,26 +12,18 @@ def parse_json(text: str) -> object:
     ValueError also for what Python's json lets pass (NaN, 1e999, a key that stands twice, half a surrogate
     pair) and for nesting that it cannot follow.
     """
-    value, end = parse_at(text, 0)
-    if end < len(text):
-        raise json.JSONDecodeError("More text after the value", text, end)
+    try:
+        value = DECODER.decode(text)
+        check_pairs(value, text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     return value
 
 
-def parse_at(text: str, at: int) -> tuple[object, int]:
-    """The JSON value that starts at or after `at`, and where the text goes on after it."""
-    start = skip_space(text, at)
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-        if _SURROGATE.search(text, start, end):
-            json.dumps(value, ensure_ascii=False).encode()  # cannot encode half a pair
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return value, skip_space(text, end)
-
-
-def skip_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()
+def check_pairs(value: object, text: str) -> None:
+    """Raise ValueError where half a surrogate pair stands in a value that was read from `text`."""
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # cannot encode half a pair
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
@@ -48,6 +40,5 @@ def _number(text: str) -> int | float:
 
 
 _NUMBERS = dict.fromkeys(("parse_float", "parse_int", "parse_constant"), _number)
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, **_NUMBERS)
-_SPACE = re.compile(r"[ \t\r\n]*")
+DECODER = json.JSONDecoder(object_pairs_hook=_object, **_NUMBERS)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
