@@ -213,20 +213,13 @@ def main(cfg: Config) -> Path:
         pieces = plan_pieces(model, weights, folder)
     names = None  # of parameters that adapters have renamed
     if lora:
-        from utils.lora import adapt, base_names, cast_frozen, fill_adapters, save_adapter
+        from utils.lora import adapt, fill_adapters, save_adapter
 
         flags = {name: (getattr(cfg, name), getattr(Config, name)) for name in LORA}
+        how = {"int8_mode": cfg.int8_mode, "head": cfg.quantize_head}
+        how |= {"quantization": cfg.quantization, "keep_experts_16bit": cfg.keep_experts_16bit}
         with together(world):
-            adapters = adapt(model, cfg.adapter, flags)
-            if cfg.quantization != "none":
-                from utils.quantize import check_experts, quantize_linears
-
-                how = (cfg.quantization, DTYPES[cfg.dtype], cfg.int8_mode)
-                quantized = quantize_linears(model, *how, head=cfg.quantize_head)
-                check_experts(quantized, cfg.keep_experts_16bit)
-                print0(f"quantized {quantized.sentence()}")
-        cast_frozen(model, DTYPES[cfg.dtype])
-        names = base_names(model)
+            adapters, names = adapt(model, cfg.adapter, flags, DTYPES[cfg.dtype], **how)
     add_chunked_loss(model)
     if cfg.activation_checkpointing != "none":
         from utils.activations import recompute_activations

@@ -22,6 +22,7 @@ OPTIONAL = (
     "held_out",
     "hub",
     "llama_recipes",
+    "logits",
     "lora",
     "optim_8bit",
     "profiling",

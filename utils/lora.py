@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from .distributed import World, gather
-from .errors import ConfigError, check, first_five
+from .errors import ConfigError, check, first_five, print0
 from .hf_format import Piece, create_files, is_writer, lay_out, local_box, local_chunks, save_folder
 from .model_folder import SINGLE, TensorInfo, read_json
 
@@ -38,7 +38,7 @@ from peft.tuners.tuners_utils import check_target_module_exists  # noqa: E402
 from peft.utils import ModulesToSaveWrapper  # noqa: E402
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers  # noqa: E402
 
-from .quantize import ROUTER, local  # noqa: E402
+from .quantize import ROUTER, check_experts, local, quantize_linears  # noqa: E402
 
 FILE = "adapter_model.safetensors"
 WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
@@ -51,12 +51,27 @@ IGNORED = set("peft_type peft_version task_type base_model_name_or_path revision
 NEEDS = "starts from whole weights or from data, which no rank has when adapters are made"
 
 
-def adapt(model: nn.Module, adapter: str, flags: dict[str, tuple]) -> LoraConfig:
-    """add_adapter for the folder `adapter`, else add_lora; flags: name -> (value, default)."""
+def adapt(
+    model: nn.Module, adapter: str, flags: dict[str, tuple], dtype: torch.dtype, quantization="none", **how
+) -> tuple[LoraConfig, dict[str, list[str]]]:
+    """(the adapters' config, base_names) after add_adapter for the folder `adapter`, else add_lora; what is
+    frozen gets its dtype, or is quantized.
+
+    flags: name -> (value, default); how: options of quantize_linears, and keep_experts_16bit.
+    """
     if adapter:
         given = {name: value for name, (value, default) in flags.items() if value != default}
-        return add_adapter(model, Path(adapter), given)
-    return add_lora(model, **{name.removeprefix("lora_"): value for name, (value, _) in flags.items()})
+        config = add_adapter(model, Path(adapter), given)
+    else:
+        given = {name.removeprefix("lora_"): value for name, (value, _) in flags.items()}
+        config = add_lora(model, **given)
+    if quantization != "none":
+        keep = how.pop("keep_experts_16bit")
+        quantized = quantize_linears(model, quantization, dtype, **how)
+        check_experts(quantized, keep)
+        print0(f"quantized {quantized.sentence()}")
+    cast_frozen(model, dtype)
+    return config, base_names(model)
 
 
 def add_lora(

@@ -12,7 +12,6 @@ cost TRL 50 % of its speed.)
 B batch, T tokens, D hidden, V vocabulary, n taught tokens, c tokens of a chunk.
 """
 
-import sys
 from collections.abc import Callable
 from types import MethodType
 
@@ -24,6 +23,7 @@ from .sharding import reshard
 
 IGNORE = -100  # the label of a token that is not taught
 CHUNK_LOGITS = 2**26  # logits alive at a time: 256 MiB in fp32
+AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # fields of configs (see logits.py)
 
 
 def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
@@ -35,7 +35,7 @@ def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
     weights are there.
     """
     head = model.get_output_embeddings()
-    head.logits_to_loss = _logit_transforms(model)[0]
+    head.logits_to_loss = _transforms(model)[0]
     head.chunk_tokens = chunk_tokens or max(64, CHUNK_LOGITS // head.weight.shape[0])
     head.forward = MethodType(_head_forward, head)
     model.full_logits = False
@@ -52,24 +52,21 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
     model to full logits and returns the sentence that says so, with the price per token.
     """
     head = model.get_output_embeddings()
-    vocabulary = head.weight.shape[0]
-    gib = vocabulary * 4 * 4 / 2**30  # fp32 logits, softmax, and their gradients
-    price = f"full logits are used, about {gib * 1024:.2f} GiB for 1,024 tokens of a micro-batch"
-    if hasattr(head, "base_layer") or not head.weight.is_floating_point():
-        model.full_logits = True
-        return f"the head has an adapter or is quantized, which the chunked loss does not know: {price}"
-    ids = torch.arange(8, device=device)[None] * (vocabulary // 8)
-    own = model(ids, use_cache=False).logits.float()  # (1, 8, V)
-    plain = model(ids, probe=True)  # (1, 8, V) straight from the head
-    reshard(model)
-    tolerance = (1e-4 if plain.dtype == torch.float32 else 3e-2) * own.abs().max()
-    for transform in _logit_transforms(model):
-        if (transform(plain).float() - own).abs().max() <= tolerance:
-            head.logits_to_loss = transform
-            return ""
-    model.full_logits = True
-    why = f"{type(model.base_model).__name__} changes its logits in a way that the chunked loss does not know"
-    return f"{why}: {price}"
+    why = "the head has an adapter or is quantized"
+    if not hasattr(head, "base_layer") and head.weight.is_floating_point():
+        ids = torch.arange(8, device=device)[None] * (head.weight.shape[0] // 8)
+        own = model(ids, use_cache=False).logits.float()  # (1, 8, V)
+        plain = model(ids, probe=True)  # (1, 8, V) straight from the head
+        reshard(model)
+        tolerance = (1e-4 if plain.dtype == torch.float32 else 3e-2) * own.abs().max()
+        for transform in _transforms(model):
+            if (transform(plain).float() - own).abs().max() <= tolerance:
+                head.logits_to_loss = transform
+                return ""
+        why = f"{type(model.base_model).__name__} changes its logits after the head"
+    from .logits import use_full_logits
+
+    return use_full_logits(model, why)
 
 
 def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
@@ -92,11 +89,9 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
         kwargs.update(output_router_logits=True, attention_mask=attention_mask)
     head = self.get_output_embeddings()
     if self.full_logits:
-        output = type(self).forward(self, input_ids, use_cache=False, **kwargs)
-        logits, targets = output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-        aux = self.router_aux_loss_coef * output.aux_loss * (targets != IGNORE).sum() if router else 0.0
-        return loss + aux
+        from .logits import full_logits_loss
+
+        return full_logits_loss(self, input_ids, labels, IGNORE, kwargs)
     output = self.base_model(input_ids, use_cache=False, **kwargs)
     if probe:
         return head(output.last_hidden_state)
@@ -104,9 +99,9 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
     taught = targets != IGNORE
     loss = head(output.last_hidden_state[taught], targets[taught])  # (n, D), (n,)
     if router:
-        balance = sys.modules[type(self.base_model).__module__].load_balancing_loss_func
-        aux = balance(output.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask)
-        loss = loss + self.router_aux_loss_coef * aux * taught.sum()
+        from .logits import router_loss
+
+        loss = loss + router_loss(self, output.router_logits, attention_mask) * taught.sum()
     return loss.clone()  # not the head's own output: FSDP hangs a hook on what each unit returns
 
 
@@ -181,17 +176,11 @@ def _cross_entropy_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tupl
     return loss, gradient
 
 
-def _logit_transforms(model: nn.Module) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """What models are known to do to their logits after the head, likeliest first: those that the config
-    names, then nothing.
-    """
+def _transforms(model: nn.Module) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """What the model may do to its logits after the head, likeliest first: mostly nothing."""
     config = model.config.get_text_config()
-    transforms = []
-    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2 and later
-        transforms.append(lambda logits: torch.tanh(logits / cap) * cap)
-    if scale := getattr(config, "logit_scale", None):  # Cohere
-        transforms.append(lambda logits: logits * scale)
-    if scaling := getattr(config, "logits_scaling", None):  # Granite divides, HyperCLOVA X multiplies
-        transforms.append(lambda logits: logits / scaling)
-        transforms.append(lambda logits: logits * scaling)
-    return [*transforms, lambda logits: logits]
+    if not any(getattr(config, name, None) for name in AFTER_HEAD):
+        return [lambda logits: logits]
+    from .logits import known_transforms
+
+    return known_transforms(config)

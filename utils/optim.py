@@ -8,8 +8,6 @@ from torch import nn
 from .distributed import gather
 from .errors import ConfigError
 
-SCHEDULES = ("cosine", "linear", "constant")
-
 
 def build_optimizer(model: nn.Module, lr: float, weight_decay: float, name="adamw") -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over what trains, fused; norms and biases, the 1-D
@@ -18,11 +16,9 @@ def build_optimizer(model: nn.Module, lr: float, weight_decay: float, name="adam
     Works on plain and on sharded (DTensor) parameters; AdamW's state has the parameters' dtype and sharding.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [g for g in groups if g["params"]]
+    decayed = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
+    others = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (decayed, others) if group["params"]]
     if name != "adamw":
         from .optim_8bit import ShardedBnb
 
