@@ -18,6 +18,7 @@ OPTIONAL = (
     "containers",
     "diagnose",
     "experts",
+    "faults",
     "flops",
     "held_out",
     "hub",
