@@ -18,6 +18,7 @@ OPTIONAL = (
     "containers",
     "diagnose",
     "experts",
+    "explain",
     "faults",
     "flops",
     "held_out",

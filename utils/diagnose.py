@@ -1,25 +1,15 @@
-"""What an error means, in one line with its remedy: a file that cannot be read, a rank that is gone, a full
-disk. Imported only then.
+"""Why a file cannot be read or a flag not be meant: imported only then, to say so in one line with the
+remedy.
 """
 
 import difflib
-import errno
 import json
 import os
 import re
-import sys
-import time
-import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch.distributed as dist
-
-from .errors import check, first_five, print_once, rank
-
-LOST = re.compile(
-    "[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|[Bb]roken pipe|remote process|aborted"
-)
+from .errors import check, first_five
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -27,24 +17,6 @@ NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 TRAINER = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "max_length": "seq_len",
            "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "grad_accum",
            "model_name_or_path": "model", "max_grad_norm": "clip_norm"}  # fmt: skip
-
-
-def explain(error: Exception, act: str) -> None:
-    """Say what an error that escaped a recipe means, and end the process; return where that is unknown."""
-    # safetensors and torch wrap the system's error, but keep its words.
-    full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT) if os.strerror(code) in str(error)]
-    if full:
-        file = f" for {error.filename}" if getattr(error, "filename", None) else ""
-        print_once(f"{full[0]}{file} in act '{act}': free space, or choose another --output_dir")
-        sys.exit(1)
-    if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
-        fix = "a smaller --batch_size, --activation_checkpointing full, --cpu_offload"
-        sys.stderr.write(f"error: rank {rank()} is out of memory in act '{act}' (fix: {fix})\n")
-        raise error
-    if missing := missing_ranks(error, act):
-        sys.stderr.write(missing)
-        sys.stderr.flush()
-        os._exit(1)  # a thread that saves would be waited for, and it waits for the missing rank
 
 
 def did_you_mean(path: Path) -> str:
@@ -118,41 +90,6 @@ def near_setting(name: str, kinds: dict, dashes: str = "") -> str:
     names = {key: key for key in kinds} | {theirs: key for theirs, key in TRAINER.items() if key in kinds}
     near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {dashes}{names[near[0]]}?" if near else "--help lists them all"
-
-
-def missing_ranks(error: Exception, act: str, seconds: float = 3) -> str:
-    """Where ranks waited in vain for each other, lines that name them and the collective; else "".
-
-    Each rank that fails leaves a word in the store, which lives in the launcher; who left none within
-    `seconds` is dead or hangs. Only the lowest that did gets a text, the others a blank.
-    """
-    if not dist.is_initialized() or not LOST.search(str(error)):
-        return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = ("torch", Path(__file__).parent.name)
-    last = next((f for f in reversed(frames) if not set(own) & set(Path(f.filename).parts)), frames[-1])
-    calls = [f.name for f in frames if "distributed" in f.filename and not f.name.startswith(("_", "wrap"))]
-    mine = f"{calls[-1] if calls else last.name} ({Path(last.filename).name}:{last.lineno})"
-    me, size, words = dist.get_rank(), dist.get_world_size(), {}
-    try:
-        store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store.set(f"lost/{life}/{me}", mine)
-        while len(words) < size and time.monotonic() < until:
-            time.sleep(0.2)
-            words = {r: store.get(key) for r in range(size) if store.check([key := f"lost/{life}/{r}"])}
-    except RuntimeError:  # the launcher of rank 0 is gone, and the store with it
-        return f"error: rank {me} lost the others in act '{act}', in {mine}: {str(error).splitlines()[0]}\n"
-    if me != min(words):
-        return " "
-    where = ", ".join(f"rank {r} in {word.decode()}" for r, word in words.items())
-    gone = first_five([str(r) for r in range(size) if r not in words])
-    if not gone:
-        fix = "the same code, flags and data on every machine"
-        reason = str(error).splitlines()[0]
-        return f"error: the ranks wait for each other in act '{act}': {where}: {reason} (fix: {fix})\n"
-    hint = "killed, out of memory or stopped? (fix: see above; torchrun --max-restarts 3 goes on by itself)"
-    return f"error: rank {gone} gave no answer in act '{act}'; waiting: {where}. {hint}\n"
 
 
 def check_packages(flash: bool, optimizer: str, tensorboard: bool, wandb: bool) -> None:

@@ -73,9 +73,9 @@ def report_errors() -> Iterator[None]:
         sys.exit(128 + getattr(signal, name))
     except Exception as error:
         with suppress(ImportError):  # a copy may do without
-            from .diagnose import explain
+            from .explain import explain
 
-            explain(error, _act)  # returns where it knows nothing of it
+            explain(error, _act, rank(), print_once)  # returns where it knows nothing of it
         sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
         raise
 
@@ -85,7 +85,7 @@ def fault(point: str, step: int) -> None:
     if "FAULT" in os.environ:
         from .faults import break_at
 
-        break_at(point, step)
+        break_at(point, step, rank())
 
 
 def first_five(names: list[str]) -> str:
