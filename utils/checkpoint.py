@@ -41,7 +41,7 @@ Optimizer = torch.optim.Optimizer
 SAVE_TIMEOUT = timedelta(minutes=30)  # one rank's disk may be slower than the others'
 RNG_BYTES = 2**15
 DIGESTS = dcp.metadata.MetadataIndex("digests")
-VERSIONS = {name: version(name) for name in ("torch", "transformers")}
+VERSIONS = {"torch": str(torch.__version__), "transformers": version("transformers")}
 
 
 class CheckpointSaver:
