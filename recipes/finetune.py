@@ -47,6 +47,7 @@ TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # fo
 Optim = Literal[
     "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
 ]
+Format = Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 
@@ -57,7 +58,10 @@ class Config:
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
-    dataset: str = ""  # .json or .jsonl file of chat or alpaca rows; empty: the tiny model's task
+    dataset: str = ""  # .json or .jsonl file of rows; empty: the tiny model's task
+    format: Format = "auto"  # of the rows; auto: told by their keys
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose words are taught
+    show_masks: int = 0  # print so many rows, what is taught in brackets or colour, and stop
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
     max_rows: int = 0  # read only the first rows; 0: all
     eval_dataset: str = ""  # held-out file
@@ -141,8 +145,8 @@ class Config:
 
 
 @releases_output
-def main(cfg: Config) -> Path:
-    """Fine-tune; returns the run folder."""
+def main(cfg: Config) -> Path | None:
+    """Fine-tune; returns the run folder, None where there was only something to show."""
     transformers.utils.logging.set_verbosity_error()  # its notices would come once per rank
     transformers.utils.logging.disable_progress_bar()
 
@@ -165,7 +169,8 @@ def main(cfg: Config) -> Path:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        how = {"max_rows": cfg.max_rows, "progress": world.rank == 0}
+        how = {"max_rows": cfg.max_rows, "progress": world.rank == 0, "train_on": cfg.train_on}
+        how["form"] = "" if cfg.format == "auto" else cfg.format
         examples, held_out = load_examples(cfg.dataset, tokenizer, cfg.seq_len, **how), None
         if cfg.eval_dataset or cfg.eval_share:
             from utils.held_out import hold_out
@@ -176,6 +181,10 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             model = build_model(*structure)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
+    if cfg.show_masks:
+        from utils.more_tokens import show_masks
+
+        return show_masks(examples, tokenizer, cfg.show_masks)
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     agree(world, facts, "files")
     out = claim_output(cfg.output_dir, "finetune", world, folder)

@@ -18,7 +18,6 @@ from utils.data import (
     read_rows,
 )
 from utils.errors import ConfigError
-from utils.formats import to_messages
 from utils.held_out import split_by_hash
 from utils.strict_json import parse_json
 from utils.tokens import IGNORE, load_tokenizer
@@ -26,6 +25,7 @@ from utils.tokens import IGNORE, load_tokenizer
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 LINE = json.dumps(GOOD)
+TURNS = {"messages": [*GOOD["messages"], {"role": "user", "content": "And?"}]}
 
 
 @pytest.fixture
@@ -164,66 +164,11 @@ def test_what_is_no_file_is_refused_without_hanging(write):
     assert "loop.jsonl: Too many" in refusal(read_rows, "loop.jsonl")
 
 
-# --- rows -> messages
-
-
-def test_alpaca_input_may_lack():
-    want = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]
-    for row in [{}, {"input": None}, {"input": ""}, {"id": 7}]:
-        assert to_messages({"instruction": "Add.", "output": "3", **row}) == want
-    assert to_messages(ALPACA)[0]["content"] == "Add.\n\n1 and 2"
-
-
-def turns(*roles):
-    return {"messages": [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]}
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": None}, "messages: expected list, got null"),
-        ({"messages": ["Hi"]}, "messages[0]: expected object, got text"),
-        ({"messages": [{"content": "Hi"}]}, "messages[0].role: missing"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: missing"),
-        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content: expected text, got list"),
-        ({"messages": [{"role": "user", "content": " \n"}]}, "messages[0].content: empty"),
-        ({"messages": []}, "messages: no assistant turn"),
-        (turns("user"), "messages: no assistant turn"),
-        (turns("user", "bot"), "messages[1].role: 'bot' is not one of system, user, assistant"),
-        (turns("assistant", "user"), "messages[0].role: expected user, got assistant"),
-        (turns("user", "user"), "messages[1].role: expected assistant, got user"),
-        (turns("user", "assistant", "assistant"), "messages[2].role: expected user, got assistant"),
-        (turns("user", "system", "assistant"), "messages[1].role: expected assistant, got system"),
-        (turns("system", "system", "user"), "messages[1].role: expected user, got system"),
-        ({"instruction": "Add."}, "output: missing"),
-        ({"instruction": "Add.", "output": None}, "output: expected text, got null"),
-        ({"instruction": "Add.", "output": ""}, "output: empty"),
-        ({"instruction": 5, "output": "3"}, "instruction: expected text, got number"),
-        ({"instruction": "Add.", "input": True, "output": "3"}, "input: expected text, got true or false"),
-        (
-            {"prompt": "a", "completion": "b"},
-            "its keys are 'prompt', 'completion'; the rows that can be read",
-        ),
-        ({"conversations": []}, "its keys are 'conversations'"),
-        ({}, "its keys are none"),
-    ],
-)
-def test_a_bad_row_is_told_by_its_field(row, message):
-    with pytest.raises(ValueError) as refused:  # noqa: PT011
-        to_messages(row)
-    assert message in str(refused.value)
-
-
-def test_a_conversation_may_start_with_system_and_end_with_user():
-    roles = ("system", "user", "assistant", "user", "assistant", "user")
-    assert [message["role"] for message in to_messages(turns(*roles))] == list(roles)
-
-
 # --- rows -> examples
 
 
 def test_rows_become_examples(write, tokenizer):
-    file = write("chat.jsonl", "\n".join([LINE, json.dumps(turns("user", "assistant", "user"))]))
+    file = write("chat.jsonl", "\n".join([LINE, json.dumps(TURNS)]))
     examples = load_examples(file, tokenizer, seq_len=512)
     first = examples.items[0]
     assert tokenizer.decode(list(first.ids)) == "User:\nHi\n\nAssistant:\nHello</s>\n\n"
@@ -250,11 +195,29 @@ def test_long_rows_are_cut_or_dropped_and_counted(write, tokenizer):
 
 
 def test_one_file_holds_one_form(write, tokenizer):
-    file = write("mixed.jsonl", "\n".join([LINE, LINE, json.dumps(ALPACA), '{"text": "a"}']))
+    file = write("mixed.jsonl", "\n".join([LINE, LINE, json.dumps(ALPACA), '{"txt": "a"}']))
     lines = refusal(load_examples, file, tokenizer, seq_len=64).splitlines()
     assert lines[0] == "mixed.jsonl:3: a row in alpaca form, and the file's first row is chat"
-    assert lines[1].startswith("mixed.jsonl:4: its keys are 'text'")
+    assert lines[1].startswith("mixed.jsonl:4: its keys are 'txt'")
     assert len(lines) == 2
+
+
+def test_a_form_that_is_given_is_not_guessed(write, tokenizer):
+    both = json.dumps({**ALPACA, "text": "Add. 1 and 2. 3"})
+    file = write("both.jsonl", both)
+    (plain,) = load_examples(file, tokenizer, seq_len=64, form="text").items
+    assert tokenizer.decode(list(plain.ids)) == "Add. 1 and 2. 3</s>"
+    assert list(plain.labels) == list(plain.ids)
+    assert len(load_examples(file, tokenizer, seq_len=64).items[0].ids) > len(plain.ids)
+    assert (
+        refusal(load_examples, file, tokenizer, seq_len=64, form="chat") == "both.jsonl:1: messages: missing"
+    )
+
+
+def test_what_is_left_out_is_counted_in_the_summary(write, tokenizer):
+    talk = [{"from": who, "value": who} for who in ("gpt", "human", "gpt")]
+    examples = load_examples(write("s.json", json.dumps([{"conversations": talk}] * 3)), tokenizer, 64)
+    assert "3 turns of the assistant before the first of the user left out" in examples.summary()
 
 
 def test_the_fingerprint_follows_contents_and_order(write, tokenizer):

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from .errors import ConfigError, check
-from .formats import form_of, json_name, to_messages
+from .formats import form_of, json_name, plain_messages
 from .strict_json import parse_json
 from .tokens import IGNORE, encode_chat
 
@@ -41,6 +41,7 @@ class Examples:
     items: list[Example]
     dropped: Counter = field(default_factory=Counter)  # reason -> rows
     truncated: int = field(default=0, kw_only=True)  # rows cut at seq_len and kept
+    notes: Counter = field(default_factory=Counter, kw_only=True)  # what else is worth knowing -> rows
 
     @cached_property
     def fingerprint(self) -> str:
@@ -56,6 +57,7 @@ class Examples:
         taught = sum(label != IGNORE for item in self.items for label in item.labels)
         notes = [f"{self.truncated:,} cut at --seq_len"] if self.truncated else []
         notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        notes += [f"{count:,} {what}" for what, count in self.notes.items()]
         head = f"{len(self.items):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught"
         return ", ".join([head, *notes])
 
@@ -132,20 +134,26 @@ def _raise_all(errors: list[str]) -> None:
 # --- rows -> examples
 
 
-def load_examples(path, tokenizer, seq_len: int, max_rows: int = 0, progress: bool = False) -> Examples:
-    """The rows of a file as token ids and labels. `progress`: a bar, if standard error is a terminal.
+def load_examples(
+    path, tokenizer, seq_len: int, max_rows=0, progress=False, train_on="assistant", form=""
+) -> Examples:
+    """The rows of a file as token ids and labels. `progress`: a bar, if standard error is a terminal; form:
+    one of formats.FORMS, empty: told by the rows' keys; train_on: see encode_chat.
 
     A longer row is cut at seq_len tokens; one in which nothing taught is left is dropped and counted.
     ConfigError for bad rows (up to ten), for two forms of rows in one file, and where all were dropped.
     """
     rows = read_rows(path, max_rows)
-    items, dropped, errors, truncated, form = [], Counter(), [], 0, None
+    items, dropped, notes, errors, truncated, given = [], Counter(), Counter(), [], 0, form
     for row in tqdm(rows, f"tokenizing {path}", unit=" rows", disable=None if progress else True):
         try:
-            form = form or form_of(row.data)
-            if form_of(row.data) != form:
-                raise ValueError(f"a row in {form_of(row.data)} form, and the file's first row is {form}")
-            ids, labels = encode_chat(tokenizer, to_messages(row.data))
+            found = given or form_of(row.data)
+            form = form or found
+            if found and found != form:
+                raise ValueError(f"a row in {found} form, and the file's first row is {form}")
+            messages = plain_messages(row.data, found)
+            encoded = encode_chat(tokenizer, messages) if messages and train_on == "assistant" else None
+            ids, labels = encoded or encode_any(tokenizer, row.data, found, train_on, notes)
         except ValueError as error:
             errors.append(f"{row.where}: {error}")
             continue
@@ -157,7 +165,15 @@ def load_examples(path, tokenizer, seq_len: int, max_rows: int = 0, progress: bo
     _raise_all(errors)
     why = ", ".join(f"{count} x {reason}" for reason, count in dropped.items())
     check(items, f"{path}: all {len(rows)} rows were dropped: {why}; raise --seq_len")
-    return Examples(items, dropped, truncated=truncated)
+    return Examples(items, dropped, truncated=truncated, notes=notes)
+
+
+def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -> tuple[list[int], list[int]]:
+    """(ids, labels) of a row that is more than plain chat; ValueError where something is wrong with it."""
+    from .more_formats import to_messages
+    from .more_tokens import encode_rich
+
+    return encode_rich(tokenizer, *to_messages(row, form, notes), train_on, notes)
 
 
 # --- examples -> global batches

@@ -1,60 +1,47 @@
-"""ShareGPT, alpaca, OpenAI, prompt/completion ... -> messages; one small function each.
+"""Rows -> messages: plain chat and alpaca rows. Every other form, and what is wrong with a row, is in
+more_formats.py.
 
-Read today: chat rows, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}, and
-alpaca rows, {"instruction": "...", "input": "...", "output": "..."}; input may lack. Other keys are ignored.
-A ValueError names the field: "messages[2].content: expected text, got list".
+{"messages": [{"role": "user", "content": "..."}, ...]}
+{"instruction": "...", "input": "...", "output": "..."}
 """
 
-ROLES = ("system", "user", "assistant")
-READ_TODAY = '{"messages": [...]} and {"instruction": ..., "input": ..., "output": ...}'
+import re
+
+FORMS = {  # by the key that tells
+    "messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "completion",
+    "text": "text",
+}  # fmt: skip
+PREFERENCE = {"chosen", "rejected", "label"}
+LETTERS = {"system": "s", "user": "u", "assistant": "a"}
 _JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
 
 
 def form_of(row: dict) -> str:
-    """The kind of a row by its keys: "chat" or "alpaca". ValueError for any other kind."""
-    if "messages" in row:
-        return "chat"
-    if "instruction" in row:
-        return "alpaca"
-    seen = ", ".join(repr(key[:40]) for key in list(row)[:8]) or "none"
-    raise ValueError(f"its keys are {seen}; the rows that can be read today are {READ_TODAY}")
+    """The kind of a row by its keys, one of FORMS; "" for any other, preferences included."""
+    form = next((form for key, form in FORMS.items() if key in row), "")
+    return form if row.keys().isdisjoint(PREFERENCE) else ""
 
 
-def to_messages(row: dict) -> list[dict[str, str]]:
-    """The conversation in a row: [{"role": "system" | "user" | "assistant", "content": text}, ...].
+def plain_messages(row: dict, form: str) -> list[dict[str, str]] | None:
+    """[{"role": "system" | "user" | "assistant", "content": text}, ...]: at most one system turn, which is
+    first, then user and assistant by turns. None where the row is anything else.
 
-    At most one system turn, which is first; then user and assistant by turns, user first, with at least one
-    assistant turn. A last turn of the user is kept: it is read and not taught. ValueError names the first
-    field that breaks this.
+    A last turn of the user is kept: it is read and not taught. Of an alpaca row the user says the instruction
+    and, after an empty line, the input where there is one. Keys that mean nothing here are ignored.
     """
-    return chat_messages(row) if form_of(row) == "chat" else alpaca_messages(row)
-
-
-def chat_messages(row: dict) -> list[dict[str, str]]:
-    turns = _typed(row, "messages", list)
-    messages = []
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            raise ValueError(f"messages[{i}]: expected object, got {json_name(turn)}")
-        role = _typed(turn, "role", str, f"messages[{i}].")
-        if role not in ROLES:
-            raise ValueError(f"messages[{i}].role: {role[:40]!r} is not one of {', '.join(ROLES)}")
-        expected = "assistant" if messages and messages[-1]["role"] == "user" else "user"
-        if role != expected and not (role == "system" and i == 0):
-            rule = "a conversation is at most one system turn, then user and assistant by turns"
-            raise ValueError(f"messages[{i}].role: expected {expected}, got {role}; {rule}")
-        messages.append({"role": role, "content": _text(turn, "content", f"messages[{i}].")})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("messages: no assistant turn, so there is nothing to learn")
-    return messages
-
-
-def alpaca_messages(row: dict) -> list[dict[str, str]]:
-    """User: the instruction, and after an empty line the input where there is one. Assistant: the output."""
-    asked = _text(row, "instruction")
-    if row.get("input") not in (None, ""):
-        asked += "\n\n" + _typed(row, "input", str)
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(row, "output")}]
+    if form == "alpaca" and not row.get("system") and not row.get("history"):
+        asked, more, answer = row.get("instruction"), row.get("input") or "", row.get("output")
+        asked = f"{asked}\n\n{more}" if more and _words(more) and _words(asked) else asked
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return turns if isinstance(more, str) and all(_words(turn["content"]) for turn in turns) else None
+    turns = row.get("messages") if form == "chat" and "tools" not in row else None
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return None
+    order = "".join(LETTERS.get(str(turn.get("role")), "?") for turn in turns)
+    plain = all(_words(t.get("content")) and t.keys().isdisjoint(("tool_calls", "weight")) for t in turns)
+    if not plain or not re.fullmatch("s?(ua)+u?", order):
+        return None
+    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
 
 def json_name(value: object) -> str:
@@ -62,16 +49,5 @@ def json_name(value: object) -> str:
     return _JSON_NAMES.get(type(value), "number")
 
 
-def _typed(holder: dict, key: str, kind: type, path: str = ""):
-    if key not in holder:
-        raise ValueError(f"{path}{key}: missing")
-    if type(holder[key]) is not kind:
-        raise ValueError(f"{path}{key}: expected {_JSON_NAMES[kind]}, got {json_name(holder[key])}")
-    return holder[key]
-
-
-def _text(holder: dict, key: str, path: str = "") -> str:
-    text = _typed(holder, key, str, path)
-    if not text.strip():
-        raise ValueError(f"{path}{key}: empty")
-    return text
+def _words(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -73,16 +73,30 @@ def end_of_turn_ids(tokenizer) -> set[int]:
     return set(_end_ids(tokenizer, tokenizer.get_chat_template()))
 
 
-def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]] | None:
     """(ids, labels) of T tokens each: the ids of apply_chat_template(messages); labels are ids where taught.
 
     A token that holds the end of a header and the start of a content is taught: the model has to write it.
-    ValueError names the template and the role that it cannot render, or the content that it rewrites.
+    None where it takes more to tell what is taught, or a content spells a special token: see more_tokens.py.
+    ValueError names the template and the role that it cannot render.
     """
-    text, spans = _render(tokenizer, messages, track=True)
-    spans = spans or _content_spans(tokenizer, messages, text)
+    if any(special_text(tokenizer).search(message["content"]) for message in messages):
+        return None
+    text, spans = render(tokenizer, messages, track=True)
+    if not spans:
+        places = literal_places(tokenizer, messages, text)
+        spans = [place for place, m in zip(places, messages, strict=False) if m["role"] == "assistant"]
+    if not spans:
+        return None
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ids = encoded["input_ids"]
+    return ids, label_spans(tokenizer, text, spans, ids, encoded["offset_mapping"])
+
+
+def label_spans(tokenizer, text: str, spans: list[tuple], ids: list[int], offsets: list[tuple]) -> list[int]:
+    """Labels: the ids of the tokens in some characters [first, last) of `text`, and of the end-of-turn token
+    that follows them; IGNORE elsewhere.
+    """
     # Byte-level tokenizers report spaces as empty, at their end: it starts where the one before ended.
     starts = [a if a < b else offsets[max(i - 1, 0)][1] for i, (a, b) in enumerate(offsets)]
     ends = _end_ids(tokenizer, tokenizer.get_chat_template()) | {tokenizer.eos_token_id}
@@ -99,28 +113,28 @@ def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], l
         if end < len(ids) and ids[end] in ends and ids[i - 1] not in ends:
             i = end + 1
         labels[begin:i] = ids[begin:i]
-    return ids, labels
+    return labels
 
 
-def _render(tokenizer, messages, track: bool = False) -> tuple[str, list[tuple[int, int]]]:
+def render(tokenizer, messages, tools=None, track: bool = False) -> tuple[str, list[tuple[int, int]]]:
     """The conversation as text; with `track` also the characters between {% generation %} marks, if any."""
-    template = tokenizer.get_chat_template()
+    template = tokenizer.get_chat_template(tools=tools)
     track = track and re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
     words = tokenizer.special_tokens_map  # bos_token, eos_token ...
     try:
-        texts, spans = render_jinja_template([messages], None, None, template, track, **words)
+        texts, spans = render_jinja_template([messages], tools, None, template, track, **words)
     except Exception as error:  # a template is someone else's program: it may raise anything
         roles = [message["role"] for message in messages]
         if len(roles) > 1:
-            _render(tokenizer, messages[:-1])  # raises first, if an earlier role is to blame
+            render(tokenizer, messages[:-1], tools)  # raises first, if an earlier role is to blame
         raise ValueError(f"{_name(tokenizer)} cannot render {', then '.join(roles)}: {error}") from error
     return texts[0], spans[0] if track else []
 
 
-def _content_spans(tokenizer, messages, text: str) -> list[tuple[int, int]]:
-    """The characters [first, last) of `text` that are the assistant's contents.
+def literal_places(tokenizer, messages, text: str) -> list[tuple[int, int]]:
+    """The characters [first, last) of `text` that are each message's content; [] where they are rewritten.
 
-    The places come from the same conversation rendered with a unique mark for each content: searching for the
+    They come from the same conversation rendered with a unique mark for each content: searching for the
     content itself would find quotations of it. Putting the contents back must give `text` again.
     """
     roles = tuple(message["role"] for message in messages)
@@ -128,17 +142,14 @@ def _content_spans(tokenizer, messages, text: str) -> list[tuple[int, int]]:
     # A template writes each role's content as it stands, or without the white space around it.
     for forms in product((str, str.strip), repeat=3):
         form = dict(zip(("system", "user", "assistant"), forms, strict=True))
-        built, spans = parts[0], []
+        built, places = parts[0], {}
         for i, literal in zip(map(int, parts[1::2]), parts[2::2], strict=True):
-            first = len(built)
-            built += form[roles[i]](messages[i]["content"])
-            if roles[i] == "assistant":
-                spans.append((first, len(built)))
-            built += literal
-        if built == text:
-            return spans
-    fix = "in a copy of it, put {% generation %} and {% endgeneration %} around the assistant's words"
-    raise ValueError(f"{_name(tokenizer)} rewrites the contents, so what to teach cannot be told; {fix}")
+            content = form[roles[i]](messages[i]["content"])
+            places[i] = (len(built), len(built) + len(content))
+            built += content + literal
+        if built == text and len(places) == len(messages):
+            return [places[i] for i in range(len(messages))]
+    return []
 
 
 def _name(tokenizer) -> str:
@@ -149,7 +160,14 @@ def _name(tokenizer) -> str:
 def _parts(tokenizer, template: str, roles: tuple[str, ...]) -> list[str]:
     """What `template` writes around the contents: text, index of a message, text, index, ... text."""
     marked = [{"role": role, "content": f"\ue0f0{i}\ue0f1"} for i, role in enumerate(roles)]
-    return re.split("\ue0f0(\\d+)\ue0f1", _render(tokenizer, marked)[0])
+    return re.split("\ue0f0(\\d+)\ue0f1", render(tokenizer, marked)[0])
+
+
+@lru_cache(maxsize=8)
+def special_text(tokenizer) -> re.Pattern:
+    """What finds the tokenizer's special tokens in a text; the longest first."""
+    words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content}
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
 
 @lru_cache(maxsize=8)
