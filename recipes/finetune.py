@@ -58,13 +58,13 @@ class Config:
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
-    dataset: str = ""  # .json or .jsonl file of rows; empty: the tiny model's task
+    dataset: str = ""  # file, folder, pattern, data set; several: a.jsonl:0.7,b.csv:0.3; empty: the tiny task
     format: Format = "auto"  # of the rows; auto: told by their keys
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose words are taught
     show_masks: int = 0  # print so many rows, what is taught in brackets or colour, and stop
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
     max_rows: int = 0  # read only the first rows; 0: all
-    eval_dataset: str = ""  # held-out file
+    eval_dataset: str = ""  # held-out rows, named like --dataset
     eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
     eval_every: int = 0  # steps between held-out losses; 0: at the end only
 

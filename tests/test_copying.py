@@ -25,6 +25,8 @@ OPTIONAL = (
     "hub",
     "llama_recipes",
     "logits",
+    "more_formats",
+    "more_tokens",
     "lora",
     "optim_8bit",
     "profiling",

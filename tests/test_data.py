@@ -18,7 +18,7 @@ from utils.data import (
     read_rows,
 )
 from utils.errors import ConfigError
-from utils.held_out import split_by_hash
+from utils.held_out import hold_out, split_by_hash
 from utils.strict_json import parse_json
 from utils.tokens import IGNORE, load_tokenizer
 
@@ -144,7 +144,8 @@ def test_up_to_ten_errors_are_listed(write):
         ("a.jsonl", json.dumps(GOOD, indent=2), "not one object a line"),
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.json", "\n<!DOCTYPE html><html></html>", "an HTML page"),
-        ("a.parquet", "PAR1", "only .json and .jsonl"),
+        ("a.parquet", "PAR1", "a.parquet: not parquet, or damaged"),
+        ("a.xlsx", "PK", "a.xlsx: what can be read are .jsonl, .json, .csv"),
     ],
 )
 def test_files_that_hold_no_rows_are_told_why(write, name, content, message):
@@ -156,7 +157,7 @@ def test_what_is_no_file_is_refused_without_hanging(write):
     assert "did you mean train.jsonl?" in refusal(read_rows, "trian.jsonl")
     assert "No such file" in refusal(read_rows, "nothing/like/this.jsonl")
     os.mkdir("folder.jsonl")
-    assert "is a folder" in refusal(read_rows, "folder.jsonl")
+    assert "folder.jsonl: no .jsonl, .json" in refusal(read_rows, "folder.jsonl")
     os.mkfifo("pipe.jsonl")
     assert "not a regular file" in refusal(read_rows, "pipe.jsonl")
     assert "not a regular file" in refusal(read_rows, "/dev/zero")
@@ -250,6 +251,23 @@ def test_a_row_is_held_out_whatever_stands_around_it():
     assert split_by_hash(examples, 0) == (examples, Examples([]))
     assert "--eval_share" in refusal(split_by_hash, numbered(1), 0.5)
     assert "--eval_share" in refusal(split_by_hash, examples, 1.0)
+
+
+def test_plain_text_is_cut_into_pieces_and_nothing_is_lost(write, tokenizer):
+    text = "one two three four five six seven " * 20
+    examples = load_examples(write("a.txt", text), tokenizer, seq_len=50)
+    assert [len(item.ids) for item in examples.items[:-1]] == [50] * (len(examples.items) - 1)
+    ids = [token for item in examples.items for token in item.ids]
+    assert tokenizer.decode(ids) == text + "</s>"
+    assert examples.truncated == 0
+
+
+def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
+    file = write("twice.jsonl", "\n".join([LINE, LINE, json.dumps(TURNS)]))
+    examples = load_examples(file, tokenizer, seq_len=64)
+    assert examples.summary().endswith(", 1 the same as a row before")
+    hold_out(examples, write("held.jsonl", LINE), 0.0, tokenizer, 64)
+    assert capsys.readouterr().out == "warning: 1 of 1 held-out rows are trained on too\n"
 
 
 # --- examples -> global batches

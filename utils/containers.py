@@ -1,21 +1,112 @@
-"""Rows in files that are not one object a line. Imported only for those."""
+"""Rows in anything but one .jsonl file: arrays, .gz, .csv, .parquet, .txt, folders, patterns, data sets of
+the hub, and several of them with weights. Imported only for those.
 
+CSV: https://docs.python.org/3/library/csv.html. Parquet and data sets: https://huggingface.co/docs/datasets
+"""
+
+import csv
+import glob
+import gzip
+import hashlib
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import check
+from .errors import ConfigError, check
+from .rows import Row, check_file, collect, read_lines
 from .strict_json import DECODER, check_pairs
 
+KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
 SPACE = re.compile(r"[ \t\r\n]*")
+MOST = 2**31  # bytes that a compressed file may hold: more is a bomb, or belongs on the disk as it is
+Found = Iterator[tuple[str, object]]
 
 
-def read_array(path: Path) -> Iterator[tuple[str, object]]:
+def read_any(name: str, max_rows: int = 0) -> list[Row]:
+    """The rows of a file, a folder, a pattern, a data set; or of several, separated by commas, each with a
+    weight: a.jsonl:0.7,b.parquet:0.3.
+    """
+    parts = [name] if Path(name).exists() else name.split(",")
+    split = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in parts]
+    check(all(split), f"--dataset {name}: one of the names is empty")
+    names, weights = [m[1] for m in split], [m[2] for m in split]
+    rows = [_read_part(part, max_rows) for part in names]
+    if not any(weights):
+        return [row for part in rows for row in part]
+    good = all(weights) and all(float(weight) > 0 for weight in weights)
+    check(good, f"--dataset {name}: give every one a weight above 0, or none (fix: a.jsonl:0.7,b.jsonl:0.3)")
+    return mix(names, rows, [float(weight) for weight in weights])
+
+
+def _read_part(name: str, max_rows: int) -> list[Row]:
+    files = files_of(name)
+    found = read_data_set(name) if files is None else (row for path in files for row in read_file(path))
+    return collect(name, found, max_rows)
+
+
+def files_of(name: str) -> list[Path] | None:
+    """The files that a name means: a file, a folder's, a pattern's; None for a data set of datasets' own.
+
+    ConfigError for a folder or a pattern without files, or with files of several kinds.
+    """
+    path = Path(name)
+    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+        return None
+    if path.is_dir():
+        found = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        found = [p for p in found if kind_of(p) in KINDS]
+    elif glob.has_magic(name) and not path.exists():
+        found = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
+    else:
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists() and not path.suffix
+        return None if hub else [path]
+    check(found, f"{name}: no {', '.join(KINDS)} files there, nor .gz of them")
+    kinds = sorted({kind_of(p) for p in found})
+    check(
+        len(kinds) == 1, f"{name}: files of several kinds, {', '.join(kinds)} (fix: name those of one kind)"
+    )
+    return found
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says how to read a file, without .gz."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def read_file(path: Path) -> Found:
+    """(where, the row or a ValueError) of each row."""
+    kind = kind_of(path)
+    check_file(path)
+    check(kind in KINDS, f"{path}: what can be read are {', '.join(KINDS)} files, and .gz of them")
+    try:
+        if kind == ".parquet":
+            yield from _read_parquet(path)
+            return
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            if kind == ".jsonl":
+                yield from read_lines(file, path)
+                return
+            text = file.read(MOST).decode("utf-8-sig")
+            check(not file.read(1), f"{path}: holds more than {MOST >> 30} GiB (fix: .jsonl files, unpacked)")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: not gzip, or cut short: {error} (fix: fetch it again)") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error}") from None
+    if kind == ".json":
+        yield from read_array(text, path)
+    elif kind == ".csv":
+        yield from _read_csv(text, path)
+    elif text.strip():
+        yield str(path), ValueError("a NUL character: no text") if "\0" in text else {"text": text}
+
+
+def read_array(text: str, path: Path) -> Found:
     """(where, the value or a ValueError) of each element. After a syntax error there is no next one."""
     where, row = str(path), 0
     try:
-        text = path.read_bytes().decode("utf-8-sig")
         if re.fullmatch(r"\s*(\[\s*\]\s*)?", text):
             return
         at = _skip_space(text, 0)
@@ -31,6 +122,77 @@ def read_array(path: Path) -> Iterator[tuple[str, object]]:
             raise json.JSONDecodeError("More text after the array", text, at + 1)
     except ValueError as error:
         yield where, error
+
+
+def _read_csv(text: str, path: Path) -> Found:
+    """Rows by the names in the first line; an empty field is left out."""
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        names = next(lines, [])
+        alone = len(names) == 1 and re.search("[;\t|]", names[0])
+        check(not alone, f"{path}:1: one column, {names[:1]}: fields are separated by commas in a .csv file")
+        check(len(set(names)) == len(names), f"{path}:1: two columns have one name")
+        for row, fields in enumerate(lines, start=2):
+            ragged = ValueError(f"{len(fields)} fields, and the first line names {len(names)} columns")
+            pairs = zip(names, fields, strict=False)
+            yield f"{path} row {row}", ragged if len(fields) != len(names) else {k: v for k, v in pairs if v}
+    except csv.Error as error:
+        yield f"{path}:{lines.line_num}", ValueError(f"not CSV: {error}")
+
+
+def _read_parquet(path: Path) -> Found:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        row = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
+            for value in batch.to_pylist():
+                row += 1
+                yield f"{path} row {row}", _without_nulls(value)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise ConfigError(f"{path}: not parquet, or damaged: {reason} (fix: fetch it again)") from None
+
+
+def read_data_set(name: str) -> Found:
+    """(where, row) of a data set of the hub, its split "train", or of one that save_to_disk wrote."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        found = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name)
+    except Exception as error:  # files, network, repositories: anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(
+            f"--dataset {name}: neither a file nor a data set that can be read: {reason}"
+        ) from None
+    if isinstance(found, datasets.DatasetDict):
+        check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
+        found = found["train"]
+    for row, value in enumerate(found):
+        yield f"{name} row {row}", _without_nulls(value)
+
+
+def mix(names: list[str], rows: list[list], weights: list[float]) -> list:
+    """As many rows of each as its weight says, none twice, all of the one that is scarcest for its weight.
+
+    Which ones follows from the hash of (name, number), so it is the same everywhere. Their order stays.
+    """
+    total = min(len(part) / weight for part, weight in zip(rows, weights, strict=True))
+    chosen = []
+    for name, part, weight in zip(names, rows, weights, strict=True):
+        keys = [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(len(part))]
+        first = sorted(range(len(part)), key=keys.__getitem__)[: round(total * weight)]
+        chosen += [part[i] for i in sorted(first)]
+    return chosen
+
+
+def _without_nulls(value: object) -> object:
+    """Columns of a table exist in every row, as null where a row has nothing."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _parse_at(text: str, at: int) -> tuple[object, int]:

@@ -5,12 +5,10 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 """
 
 import hashlib
-import itertools
 import math
-import stat
+import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,15 +17,12 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from .errors import ConfigError, check
-from .formats import form_of, json_name, plain_messages
-from .strict_json import parse_json
+from .errors import check
+from .formats import form_of, plain_messages
+from .rows import Row, raise_all, read_jsonl
 from .tokens import IGNORE, encode_chat
 
-
-class Row(NamedTuple):
-    where: str  # "chat.jsonl:3", or "chat.json row 3"
-    data: dict
+TWICE = "the same as a row before"
 
 
 class Example(NamedTuple):
@@ -57,78 +52,9 @@ class Examples:
         taught = sum(label != IGNORE for item in self.items for label in item.labels)
         notes = [f"{self.truncated:,} cut at --seq_len"] if self.truncated else []
         notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
-        notes += [f"{count:,} {what}" for what, count in self.notes.items()]
+        notes += [f"{count:,} {what}" for what, count in self.notes.items() if count]
         head = f"{len(self.items):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught"
         return ", ".join([head, *notes])
-
-
-# --- files -> rows
-
-
-def read_rows(path: str | Path, max_rows: int = 0) -> list[Row]:
-    """The objects in a .jsonl file (one a line; blank lines are skipped) or in the array of a .json file.
-
-    max_rows: stop after so many; 0: read them all. ConfigError lists up to ten bad rows, one a line.
-    """
-    path = Path(path)
-    _check_file(path)
-    rows, errors = [], []
-    if path.suffix == ".jsonl":
-        found = _read_lines(path)
-    else:
-        from .containers import read_array
-
-        found = read_array(path)
-    for where, value in itertools.islice(found, max_rows or None):
-        if isinstance(value, dict):
-            rows.append(Row(where, value))
-        elif isinstance(value, ValueError):
-            errors.append(f"{where}: {value}")
-        else:
-            errors.append(f"{where}: expected object, got {json_name(value)}")
-    _raise_all(errors)
-    check(rows, f"{path}: no rows; a .jsonl file holds one object a line, a .json file an array of objects")
-    return rows
-
-
-def _check_file(path: Path) -> None:
-    """Refuse what is no data file, without opening what would block (a FIFO) or never end (a device)."""
-    try:
-        mode = path.stat().st_mode
-        check(not stat.S_ISDIR(mode), f"{path}: is a folder; name a .json or .jsonl file")
-        check(stat.S_ISREG(mode), f"{path}: is not a regular file; name a .json or .jsonl file")
-        check(path.suffix in (".json", ".jsonl"), f"{path}: only .json and .jsonl files can be read today")
-        with path.open("rb") as file:
-            head = file.read(100).lstrip()
-    except OSError as error:
-        from .diagnose import did_you_mean
-
-        raise ConfigError(f"{path}: {error.strerror}{did_you_mean(path)}") from None
-    if head[:1] not in (b"[", b"{", b""):
-        from .diagnose import impostor
-
-        what = impostor(head)
-        check(not what, f"{path}:1: {what}")
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
-    """(where, the value or a ValueError) of each line. Lines end at \\n alone: U+2028 and U+0085 are text."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            if number == 1 and (line.strip() == b"{" or line.startswith(b"[")):
-                raise ConfigError(f"{where}: not one object a line; an array belongs in a .json file")
-            try:
-                yield where, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:
-                yield where, error
-
-
-def _raise_all(errors: list[str]) -> None:
-    more = [f"and {len(errors) - 10} more"] if len(errors) > 10 else []
-    check(not errors, "\n".join(errors[:10] + more))
 
 
 # --- rows -> examples
@@ -140,11 +66,12 @@ def load_examples(
     """The rows of a file as token ids and labels. `progress`: a bar, if standard error is a terminal; form:
     one of formats.FORMS, empty: told by the rows' keys; train_on: see encode_chat.
 
-    A longer row is cut at seq_len tokens; one in which nothing taught is left is dropped and counted.
+    A longer row is cut at seq_len tokens, plain text into pieces of them; a row in which nothing taught is
+    left is dropped and counted.
     ConfigError for bad rows (up to ten), for two forms of rows in one file, and where all were dropped.
     """
-    rows = read_rows(path, max_rows)
-    items, dropped, notes, errors, truncated, given = [], Counter(), Counter(), [], 0, form
+    rows = read_rows(str(path), max_rows)
+    items, dropped, notes, errors, truncated, given, seen = [], Counter(), Counter(), [], 0, form, set()
     for row in tqdm(rows, f"tokenizing {path}", unit=" rows", disable=None if progress else True):
         try:
             found = given or form_of(row.data)
@@ -160,12 +87,25 @@ def load_examples(
         if all(label == IGNORE for label in labels[1:seq_len]):
             dropped[f"nothing taught in the first {seq_len} tokens"] += 1
             continue
-        truncated += len(ids) > seq_len
-        items.append(Example(array("i", ids[:seq_len]), array("i", labels[:seq_len]), row.where))
-    _raise_all(errors)
+        truncated += len(ids) > seq_len and form != "text"
+        for at in range(0, len(ids) if form == "text" else 1, seq_len):  # plain text is cut into pieces
+            piece = slice(at, at + seq_len)
+            items.append(Example(array("i", ids[piece]), array("i", labels[piece]), row.where))
+            notes[TWICE] += (key := hash(items[-1].ids.tobytes())) in seen
+            seen.add(key)
+    raise_all(errors)
     why = ", ".join(f"{count} x {reason}" for reason, count in dropped.items())
     check(items, f"{path}: all {len(rows)} rows were dropped: {why}; raise --seq_len")
     return Examples(items, dropped, truncated=truncated, notes=notes)
+
+
+def read_rows(name: str, max_rows: int = 0) -> list[Row]:
+    """The rows that --dataset names: of a .jsonl file, else see containers.py."""
+    if name.endswith(".jsonl") and os.path.isfile(name):
+        return read_jsonl(Path(name), max_rows)
+    from .containers import read_any
+
+    return read_any(name, max_rows)
 
 
 def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -> tuple[list[int], list[int]]:

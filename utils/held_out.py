@@ -9,7 +9,7 @@ from torch import nn
 
 from .data import load_examples
 from .distributed import World, all_reduce_sum
-from .errors import check
+from .errors import check, print0
 from .loss import IGNORE, summed_cross_entropy
 from .sharding import reshard
 
@@ -17,7 +17,12 @@ from .sharding import reshard
 def hold_out(examples, path: str, share: float, tokenizer, seq_len: int, **options) -> tuple:
     """(training examples, held-out ones): those of another file, else a share of them. See load_examples."""
     if path:
-        return examples, load_examples(path, tokenizer, seq_len, **options)
+        held_out = load_examples(path, tokenizer, seq_len, **options)
+        trained = {item.ids.tobytes() for item in examples.items}
+        both = sum(item.ids.tobytes() in trained for item in held_out.items)
+        if both:
+            print0(f"warning: {both:,} of {len(held_out.items):,} held-out rows are trained on too")
+        return examples, held_out
     return split_by_hash(examples, share)
 
 

@@ -1,0 +1,173 @@
+"""Rows in arrays, packed files, tables, texts, folders, data sets, and mixtures of them.
+
+python -m pytest tests/test_containers.py
+"""
+
+import csv
+import gzip
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from utils.containers import mix
+from utils.data import read_rows
+from utils.errors import ConfigError
+
+ROWS = [{"instruction": f"Add {i}.", "output": 'a, "b"\nc'} for i in range(5)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name, content):
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    with open(name, "wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
+    return name
+
+
+def write_csv(name, rows=ROWS, **options):
+    with open(name, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), **options)
+        writer.writeheader()
+        writer.writerows(rows)
+    return name
+
+
+def write_parquet(name, rows=ROWS):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+    return name
+
+
+def values(name, **options):
+    return [row.data for row in read_rows(name, **options)]
+
+
+def refusal(name) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_rows(name)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_every_container_gives_the_same_rows():
+    packed = gzip.compress(LINES.encode())
+    files = [
+        write("a.jsonl", LINES),
+        write("a.jsonl.gz", packed),
+        write("a.json", json.dumps(ROWS, indent=1)),
+        write("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        write_csv("a.csv"),
+        write_parquet("a.parquet"),
+    ]
+    write("a.csv.gz", gzip.compress(Path("a.csv").read_bytes()))
+    datasets.Dataset.from_list(ROWS).save_to_disk("saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk("splits")
+    for name in [*files, "a.csv.gz", "saved", "splits"]:
+        assert values(name) == ROWS, name
+        assert values(name, max_rows=2) == ROWS[:2], name
+
+
+def test_rows_are_named_by_file_and_place():
+    for name in (
+        write("a.jsonl.gz", gzip.compress(LINES.encode())),
+        write_csv("a.csv"),
+        write_parquet("a.parquet"),
+    ):
+        assert read_rows(name)[1].where in (f"{name}:2", f"{name} row 3", f"{name} row 2")
+    assert read_rows("a.csv")[0].where == "a.csv row 2"  # the first line names the columns
+
+
+def test_texts_are_one_row_a_file():
+    write("texts/b.txt", "two\n")
+    write("texts/a.txt", "\ufeffone\n\nstill one")
+    write("texts/empty.txt", " \n")
+    assert values("texts") == [{"text": "one\n\nstill one"}, {"text": "two\n"}]
+    assert values(write("notes.md", "# a")) == [{"text": "# a"}]
+    assert "empty.txt: no rows" in refusal("texts/empty.txt")
+    assert "a NUL character" in refusal(write("bin.txt", "a\0b"))
+    assert "not UTF-8" in refusal(write("latin.txt", b"caf\xe9"))
+
+
+def test_folders_and_patterns_give_their_files_in_order():
+    for i, row in enumerate(ROWS):
+        write(f"parts/{4 - i}.jsonl", json.dumps(row))
+    assert values("parts") == values("parts/*.jsonl") == ROWS[::-1]
+    assert values("parts/[01].jsonl") == [ROWS[4], ROWS[3]]
+    assert "parts/*.csv: no .jsonl" in refusal("parts/*.csv")
+    write("parts/x.csv", "a,b\n")
+    assert "parts: files of several kinds, .csv, .jsonl" in refusal("parts")
+
+
+def test_an_empty_field_of_a_table_is_not_there():
+    rows = [{"instruction": "a", "input": "", "output": "b"}]
+    assert values(write_csv("a.csv", rows)) == [{"instruction": "a", "output": "b"}]
+    messy = [{"messages": [{"role": "user", "content": "a", "name": None}]}, {"messages": None}]
+    assert values(write_parquet("a.parquet", messy)) == [{"messages": [{"role": "user", "content": "a"}]}, {}]
+
+
+def test_weights_mix_without_repeating_a_row():
+    write("a.jsonl", "".join(json.dumps({"text": f"a{i}"}) + "\n" for i in range(100)))
+    write("b.jsonl", "".join(json.dumps({"text": f"b{i}"}) + "\n" for i in range(300)))
+    both = [row["text"] for row in values("a.jsonl:0.5,b.jsonl:0.5")]
+    assert sum(text[0] == "a" for text in both) == sum(text[0] == "b" for text in both) == 100
+    assert len(set(both)) == 200
+    assert both == [row["text"] for row in values("a.jsonl:1, b.jsonl:1")]
+    assert len(values("a.jsonl,b.jsonl")) == 400
+    names, parts = ["a", "b"], [list(range(10)), list(range(100, 200))]
+    assert len(mix(names, parts, [0.1, 0.9])) == 100
+    assert set(range(10)) <= set(mix(names, parts, [0.1, 0.9]))
+    assert "give every one a weight" in refusal("a.jsonl:0.7,b.jsonl")
+    assert "give every one a weight" in refusal("a.jsonl:0,b.jsonl:1")
+    assert "one of the names is empty" in refusal("a.jsonl,")
+    assert values(write("odd,name.jsonl", LINES)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.jsonl.gz", gzip.compress(LINES.encode())[:40], "not gzip, or cut short"),
+        ("cut.json.gz", gzip.compress(json.dumps(ROWS).encode())[:-9], "not gzip, or cut short"),
+        ("plain.jsonl.gz", LINES, "plain.jsonl.gz: not gzip"),
+        ("bad.jsonl.gz", gzip.compress(b'{"a": 1}\n{'), "bad.jsonl.gz:2: Expecting"),
+        ("ragged.csv", "a,b\n1,2\n3\n", "ragged.csv row 3: 1 fields, and the first line names 2 columns"),
+        ("semi.csv", "a;b\n1;2\n", "semi.csv:1: one column, ['a;b']: fields are separated by commas"),
+        ("twice.csv", "a,a\n1,2\n", "twice.csv:1: two columns have one name"),
+        ("quote.csv", 'a,b\n"1,2\n', "quote.csv:2: not CSV: unexpected end of data"),
+        ("empty.csv", "a,b\n", "empty.csv: no rows"),
+        ("page.csv", "<html></html>", "page.csv:1: an HTML page"),
+        ("lfs.parquet", "version https://git-lfs.github.com/spec/v1\n", "lfs.parquet:1: a git-lfs pointer"),
+        ("no.parquet", "a,b\n1,2\n" * 9, "no.parquet: not parquet, or damaged"),
+    ],
+)
+def test_damaged_files_are_told_why(name, content, message):
+    assert message in refusal(write(name, content))
+
+
+def test_a_table_cut_short_or_without_rows_is_told_why():
+    data = Path(write_parquet("whole.parquet", ROWS * 1000)).read_bytes()
+    assert "not parquet, or damaged" in refusal(write("cut.parquet", data[: len(data) // 2]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS).slice(0, 0), "none.parquet")
+    assert "none.parquet: no rows" in refusal("none.parquet")
+
+
+def test_a_packed_file_does_not_fill_the_memory(monkeypatch):
+    from utils import containers
+
+    monkeypatch.setattr(containers, "MOST", 2**20)
+    bomb = gzip.compress(b"[" + b" " * 2**24)
+    assert "bomb.json.gz: holds more than" in refusal(write("bomb.json.gz", bomb))
+
+
+def test_a_data_set_that_is_nowhere_is_one_line():
+    assert "--dataset no/such: neither a file nor a data set" in refusal("no/such")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk("splits")
+    assert "--dataset splits: it has no split train, but test" in refusal("splits")
