@@ -47,7 +47,6 @@ TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # fo
 Optim = Literal[
     "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
 ]
-Format = Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 
@@ -59,8 +58,11 @@ class Config:
     trust_remote_code: bool = False  # run Python code that comes with the model
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
     dataset: str = ""  # file, folder, pattern, data set; several: a.jsonl:0.7,b.csv:0.3; empty: the tiny task
-    format: Format = "auto"  # of the rows; auto: told by their keys
+    format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text"] = "auto"  # auto: told by keys
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose words are taught
+    check: bool = (
+        False  # check everything that needs no weights, on one process, say what the data holds, stop
+    )
     show_masks: int = 0  # print so many rows, what is taught in brackets or colour, and stop
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
     max_rows: int = 0  # read only the first rows; 0: all
@@ -152,7 +154,7 @@ def main(cfg: Config) -> Path | None:
 
     # --- world: who am I, who are the others ----------------------------------------------------------
     act("world")
-    world = init_distributed()
+    world = init_distributed(alone=cfg.check)
 
     # --- plan: everything that can fail cheaply fails here --------------------------------------------
     act("plan")
@@ -170,21 +172,21 @@ def main(cfg: Config) -> Path | None:
         tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
         how = {"max_rows": cfg.max_rows, "progress": world.rank == 0, "train_on": cfg.train_on}
-        how["form"] = "" if cfg.format == "auto" else cfg.format
+        how["form"] = cfg.format.removeprefix("auto")
         examples, held_out = load_examples(cfg.dataset, tokenizer, cfg.seq_len, **how), None
         if cfg.eval_dataset or cfg.eval_share:
             from utils.held_out import hold_out
 
-            held = (cfg.eval_dataset, cfg.eval_share)
-            examples, held_out = hold_out(examples, *held, tokenizer, cfg.seq_len, **how)
+            which = (cfg.eval_dataset, cfg.eval_share)
+            examples, held_out = hold_out(examples, *which, tokenizer, cfg.seq_len, **how)
         structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
         if cfg.low_cpu_fsdp:
             model = build_model(*structure)  # on meta
             pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
-    if cfg.show_masks:
-        from utils.more_tokens import show_masks
+    if cfg.check or cfg.show_masks:
+        from utils.show_data import show_data
 
-        return show_masks(examples, tokenizer, cfg.show_masks)
+        return show_data(examples, held_out, tokenizer, cfg.show_masks, cfg.global_batch_size)
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     agree(world, facts, "files")
     out = claim_output(cfg.output_dir, "finetune", world, folder)

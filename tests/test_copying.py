@@ -32,6 +32,7 @@ OPTIONAL = (
     "profiling",
     "quantize",
     "resume",
+    "show_data",
     "templates",
     "trackers",
     "trained_run",

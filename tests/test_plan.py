@@ -5,6 +5,7 @@ python -m pytest tests/test_plan.py
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from tiny import tiny_model_folder
 
 from utils.errors import ConfigError
 from utils.run_folder import claim_output
+from utils.show_data import histogram
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +264,51 @@ def test_an_error_is_printed_once_for_two_ranks_and_the_exit_is_not_zero(tmp_pat
     assert result.stderr.count("error: ") == 1
     assert "--learing_rate" in result.stderr
     assert result.returncode == 1
+
+
+# --- a look before the run
+
+
+def test_check_reads_everything_but_weights_and_needs_no_group(flags, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(flags["model"], model)
+    file = model / "model.safetensors"
+    with open(file, "r+b") as weights:  # NaN wherever a weight is
+        start = 8 + int.from_bytes(weights.read(8), "little")
+        weights.seek(start)
+        weights.write(b"\xff" * (file.stat().st_size - start))
+    code = "import sys; sys.path.insert(0, 'recipes'); import finetune, torch.distributed as dist; "
+    code += "print(finetune.main(finetune.Config(**eval(sys.argv[1]))), dist.is_initialized())"
+    settings = {
+        **flags,
+        "model": str(model),
+        "check": True,
+        "global_batch_size": 2,
+        "output_dir": str(tmp_path / "out"),
+    }
+    result = shell(f"python -c {shlex.quote(code)} {shlex.quote(repr(settings))}")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "None False"
+    assert lines[-2] == "checked   flags, model folder, tokenizer and every row; no weight was read"
+    assert lines[-3].startswith("steps ")
+    assert lines[2].startswith("data      ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert "an epoch" in lines[-3]
+
+
+def test_masks_are_shown_and_nothing_else_happens(flags, tmp_path, capsys):
+    rows = write_chats(tmp_path / "rows.jsonl", "yes", "no")
+    assert run(**{**flags, "dataset": rows, "show_masks": 1}) is None
+    shown = capsys.readouterr().out
+    assert "rows.jsonl:1\n" in shown
+    assert shown.count("[[") == 1
+    assert "[[yes" in shown
+
+
+def test_the_histogram_counts_every_row_once():
+    lengths = [1, 2, 3, 4, 5, 8, 9, 100]
+    lines = histogram(lengths)
+    assert [int(line.split()[4]) for line in lines] == [1, 1, 2, 2, 1, 0, 0, 1]
+    assert lines[2].split()[:4] == ["3", "-", "4", "tokens"]
+    assert histogram([7]) == ["        5 -       8 tokens         1 " + "#" * 40]

@@ -36,12 +36,18 @@ class World:
     device: torch.device
 
 
-def init_distributed() -> World:
-    """Join the gloo group that torchrun's variables describe; a world of one where there are none.
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # one process without a group, for what needs none
+
+
+def init_distributed(alone: bool = False) -> World:
+    """Join the gloo group that torchrun's variables describe; a world of one where there are none; ALONE
+    if asked.
 
     Raises ConfigError for variables that do not fit together, a port in use, or more ranks on this machine
     than GPUs.
     """
+    if alone:
+        return ALONE
     rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
     store = None
     if rank is None and size is None:
@@ -90,15 +96,17 @@ def set_timeout(seconds: float = START_SECONDS) -> None:
 
 def gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
-    values = [None] * world.size
-    dist.all_gather_object(values, value)
+    values = [value] * world.size
+    if world is not ALONE:
+        dist.all_gather_object(values, value)
     return values
 
 
 def broadcast(world: World, value: object, source: int = 0) -> object:
     """`value` of rank `source`, on every rank."""
     box = [value if world.rank == source else None]
-    dist.broadcast_object_list(box, src=source)
+    if world is not ALONE:
+        dist.broadcast_object_list(box, src=source)
     return box[0]
 
 

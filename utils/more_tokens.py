@@ -4,15 +4,12 @@ turns, and text that spells a special token. Imported only for those.
 
 import json
 import re
-import sys
 from collections import Counter
 from functools import lru_cache
-from itertools import groupby
 from os.path import commonprefix
 
 from tokenizers import Tokenizer
 
-from .errors import print0
 from .tokens import IGNORE, label_spans, literal_places, render, special_text
 
 MARK = "\ue0f0\ue0f1"
@@ -132,15 +129,3 @@ def _renamed(tokenizer) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
         token["content"] = name
     other = Tokenizer.from_str(json.dumps(state))
     return other, names, {other.token_to_id(name): number for name, number in old.items()}
-
-
-def show_masks(examples, tokenizer, rows: int) -> None:
-    """Print the first rows on rank 0: what is taught in green, or in [[brackets]] beside a terminal."""
-    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
-    for item in examples.items[:rows]:
-        text = ""
-        pairs = zip(item.ids, item.labels, strict=True)
-        for taught, run in groupby(pairs, key=lambda pair: pair[1] != IGNORE):
-            words = tokenizer.decode([token for token, _ in run])
-            text += words.join(marks) if taught else words
-        print0(f"{item.where}\n{text}\n")
