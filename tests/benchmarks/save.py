@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from utils import hf_format
 from utils.checkpoint import CheckpointSaver, checkpoint_tensors
+from utils.distributed import broadcast
 from utils.loading import plan_pieces
 from utils.mesh import build_mesh
 from utils.model_folder import open_weights
@@ -180,7 +181,7 @@ def save_in_training(training: Training, saver: CheckpointSaver) -> dict[str, fl
         within = training.step(lambda _: not saver.pending.done())
         times["step_in_save"] += within[:-1]  # in the last one the save ended
         saver.wait()
-        times["seconds"].append(saver.seconds)
+        times["seconds"].append(broadcast(saver.world, saver.seconds))  # which rank 0 knows
         gc.collect()
         LIBC.malloc_trim(0)  # what is free is not held
         level.append(anonymous_bytes())
