@@ -42,13 +42,8 @@ from utils.trained_run import add_run_adapter, check_weights, find_run, load_wei
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "original": None}
 WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-TOKENIZER = (
-    "tokenizer*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-)
+TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER += ("generation_config.json",)
 UNMERGEABLE = ("target_parameters", "trainable_token_indices", "layer_replication")
 
 

@@ -56,13 +56,12 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
+    verify: str = ""  # list of SHA-256 sums, as sha256sum writes it, that the weights' files must have
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
     dataset: str = ""  # file, folder, pattern, data set; several: a.jsonl:0.7,b.csv:0.3; empty: the tiny task
     format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text"] = "auto"  # auto: told by keys
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose words are taught
-    check: bool = (
-        False  # check everything that needs no weights, on one process, say what the data holds, stop
-    )
+    check: bool = False  # check all that needs no weights, on one process, say what the data holds, and stop
     show_masks: int = 0  # print so many rows, what is taught in brackets or colour, and stop
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
     max_rows: int = 0  # read only the first rows; 0: all
@@ -168,6 +167,10 @@ def main(cfg: Config) -> Path | None:
     with together(world):
         check_model_config(folder, cfg.trust_remote_code)
         weights = open_weights(folder)
+        if cfg.verify:
+            from utils.verify import check_hashes
+
+            check_hashes({info.file for info in weights.values()}, cfg.verify, world)
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
@@ -190,24 +193,23 @@ def main(cfg: Config) -> Path | None:
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     agree(world, facts, "files")
     out = claim_output(cfg.output_dir, "finetune", world, folder)
-    checkpoint, state, finished = None, {}, 0
+    checkpoint, state, finished, names = None, {}, 0, None  # names: of what adapters have renamed
     if holds_run(out) or cfg.resume not in ("auto", "none"):
         from utils.resume import load_checkpoint, previous_run
 
         checkpoint, state, finished = previous_run(cfg, out, facts, world)
-    with together(world):
-        wanted = state.get("global_batch_size") or cfg.global_batch_size
-        global_batch, micro_batches = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
         return out
-    shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
-    loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
-    steps = cfg.steps or cfg.epochs * loader.per_epoch
-    warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
-    needed_bytes = 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
     with together(world):
-        check_space(out, needed_bytes)
+        wanted = state.get("global_batch_size") or cfg.global_batch_size
+        global_batch, micro_batches = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
+        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
+        loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+        steps = cfg.steps or cfg.epochs * loader.per_epoch
+        disk = (weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+        check_space(out, 0 if lora else estimate_disk(*disk))
+    warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     print_template_notes(tokenizer)
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
@@ -222,7 +224,6 @@ def main(cfg: Config) -> Path | None:
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, whole=folder)
         pieces = plan_pieces(model, weights, folder)
-    names = None  # of parameters that adapters have renamed
     if lora:
         from utils.lora import adapt, fill_adapters, save_adapter
 
@@ -299,8 +300,7 @@ def main(cfg: Config) -> Path | None:
     for step in range(first, steps):
         started = time.monotonic()
         fault("step", step)
-        seed = (cfg.seed * 1_000_003 + step) * world.size + world.rank
-        set_seed(seed)  # so that dropout resumes exactly
+        set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # so that dropout resumes exactly
         batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
         taught = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
         losses = []

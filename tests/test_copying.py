@@ -36,6 +36,7 @@ OPTIONAL = (
     "templates",
     "trackers",
     "trained_run",
+    "verify",
 )  # what the plain path does not import
 
 

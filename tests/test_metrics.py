@@ -25,6 +25,7 @@ from utils.memory import States, estimate_states
 from utils.metrics import RunLog
 from utils.optim import build_optimizer
 from utils.sharding import shard_model
+from utils.trackers import Careful
 from utils.trained_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -274,3 +275,32 @@ def test_the_plan_is_one_honest_line():
     line = estimate_states(on_meta("llama", **EIGHT_B), shards=8).sentence()
     assert "weights 3.74 + gradients 3.74 + optimizer 7.48 = 14.96 GiB" in line
     assert "states only" in line
+
+
+class Broken:
+    """A tracker that fails to start, to log or to close."""
+
+    def __init__(self, where):
+        self.where = where
+        self.fail("start")
+
+    def fail(self, act):
+        if act == self.where:
+            raise OSError(f"no network to {act}\nand more")
+
+    def log(self, numbers, step):
+        self.fail("log")
+
+    def close(self):
+        self.fail("close")
+
+
+@pytest.mark.parametrize("where", ["start", "log", "close"])
+def test_a_tracker_that_fails_is_left_out_with_one_warning(where, capsys):
+    """Row 57 of the fault matrix, for a service that is down."""
+    tracker = Careful(Broken, where)
+    for step in (1, 2):
+        tracker.log({"loss": 1.0}, step)
+    tracker.close()
+    said = f"warning: the run goes on without Broken: OSError: no network to {where}\n"
+    assert capsys.readouterr().out == said

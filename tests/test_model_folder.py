@@ -4,6 +4,8 @@ Nothing here needs ranks. Files that must not be opened are pipes (opening one w
 that leave a mark when they are loaded.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -18,8 +20,10 @@ from safetensors.torch import save_file
 from tiny import tiny_config, tiny_model, tiny_model_folder, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from utils.distributed import World
 from utils.errors import ConfigError
 from utils.model_folder import check_model_config, check_vocab, open_weights
+from utils.verify import check_hashes
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -402,3 +406,52 @@ def test_what_transformers_saves_passes(tmp_path, files):
     assert len({info.file for info in infos.values()}) == len(list(folder.glob("*.safetensors")))
     assert {info.dtype for info in infos.values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(folder) is not None
+
+
+def sums_of(folder, **changed):
+    lines = (
+        f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}"
+        for f in sorted(folder.glob("*.safetensors"))
+    )
+    return "".join(f"{changed.get(line[66:].split('.')[0], line)}\n" for line in lines)
+
+
+def test_a_list_of_sums_tells_a_flipped_bit_in_any_file(tmp_path):
+    """Row 25 of the fault matrix: a bit of a weight, which no header shows."""
+    folder, sums = tiny_model_folder(tmp_path / "model", vocab_size=271, files=3), tmp_path / "SHA256SUMS"
+    sums.write_text(sums_of(folder) + f"{'0' * 64} *README.md\n\n")
+    files, worlds = set(folder.glob("*.safetensors")), [World(rank, 2, rank, 2, None) for rank in (0, 1)]
+    assert len(files) > 1
+    for world in worlds:
+        check_hashes(files, str(sums), world)
+    with open(max(files), "r+b") as file:
+        file.seek(-9, 2)
+        byte = file.read(1)[0]
+        file.seek(-9, 2)
+        file.write(bytes([byte ^ 1]))
+    assert open_weights(folder)  # nothing to see here
+    said = []
+    for world in worlds:
+        with contextlib.suppress(ConfigError):
+            check_hashes(files, str(sums), world)
+            continue
+        said.append(world.rank)
+    assert len(said) == 1  # the rank whose share it is
+    with pytest.raises(ConfigError, match=f"{max(files)}: not what .*SHA256SUMS says, SHA-256"):
+        check_hashes(files, str(sums), World(0, 1, 0, 1, None))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("abc  model.safetensors\n", "SUMS:1: expected a SHA-256 sum, two spaces and a name"),
+        ("", "no sum for model.safetensors"),
+        (None, "--verify .*SUMS: .*No such file"),
+    ],
+)
+def test_a_list_that_does_not_serve_is_refused(text, says, tmp_path):
+    folder, sums = tiny_model_folder(tmp_path / "model", vocab_size=271), tmp_path / "SUMS"
+    if text is not None:
+        sums.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        check_hashes({folder / "model.safetensors"}, str(sums), World(0, 1, 0, 1, None))

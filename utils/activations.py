@@ -10,16 +10,8 @@ from .errors import check
 
 # What is worth keeping: results that take long to compute for their size. The attention kernels differ by
 # device.
-EXPENSIVE = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)
+ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+EXPENSIVE = ("mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{kind}" for kind in ATTENTION))
 
 
 def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
@@ -29,11 +21,8 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     full costs one more forward, selective the cheap part of one; the losses do not change. Raises ConfigError
     for a model that cannot. https://docs.pytorch.org/docs/stable/checkpoint.html
     """
-    name = type(model).__name__
-    check(
-        model.supports_gradient_checkpointing,
-        f"--activation_checkpointing {mode}: {name} does not support it",
-    )
+    refused = f"--activation_checkpointing {mode}: {type(model).__name__} does not support it"
+    check(model.supports_gradient_checkpointing, refused)
     options = {"use_reentrant": False}
     if mode == "selective":
         kept = {getattr(torch.ops.aten, op).default for op in EXPENSIVE if hasattr(torch.ops.aten, op)}

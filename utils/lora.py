@@ -99,10 +99,8 @@ def add_adapter(model: nn.Module, folder: Path, given: dict[str, object]) -> Lor
     field for what differs, and for kinds of LoRA that are not supported here.
     """
     file = Path(folder) / "adapter_config.json"
-    check(
-        file.is_file() and (file.parent / FILE).is_file(),
-        f"{folder}: no {file.name} with {FILE} (fix: a peft folder)",
-    )
+    both = file.is_file() and (file.parent / FILE).is_file()
+    check(both, f"{folder}: no {file.name} with {FILE} (fix: a peft folder)")
     stored, plain = read_json(file), LoraConfig().to_dict()
     init = stored.pop("init_lora_weights", True)
     check(init in (True, False, "gaussian", "orthogonal"), f"{file}: init_lora_weights {init} {NEEDS}")
@@ -149,9 +147,7 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     names = {}
     for name in trained:
-        key = WRAPPERS.sub("", name).replace(
-            ".lora_magnitude_vector.default.weight", ".lora_magnitude_vector"
-        )
+        key = re.sub(r"(\.lora_magnitude_vector)\.default\.weight", r"\1", WRAPPERS.sub("", name))
         names["base_model.model." + re.sub(r"(\.lora_\w+)\.default(?=\.|$)", r"\1", key)] = name
     assert len(names) == len(trained) > 0, f"{len(trained)} parameters train, {len(names)} have a name"
     return names
@@ -212,9 +208,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                     names[f"base_model.model.{name}"] = name
             shapes = {key: [*model.get_parameter(name).shape] for key, name in names.items()}
             differ = [key for key in sorted(names | stored) if stored.get(key) != shapes.get(key)]
-            wrong = [
-                f"{key} {shapes.get(key, 'absent')}, there {stored.get(key, 'absent')}" for key in differ
-            ]
+            wrong = [f"{k} {shapes.get(k, 'absent')}, there {stored.get(k, 'absent')}" for k in differ]
             check(not wrong, f"{file} does not fit: {first_five(wrong)} (fix: the adapter of this model)")
             for key, name in names.items():
                 parameter = model.get_parameter(name)
@@ -292,9 +286,8 @@ def _inject(model: nn.Module, config: LoraConfig) -> LoraConfig:
 
 def _target_modules(model: nn.Module, targets: str) -> list[str]:
     """What config.target_modules says: names, or ends of names."""
-    layers = {
-        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)
-    }
+    kinds = nn.Linear | Conv1D | nn.Embedding
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     if targets == "all-linear":
         head = model.get_output_embeddings()
         linear = {name for name, m in layers.items() if m is not head and not isinstance(m, nn.Embedding)}

@@ -196,10 +196,8 @@ def quantize_linears(
     experts = sum(size for name, size in frozen.items() if ".experts." in name)
     last = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    check(
-        not (head and tied),
-        "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)",
-    )
+    stays = "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)"
+    check(not (head and tied), stays)
     mine = "" if head else rf"^{re.escape(last)}(\.|$)|"
     own = re.compile(mine + r"\.lora_|\.modules_to_save\.|\.original_module")
     layers, left = 0, Counter()

@@ -40,10 +40,8 @@ def histogram(lengths: list[int]) -> list[str]:
     """Lines with how many rows are how long, by powers of two."""
     counts = Counter((length - 1).bit_length() for length in lengths)
     most = max(counts.values())
-    spans = (
-        (2 ** (bits - 1) + 1 if bits else 1, 2**bits, counts[bits])
-        for bits in range(min(counts), max(counts) + 1)
-    )
-    return [
-        f"  {first:>7,} - {last:>7,} tokens {n:>9,} {'#' * -(-40 * n // most)}" for first, last, n in spans
-    ]
+    lines = []
+    for bits in range(min(counts), max(counts) + 1):
+        first, n = 2 ** (bits - 1) + 1 if bits else 1, counts[bits]
+        lines.append(f"  {first:>7,} - {2**bits:>7,} tokens {n:>9,} {'#' * -(-40 * n // most)}")
+    return lines

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from .errors import print0
+
 
 class TensorBoard:
     """A TensorBoard log in folder/tensorboard; steps after `done`, of an earlier start, are purged."""
@@ -34,7 +36,29 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-def open_trackers(folder: Path, tensorboard: bool, wandb: bool, done: int) -> list:
+class Careful:
+    """A tracker whose failure does not end the training: it is said once, and the tracker is left out."""
+
+    def __init__(self, kind: type, *where):
+        self.tracker, self.kind = None, kind
+        self._try(lambda: setattr(self, "tracker", kind(*where)))
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.tracker and self._try(lambda: self.tracker.log(numbers, step))
+
+    def close(self) -> None:
+        self.tracker and self._try(lambda: self.tracker.close())
+
+    def _try(self, call) -> None:
+        try:
+            call()
+        except Exception as error:  # of a package, a disk, a network
+            self.tracker = None
+            reason = (str(error).splitlines() or [""])[0][:200]
+            print0(f"warning: the run goes on without {self.kind.__name__}: {type(error).__name__}: {reason}")
+
+
+def open_trackers(folder: Path, tensorboard: bool, wandb: bool, done: int) -> list[Careful]:
     """The trackers that were asked for; each has log(numbers, step) and close()."""
-    trackers = [TensorBoard(folder, done)] if tensorboard else []
-    return trackers + ([WeightsAndBiases(folder)] if wandb else [])
+    trackers = [Careful(TensorBoard, folder, done)] if tensorboard else []
+    return trackers + ([Careful(WeightsAndBiases, folder)] if wandb else [])
