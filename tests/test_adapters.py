@@ -197,10 +197,8 @@ def test_a_mixture_that_stays_16_bit_for_the_most_part_is_refused_unless_asked(f
     assert curve[-1][0] < curve[0][0]
 
 
-SLOW = [pytest.param(flag, marks=pytest.mark.slow) for flag in ("", "--quantization 8bit")]
-
-
-@pytest.mark.parametrize("quantization", ["--quantization 4bit", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["", "--quantization 8bit", "--quantization 4bit"])
 def test_the_llama_recipes_command_runs_verbatim(files, tmp_path, quantization):
     command = (
         f"torchrun --nnodes 1 --nproc_per_node 2 {ROOT}/recipes/finetune.py --enable_fsdp --low_cpu_fsdp"

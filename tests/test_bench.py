@@ -194,6 +194,7 @@ def running(folder):
         process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_every_process_and_removes_the_weights(tmp_path):
     with running(tmp_path) as process:
         process.send_signal(signal.SIGINT)

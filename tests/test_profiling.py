@@ -39,6 +39,7 @@ def test_every_rank_writes_a_trace_of_steps_four_and_five(tmp_path, flags):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_of_one_step_is_profiled_too_and_an_older_trace_stays(tmp_path, flags):
     older = tmp_path / "profile" / "rank0_from_step_00000001.json.gz"
     older.parent.mkdir()

@@ -312,6 +312,7 @@ def test_a_lever_changes_no_gradient(setting, kind, lever):
     compare(found, references[kind], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_layers_have_no_graph_break_and_the_same_gradients(setting, kind):
     folder, references = setting

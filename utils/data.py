@@ -70,7 +70,7 @@ def load_examples(
     left is dropped and counted.
     ConfigError for bad rows (up to ten), for two forms of rows in one file, and where all were dropped.
     """
-    rows = read_rows(str(path), max_rows)
+    rows = read_rows(path, max_rows)
     items, dropped, notes, errors, truncated, given, seen = [], Counter(), Counter(), [], 0, form, set()
     for row in tqdm(rows, f"tokenizing {path}", unit=" rows", disable=None if progress else True):
         try:
@@ -99,8 +99,9 @@ def load_examples(
     return Examples(items, dropped, truncated=truncated, notes=notes)
 
 
-def read_rows(name: str, max_rows: int = 0) -> list[Row]:
+def read_rows(name: str | Path, max_rows: int = 0) -> list[Row]:
     """The rows that --dataset names: of a .jsonl file, else see containers.py."""
+    name = str(name)
     if name.endswith(".jsonl") and os.path.isfile(name):
         return read_jsonl(Path(name), max_rows)
     from .containers import read_any
