@@ -60,6 +60,7 @@ def test_recipes_and_utils_side_by_side_from_another_folder(tmp_path, flags):
     trains(tmp_path / "mine" / "recipes" / "finetune.py", flags, tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_a_flat_copy_beside_its_own_utils_though_the_parent_has_other_utils(tmp_path, flags):
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "__init__.py").write_text("raise SystemExit('the wrong utils')\n")

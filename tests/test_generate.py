@@ -180,6 +180,7 @@ def test_a_chat_remembers_its_turns_and_ends_with_the_input(ranks, llama):
     assert not any(printed[1:])
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_chat_with_one_line_and_130(llama):
     command = [sys.executable, "recipes/generate.py", "--model", str(llama), "--chat"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -255,6 +255,7 @@ def test_launch_variables_that_do_not_fit_are_named(env, says, monkeypatch):
         distributed.init_distributed()
 
 
+@pytest.mark.slow
 def test_an_error_is_printed_once_for_two_ranks_and_the_exit_is_not_zero(tmp_path):
     result = shell("torchrun --nproc_per_node 2 recipes/finetune.py --dataset nowhere.jsonl")
     assert result.returncode == 1  # torchrun's own, whatever its workers exit with
