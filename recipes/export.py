@@ -234,11 +234,12 @@ def save_merged(out: Path, folder: Path, adapter: Path, merge: Merge, world: Wor
     changed = [piece for piece in merge.pieces if piece.param in merge.own or piece.param in merge.layers]
     mine = files[world.rank :: world.size]
 
-    def prepare(temp: Path) -> int:
-        copy_companions(folder, adapter, temp)
-        for file in files:
+    def prepare(temp: Path, rank: int) -> int:
+        for file in mine:
             shutil.copyfile(file, temp / names[file])
-        if merge.untied:
+        if rank == 0:
+            copy_companions(folder, adapter, temp)
+        if rank == 0 and merge.untied:
             untie(temp, names, merge)
         return 0  # only some bytes change
 

@@ -65,7 +65,13 @@ def adapted(files, tmp_path_factory):
     return run(files, out / "lora", lora_rank=4, save_every=2), out / "prompts.txt"
 
 
-@pytest.mark.parametrize("command", readme_commands())
+AT_ONCE = ("--low_cpu_fsdp", "--help", "--check")  # commands that end so are in `make test`
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[] if c.endswith(AT_ONCE) else pytest.mark.slow) for c in readme_commands()],
+)
 def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     """As written, but for fewer ranks and steps, our own output folder, and real files in place of names."""
     model, rows = files

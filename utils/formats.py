@@ -13,7 +13,7 @@ FORMS = {  # by the key that tells
 }  # fmt: skip
 PREFERENCE = {"chosen", "rejected", "label"}
 LETTERS = {"system": "s", "user": "u", "assistant": "a"}
-_JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
+JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
 
 
 def form_of(row: dict) -> str:
@@ -46,7 +46,7 @@ def plain_messages(row: dict, form: str) -> list[dict[str, str]] | None:
 
 def json_name(value: object) -> str:
     """What a user of JSON calls this type of value."""
-    return _JSON_NAMES.get(type(value), "number")
+    return JSON_NAMES.get(type(value), "number")
 
 
 def _words(value: object) -> bool:

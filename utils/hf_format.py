@@ -97,7 +97,9 @@ def save_model(
     mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
     mine.sort(key=lambda piece: places[piece.name].file)  # so that each file is opened and synced once
 
-    def prepare(temp: Path) -> int:
+    def prepare(temp: Path, rank: int) -> int:
+        if rank:
+            return 0
         check_replaceable(out, source)
         _write_configs(temp, model, [place.dtype for place in places.values()], eos_ids, source)
         _write_companions(temp, tokenizer, source)
@@ -109,23 +111,23 @@ def save_model(
 def save_folder(out: Path, world: World, prepare: Callable, chunks: Callable, finish=lambda _: None) -> None:
     """Write `out` in place of an older folder: complete or not at all.
 
-    Rank 0 prepares a temporary folder beside it, with files of their full size, `prepare(temp)`, and says how
-    many bytes must come (0: it does not know); every rank writes its `chunks()` (see local_chunks), reads
-    them back and compares; rank 0 may `finish(temp)`, then it is renamed. On failure all ranks raise one
-    ConfigError, and an older folder is still there.
+    Rank 0 makes a temporary folder beside it, and the ranks `prepare(temp, rank)` its files in their full
+    size; what rank 0 answers is how many bytes must come (0: it does not know). Every rank writes its
+    `chunks()` (see local_chunks), reads them back and compares; rank 0 may `finish(temp)`, then it is renamed.
+    On failure all ranks raise one ConfigError, and an older folder is still there.
     """
-    total = 0
     temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
     try:
         with together(world), disk_errors(out):
             if world.rank == 0:
                 remove_siblings(out, ".tmp")
                 temp.mkdir(parents=True)
-                total = prepare(temp)
+        with together(world), disk_errors(out):
+            total = prepare(temp, world.rank)
         with together(world), disk_errors(out):
             written = write_chunks(temp, chunks())
         written = all_reduce_sum(written, world)
-        assert total in (0, written), f"{written} bytes were written of {total}"
+        assert not total or total == written, f"{written} bytes were written of {total}"
         with together(world), disk_errors(out):
             verify_chunks(temp, chunks())
         with together(world), disk_errors(out):

@@ -242,7 +242,9 @@ def save_adapter(
     counts = gather(world, {piece.name: int(local(state[piece.param]).count_nonzero()) for piece in mine})
     live = {piece.name: (piece.shape, sum(c.get(piece.name, 0) for c in counts)) for piece in pieces}
 
-    def prepare(temp: Path) -> int:
+    def prepare(temp: Path, rank: int) -> int:
+        if rank:
+            return 0
         free = not out.exists() or (out / "adapter_config.json").exists()
         check(free, f"{out} is no adapter, and a save would replace it (fix: another --output_dir)")
         config.save_pretrained(temp)

@@ -6,7 +6,7 @@ reads.
 import json
 from collections import Counter
 
-from .formats import _JSON_NAMES, FORMS, form_of, json_name, plain_messages
+from .formats import FORMS, JSON_NAMES, form_of, json_name, plain_messages
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # What may follow: nothing yet, a role, or an assistant's calls of tools.
@@ -226,7 +226,7 @@ def typed(holder: dict, key: str, kind: type, path: str = ""):
     if key not in holder:
         raise ValueError(f"{path}{key}: missing")
     if type(holder[key]) is not kind:
-        raise ValueError(f"{path}{key}: expected {_JSON_NAMES[kind]}, got {json_name(holder[key])}")
+        raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
     return holder[key]
 
 
