@@ -21,9 +21,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
+from utils.batches import GlobalBatches, divide_global_batch
 from utils.checkpoint import CheckpointSaver, set_seed
 from utils.config import parse_cli
-from utils.data import GlobalBatches, divide_global_batch, load_examples
+from utils.data import load_examples
 from utils.distributed import agree, all_reduce_sum, init_distributed, set_timeout, stop_distributed, together
 from utils.errors import act, check, fault, print0, report_errors
 from utils.hf_format import check_space, save_model
@@ -41,7 +42,7 @@ from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template
 
 TINY = Path(__file__).resolve().parent / "tiny"
 LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
-FIXED = ("seed", "param_dtype", *LORA)  # settings that a resume may not change
+FIXED = ("seed", "param_dtype", "packing", *LORA)  # settings that a resume may not change
 QUANTIZED = ("int8_mode", "quantize_head", "keep_experts_16bit")
 TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # for flags left at their defaults
 Optim = Literal[
@@ -75,7 +76,9 @@ class Config:
     global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
     batch_size: int = 1  # sequences per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
-    seq_len: int = 2048  # longer rows are cut
+    seq_len: int = 2048  # tokens of a row
+    too_long: Literal["truncate", "drop", "error"] = "truncate"  # what becomes of longer ones
+    packing: bool = False  # several documents in one row; batch sizes then count packs
     lr: float = 2e-5  # peak learning rate
     warmup: int = -1  # steps of linear warm-up; -1: 3 % of all
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
@@ -138,11 +141,11 @@ class Config:
             from utils.diagnose import check_adapter_flags
 
             check_adapter_flags(asdict(self), changed, LORA)
-        both = self.eval_dataset and self.eval_share
-        check(not both, "--eval_dataset and --eval_share both name the held-out rows (fix: give one)")
-        here = (TINY / "config.json").exists()
-        check(self.model or here, "no --model given, and recipes/tiny is not here (fix: --model FOLDER)")
-        check(self.dataset or here, "no --dataset given, and recipes/tiny is not here (fix: --dataset FILE)")
+        check(not (self.eval_dataset and self.eval_share), "--eval_dataset or --eval_share? (fix: give one)")
+        here = self.model and self.dataset or (TINY / "config.json").exists()
+        check(
+            here, "recipes/tiny is not here, so nothing can be left out (fix: --model FOLDER --dataset FILE)"
+        )
 
 
 @releases_output
@@ -174,22 +177,21 @@ def main(cfg: Config) -> Path | None:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        how = {"max_rows": cfg.max_rows, "progress": world.rank == 0, "train_on": cfg.train_on}
-        how["form"] = cfg.format.removeprefix("auto")
-        examples, held_out = load_examples(cfg.dataset, tokenizer, cfg.seq_len, **how), None
+        how = {"seq_len": cfg.seq_len, "max_rows": cfg.max_rows, "progress": world.rank == 0}
+        how |= {"form": cfg.format.removeprefix("auto"), "train_on": cfg.train_on, "too_long": cfg.too_long}
+        examples, held_out = load_examples(cfg.dataset, tokenizer, **how), None
         if cfg.eval_dataset or cfg.eval_share:
             from utils.held_out import hold_out
 
-            which = (cfg.eval_dataset, cfg.eval_share)
-            examples, held_out = hold_out(examples, *which, tokenizer, cfg.seq_len, **how)
+            examples, held_out = hold_out(examples, cfg.eval_dataset, cfg.eval_share, tokenizer, **how)
         structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
-        if cfg.low_cpu_fsdp:
-            model = build_model(*structure)  # on meta
-            pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
+        model = build_model(*structure)  # on meta
+        pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
     if cfg.check or cfg.show_masks:
         from utils.show_data import show_data
 
-        return show_data(examples, held_out, tokenizer, cfg.show_masks, cfg.global_batch_size)
+        size = cfg.global_batch_size or cfg.batch_size * max(1, cfg.grad_accum)
+        return show_data(examples, held_out, tokenizer, cfg.show_masks, size, cfg.packing * cfg.seq_len)
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     agree(world, facts, "files")
     out = claim_output(cfg.output_dir, "finetune", world, folder)
@@ -206,14 +208,19 @@ def main(cfg: Config) -> Path | None:
         global_batch, micro_batches = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
         shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+        if cfg.packing:
+            from utils.packing import PackedBatches, check_packing
+
+            loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
         steps = cfg.steps or cfg.epochs * loader.per_epoch
-        disk = (weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
-        check_space(out, 0 if lora else estimate_disk(*disk))
+        check_space(
+            out, 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+        )
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     print_template_notes(tokenizer)
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
-    print0(f"data      {cfg.dataset}: {examples.summary()}{evaluated}")
+    print0(f"data      {cfg.dataset}: {loader.summary()}{evaluated}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
@@ -223,7 +230,6 @@ def main(cfg: Config) -> Path | None:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, whole=folder)
-        pieces = plan_pieces(model, weights, folder)
     if lora:
         from utils.lora import adapt, fill_adapters, save_adapter
 
@@ -263,6 +269,8 @@ def main(cfg: Config) -> Path | None:
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
+    if cfg.packing:
+        check_packing(model, loader, DTYPES[cfg.dtype], world.device)
 
     # --- optimizer ------------------------------------------------------------------------------------
     act("optimizer")
@@ -339,8 +347,7 @@ def main(cfg: Config) -> Path | None:
             log.step(step=done, eval_loss=held_out_loss(model, eval_loader, world))
         if step == first:
             set_timeout(cfg.timeout)  # the first step may compile
-        stop = stop_asked()
-        if stop or cfg.save_every and (done == steps or done % cfg.save_every == 0):
+        if (stop := stop_asked()) or cfg.save_every and (done == steps or done % cfg.save_every == 0):
             state = {**facts, "epoch": done / loader.per_epoch, "global_batch_size": global_batch}
             state |= {"config": asdict(cfg), "scaler": scaler.state_dict(), "step_seconds": seconds}
             path = saver.save(done, model, optimizer, state)
@@ -360,9 +367,7 @@ def main(cfg: Config) -> Path | None:
     elif cfg.save_model:
         options = {"save_dtype": DTYPES[cfg.save_dtype], "tokenizer": tokenizer, "source": folder}
         save_model(out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options)
-    measured = {"steps": steps, "peak_memory_bytes": peak_memory_of_all(world)}
-    if world.rank == 0:
-        write_plan(out, planned=asdict(states), measured=measured)
+    write_plan(out, asdict(states), {"steps": steps, "peak_memory_bytes": peak_memory_of_all(world)}, world)
     print0(f"finished  {steps} steps; {out / ('adapter' if lora else 'model') if cfg.save_model else out}")
     return out
 
@@ -373,22 +378,17 @@ def settle(cfg: Config, world) -> Config:
         open_values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
         cfg = replace(cfg, model=str(TINY), **open_values)
     if not cfg.dataset:
-        if cfg.model != str(TINY):
-            print0("no --dataset: training on the demo task of recipes/tiny")
         cfg = replace(cfg, dataset=str(TINY / "chat.jsonl"))
     cuda = world.device.type == "cuda"
     has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if cfg.dtype == "auto":
         cfg = replace(cfg, dtype="bf16" if has_bf16 else "fp32")
-    device = torch.cuda.get_device_name(world.device) if cuda else "the CPU"
-    check(cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {device} has none (fix: --dtype fp16)")
-    flash = cfg.attn == "flash_attention_2"
-    where = f"--attn flash_attention_2 computes in 16 bit on GPUs, not in {cfg.dtype} on {device}"
-    check(not flash or cuda and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
-    if flash or cfg.optimizer != "adamw" or cfg.tensorboard or cfg.wandb:
+    gpu = torch.cuda.get_device_name(world.device) if cuda else ""
+    check(cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {gpu} has none (fix: --dtype fp16)")
+    if cfg.attn == "flash_attention_2" or cfg.optimizer != "adamw" or cfg.tensorboard or cfg.wandb:
         from utils.diagnose import check_packages
 
-        check_packages(flash, cfg.optimizer, cfg.tensorboard, cfg.wandb)
+        check_packages(cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb, cfg.dtype, gpu)
     return cfg
 
 

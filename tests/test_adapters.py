@@ -18,7 +18,8 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM
 
-from utils.data import GlobalBatches, load_examples
+from utils.batches import GlobalBatches
+from utils.data import load_examples
 from utils.errors import ConfigError
 from utils.resume import Reader
 from utils.tokens import load_tokenizer

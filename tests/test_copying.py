@@ -84,5 +84,7 @@ def test_a_copy_without_the_tiny_model_says_so(tmp_path):
     shutil.copy(ROOT / "recipes" / "finetune.py", tmp_path)
     result = shell("python finetune.py", tmp_path)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: no --model given, and recipes/tiny is not here")
+    assert result.stderr.startswith(
+        "error: recipes/tiny is not here, so nothing can be left out (fix: --model FOLDER --dataset FILE)"
+    )
     assert result.stderr.count("\n") == 1

@@ -2,21 +2,13 @@
 
 import json
 import os
-from array import array
 
 import pytest
 import torch
 from test_tokens import byte_level
 
-from utils.data import (
-    Example,
-    Examples,
-    GlobalBatches,
-    collate,
-    load_examples,
-    permutation,
-    read_rows,
-)
+from utils.batches import GlobalBatches, collate, permutation
+from utils.data import Example, Examples, Part, load_examples, read_rows
 from utils.errors import ConfigError
 from utils.held_out import hold_out, split_by_hash
 from utils.strict_json import parse_json
@@ -56,13 +48,13 @@ def refusal(call, *args, **options) -> str:
 # --- files -> rows
 
 
-def test_lines_keep_their_numbers(write):
+def test_lines_keep_their_numbers(write, tokenizer):
     file = write(
         "chat.jsonl", f"\ufeff{LINE}\r\n\n  \n{LINE}"
     )  # BOM, CRLF, blank lines, no newline at the end
     assert [row.where for row in read_rows(file)] == ["chat.jsonl:1", "chat.jsonl:4"]
     assert [row.data for row in read_rows(file)] == [GOOD, GOOD]
-    assert len(read_rows(file, max_rows=1)) == 1
+    assert len(load_examples(file, tokenizer, 64, max_rows=1)) == 1
 
 
 def test_an_array_gives_its_elements(write):
@@ -125,7 +117,7 @@ def test_up_to_ten_errors_are_listed(write):
     lines = refusal(read_rows, write("bad.jsonl", "\n".join([LINE] + ["{]"] * 25))).splitlines()
     assert len(lines) == 11
     assert lines[0].startswith("bad.jsonl:2: ")
-    assert lines[-1] == "and 15 more"
+    assert lines[-1] == "and perhaps more: nothing was read after that"
 
 
 @pytest.mark.parametrize(
@@ -171,11 +163,12 @@ def test_what_is_no_file_is_refused_without_hanging(write):
 def test_rows_become_examples(write, tokenizer):
     file = write("chat.jsonl", "\n".join([LINE, json.dumps(TURNS)]))
     examples = load_examples(file, tokenizer, seq_len=512)
-    first = examples.items[0]
+    first = examples[0]
     assert tokenizer.decode(list(first.ids)) == "User:\nHi\n\nAssistant:\nHello</s>\n\n"
     assert tokenizer.decode([label for label in first.labels if label != IGNORE]) == "Hello</s>"
-    assert [item.where for item in examples.items] == ["chat.jsonl:1", "chat.jsonl:2"]
-    assert (sum(examples.dropped.values()), examples.truncated) == (0, 0)
+    assert [item.where for item in examples] == ["chat.jsonl:1", "chat.jsonl:2"]
+    assert not examples.dropped
+    assert not sum(examples.notes.values())
 
 
 def test_long_rows_are_cut_or_dropped_and_counted(write, tokenizer):
@@ -183,9 +176,9 @@ def test_long_rows_are_cut_or_dropped_and_counted(write, tokenizer):
     long_question = {"instruction": "a " * 300, "output": "b"}
     file = write("rows.json", json.dumps([ALPACA, long_answer, long_question, long_question]))
     examples = load_examples(file, tokenizer, seq_len=64)
-    assert [item.where for item in examples.items] == ["rows.json row 1", "rows.json row 2"]
-    assert max(len(item.ids) for item in examples.items) == 64
-    assert examples.truncated == 1
+    assert [item.where for item in examples] == ["rows.json row 1", "rows.json row 2"]
+    assert max(len(item.ids) for item in examples) == 64
+    assert examples.notes["cut at --seq_len"] == 1
     assert examples.dropped == {"nothing taught in the first 64 tokens": 2}
     message = refusal(
         load_examples, write("long.json", json.dumps([long_question] * 3)), tokenizer, seq_len=64
@@ -206,10 +199,10 @@ def test_one_file_holds_one_form(write, tokenizer):
 def test_a_form_that_is_given_is_not_guessed(write, tokenizer):
     both = json.dumps({**ALPACA, "text": "Add. 1 and 2. 3"})
     file = write("both.jsonl", both)
-    (plain,) = load_examples(file, tokenizer, seq_len=64, form="text").items
+    (plain,) = load_examples(file, tokenizer, seq_len=64, form="text")
     assert tokenizer.decode(list(plain.ids)) == "Add. 1 and 2. 3</s>"
     assert list(plain.labels) == list(plain.ids)
-    assert len(load_examples(file, tokenizer, seq_len=64).items[0].ids) > len(plain.ids)
+    assert len(load_examples(file, tokenizer, seq_len=64)[0].ids) > len(plain.ids)
     assert (
         refusal(load_examples, file, tokenizer, seq_len=64, form="chat") == "both.jsonl:1: messages: missing"
     )
@@ -232,23 +225,30 @@ def test_the_fingerprint_follows_contents_and_order(write, tokenizer):
 
 def numbered(count: int, longest: int = 40) -> Examples:
     """Example i holds the id i + 1, 1 to `longest` times."""
-    lengths = [1 + (7 * i) % longest for i in range(count)]
-    return Examples(
-        [Example(array("i", [i + 1] * n), array("i", [i + 1] * n), f"f:{i}") for i, n in enumerate(lengths)]
-    )
+    part = Part(rows=count)
+    for i in range(count):
+        length = 1 + (7 * i) % longest
+        part.add([i + 1] * length, b"\1" * length, f"f:{i}")
+    return examples_of(part)
+
+
+def examples_of(part: Part) -> Examples:
+    bounds, keys = part.close("f")
+    ids = torch.frombuffer(part.ids, dtype=torch.int32)
+    return Examples(ids, torch.frombuffer(part.taught, dtype=torch.uint8), bounds, keys, part.where)
 
 
 def test_a_row_is_held_out_whatever_stands_around_it():
     examples = numbered(500)
     train, held_out = split_by_hash(examples, 0.2)
-    assert 60 < len(held_out.items) < 140
-    assert len(train.items) + len(held_out.items) == 500
-    shuffled = Examples(list(reversed(examples.items[::2])) * 2)
-    again = split_by_hash(shuffled, 0.2)[1]
-    assert {item.where for item in again.items} == {item.where for item in held_out.items} & {
-        item.where for item in shuffled.items
-    }
-    assert split_by_hash(examples, 0) == (examples, Examples([]))
+    assert 60 < len(held_out) < 140
+    assert len(train) + len(held_out) == 500
+    others = Part(rows=1)
+    for i in (i for i in reversed(range(0, 500, 2)) for _ in range(2)):
+        others.add(examples[i].ids.tolist(), b"\1" * len(examples[i].ids), f"f:{i}")
+    again = split_by_hash(examples_of(others), 0.2)[1]
+    assert {item.where for item in again} == {item.where for item in held_out} & {*others.where}
+    assert train.fingerprint != held_out.fingerprint != examples.fingerprint
     assert "--eval_share" in refusal(split_by_hash, numbered(1), 0.5)
     assert "--eval_share" in refusal(split_by_hash, examples, 1.0)
 
@@ -256,10 +256,10 @@ def test_a_row_is_held_out_whatever_stands_around_it():
 def test_plain_text_is_cut_into_pieces_and_nothing_is_lost(write, tokenizer):
     text = "one two three four five six seven " * 20
     examples = load_examples(write("a.txt", text), tokenizer, seq_len=50)
-    assert [len(item.ids) for item in examples.items[:-1]] == [50] * (len(examples.items) - 1)
-    ids = [token for item in examples.items for token in item.ids]
+    assert [len(item.ids) for item in examples][:-1] == [50] * (len(examples) - 1)
+    ids = [token for item in examples for token in item.ids]
     assert tokenizer.decode(ids) == text + "</s>"
-    assert examples.truncated == 0
+    assert not examples.notes["cut at --seq_len"]
 
 
 def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
@@ -285,7 +285,7 @@ def test_global_batches_do_not_depend_on_ranks_or_batch_size(rows, ranks, batch_
     steps = loaders[0].per_epoch
     assert steps == -(-rows // size)
     for epoch in range(2):
-        order = permutation(rows, f"{examples.fingerprint} 7 {epoch}")
+        order = permutation(rows, f"{examples.fingerprint} 7 {epoch}").tolist()
         for k in range(steps):
             dealt = [loader.batches(epoch * steps + k) for loader in loaders]
             assert len({len(batches) for batches in dealt}) == 1  # equally many collectives on all ranks
@@ -305,7 +305,7 @@ def test_every_row_is_trained_once_an_epoch_in_a_new_order():
 
 def test_the_order_is_the_same_everywhere():
     """Written down once: if this changes, a resumed run would see other rows."""
-    assert permutation(10, "fingerprint 0 0") == [4, 6, 7, 8, 1, 5, 0, 2, 9, 3]
+    assert permutation(10, "fingerprint 0 0").tolist() == [4, 6, 7, 8, 1, 5, 0, 2, 9, 3]
 
 
 def test_a_rank_without_rows_gives_fillers_that_teach_nothing():
@@ -327,9 +327,8 @@ def test_lengths_are_balanced_over_ranks():
 
 
 def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():
-    batch = collate(
-        [Example(array("i", [5, 6, 7]), array("i", [5, IGNORE, 7]), "a"), numbered(2).items[1]], 0
-    )
+    first = Example(torch.tensor([5, 6, 7]), torch.tensor([5, IGNORE, 7]), "a")
+    batch = collate([first, numbered(2)[1]], 0)
     assert batch.ids.tolist() == [[5, 6, 7, 0, 0, 0, 0, 0], [2] * 8]
     assert batch.labels.tolist() == [[IGNORE, IGNORE, 7] + [IGNORE] * 5, [IGNORE] + [2] * 7]
     assert batch.mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]

@@ -5,7 +5,6 @@ python -m pytest tests/test_loss.py
 """
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from ranks import run_ranks
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from utils.batches import Batch
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.mesh import build_mesh
 from utils.sharding import shard_model, sync_gradients
@@ -27,7 +27,7 @@ def some_batch(rows: int = 3, vocabulary: int = 1003):
     labels, mask = ids.clone(), torch.ones_like(ids, dtype=torch.bool)
     labels[:, :5] = IGNORE
     labels[-1, 15:], mask[-1, 15:] = IGNORE, False
-    return SimpleNamespace(ids=ids, labels=labels, mask=mask)
+    return Batch(ids, labels, mask, [])
 
 
 def own_loss_and_gradients(model, batch):

@@ -121,7 +121,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 
 def test_tensorboard_gets_every_number(tmp_path):
-    check_packages(False, "adamw", tensorboard=True, wandb=False)
+    check_packages("auto", "adamw", True, False, "fp32", "")
     log = RunLog(tmp_path, total_steps=2, trackers=(True, False))
     log.step(step=1, **NUMBERS)
     log.close()
@@ -150,9 +150,9 @@ def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
 def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # what a run of it leaves behind is not the package
     monkeypatch.syspath_prepend(tmp_path)
-    check_packages(False, "adamw", tensorboard=False, wandb=False)
+    check_packages("auto", "adamw", False, False, "fp32", "")
     with pytest.raises(ConfigError, match="--wandb needs a package .fix: pip install wandb."):
-        check_packages(False, "adamw", tensorboard=False, wandb=True)
+        check_packages("auto", "adamw", False, True, "fp32", "")
 
 
 def on_meta(model_type: str, **sizes):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tiny import KINDS, tiny_model_folder
 from transformers import AutoModelForCausalLM
 
-from utils.data import GlobalBatches, load_examples
+from utils.batches import GlobalBatches
+from utils.data import load_examples
 from utils.optim import learning_rate
 from utils.tokens import load_tokenizer
 

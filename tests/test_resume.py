@@ -23,7 +23,7 @@ RUN = {
     "global_batch_size": 4,
     "save_every": 2,
     "keep": 0,
-    "eval_share": 0.2,
+    "eval_share": 0.4,
 }
 
 

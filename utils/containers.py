@@ -12,39 +12,54 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from .errors import ConfigError, check
-from .rows import Row, check_file, collect, read_lines
+from .rows import LONGEST, NO_ROWS, check_file, read_lines
 from .strict_json import DECODER, check_pairs
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
 SPACE = re.compile(r"[ \t\r\n]*")
-MOST = 2**31  # bytes that a compressed file may hold: more is a bomb, or belongs on the disk as it is
+MOST = 2**31  # characters of an array, which is read as a whole
+LONG_TEXT = 2**20  # characters of a text that are tokenized at a time
 Found = Iterator[tuple[str, object]]
 
 
-def read_any(name: str, max_rows: int = 0) -> list[Row]:
-    """The rows of a file, a folder, a pattern, a data set; or of several, separated by commas, each with a
-    weight: a.jsonl:0.7,b.parquet:0.3.
+def find_any(name: str) -> tuple[Found, list[Path]]:
+    """((where, row) one by one, the files that they come from) of a file, a folder, a pattern, a data set; or
+    of several, separated by commas, each with a weight: a.jsonl:0.7,b.parquet:0.3.
     """
     parts = [name] if Path(name).exists() else name.split(",")
     split = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in parts]
     check(all(split), f"--dataset {name}: one of the names is empty")
     names, weights = [m[1] for m in split], [m[2] for m in split]
-    rows = [_read_part(part, max_rows) for part in names]
-    if not any(weights):
-        return [row for part in rows for row in part]
-    good = all(weights) and all(float(weight) > 0 for weight in weights)
+    good = not any(weights) or all(weights) and all(float(weight) > 0 for weight in weights)
     check(good, f"--dataset {name}: give every one a weight above 0, or none (fix: a.jsonl:0.7,b.jsonl:0.3)")
-    return mix(names, rows, [float(weight) for weight in weights])
+    sources = [open_source(part) for part in names]
+    files = [path for _, paths in sources for path in paths]
+    readers = [partial(_read_part, part, source) for part, (source, _) in zip(names, sources, strict=True)]
+    if any(weights):
+        return mix(names, readers, [float(weight) for weight in weights]), files
+    return (row for read in readers for row in read()), files
 
 
-def _read_part(name: str, max_rows: int) -> list[Row]:
+def open_source(name: str) -> tuple[Callable[[], Found], list[Path]]:
+    """(what reads the rows of one name, the files that they come from)."""
     files = files_of(name)
-    found = read_data_set(name) if files is None else (row for path in files for row in read_file(path))
-    return collect(name, found, max_rows)
+    if files is None:
+        return open_data_set(name)
+    return lambda: (row for path in files for row in read_file(path)), files
+
+
+def _read_part(name: str, source: Callable[[], Found]) -> Found:
+    found = source()
+    first = next(found, None)
+    check(first, f"{name}: {NO_ROWS}")
+    yield first
+    yield from found
 
 
 def files_of(name: str) -> list[Path] | None:
@@ -89,23 +104,37 @@ def read_file(path: Path) -> Found:
             if kind == ".jsonl":
                 yield from read_lines(file, path)
                 return
-            text = file.read(MOST).decode("utf-8-sig")
-            check(not file.read(1), f"{path}: holds more than {MOST >> 30} GiB (fix: .jsonl files, unpacked)")
+            text = io.TextIOWrapper(file, "utf-8-sig", newline="" if kind == ".csv" else None)
+            yield from {".json": read_array, ".csv": _read_csv}.get(kind, _read_text)(text, path)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: not gzip, or cut short: {error} (fix: fetch it again)") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error}") from None
-    if kind == ".json":
-        yield from read_array(text, path)
-    elif kind == ".csv":
-        yield from _read_csv(text, path)
-    elif text.strip():
-        yield str(path), ValueError("a NUL character: no text") if "\0" in text else {"text": text}
 
 
-def read_array(text: str, path: Path) -> Found:
+class TextPart(str):
+    """A part of a longer text. first, last: whether the text begins or ends with it."""
+
+    first, last = True, True
+
+
+def _read_text(file: TextIO, path: Path) -> Found:
+    """The whole text as one row; a long one as several, which end where a paragraph does."""
+    text, first, last = "", True, False
+    while not last:
+        text += (more := file.read(LONG_TEXT))
+        last = len(more) < LONG_TEXT
+        cut = len(text) if last or "\n\n" not in text else text.rfind("\n\n") + 2
+        part, text = TextPart(text[:cut]), text[cut:]
+        part.first, part.last, first = first, last, False
+        if part.strip():
+            yield str(path), ValueError("a NUL character: no text") if "\0" in part else {"text": part}
+
+
+def read_array(file: TextIO, path: Path) -> Found:
     """(where, the value or a ValueError) of each element. After a syntax error there is no next one."""
-    where, row = str(path), 0
+    where, row, text = str(path), 0, file.read(MOST)
+    check(not file.read(1), f"{path}: holds more than {MOST >> 30} Gi characters (fix: a .jsonl file)")
     try:
         if re.fullmatch(r"\s*(\[\s*\]\s*)?", text):
             return
@@ -124,9 +153,10 @@ def read_array(text: str, path: Path) -> Found:
         yield where, error
 
 
-def _read_csv(text: str, path: Path) -> Found:
+def _read_csv(file: TextIO, path: Path) -> Found:
     """Rows by the names in the first line; an empty field is left out."""
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    csv.field_size_limit(LONGEST)
+    lines = csv.reader(file, strict=True)
     try:
         names = next(lines, [])
         alone = len(names) == 1 and re.search("[;\t|]", names[0])
@@ -155,8 +185,8 @@ def _read_parquet(path: Path) -> Found:
         raise ConfigError(f"{path}: not parquet, or damaged: {reason} (fix: fetch it again)") from None
 
 
-def read_data_set(name: str) -> Found:
-    """(where, row) of a data set of the hub, its split "train", or of one that save_to_disk wrote."""
+def open_data_set(name: str) -> tuple[Callable[[], Found], list[Path]]:
+    """A data set of the hub, its split "train", or one that save_to_disk wrote: as open_source."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -170,22 +200,21 @@ def read_data_set(name: str) -> Found:
     if isinstance(found, datasets.DatasetDict):
         check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
         found = found["train"]
-    for row, value in enumerate(found):
-        yield f"{name} row {row}", _without_nulls(value)
+    files = [Path(file["filename"]) for file in found.cache_files]
+    return lambda: ((f"{name} row {i}", _without_nulls(value)) for i, value in enumerate(found)), files
 
 
-def mix(names: list[str], rows: list[list], weights: list[float]) -> list:
+def mix(names: list[str], readers: list[Callable[[], Found]], weights: list[float]) -> Found:
     """As many rows of each as its weight says, none twice, all of the one that is scarcest for its weight.
 
     Which ones follows from the hash of (name, number), so it is the same everywhere. Their order stays.
     """
-    total = min(len(part) / weight for part, weight in zip(rows, weights, strict=True))
-    chosen = []
-    for name, part, weight in zip(names, rows, weights, strict=True):
-        keys = [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(len(part))]
-        first = sorted(range(len(part)), key=keys.__getitem__)[: round(total * weight)]
-        chosen += [part[i] for i in sorted(first)]
-    return chosen
+    counts = [sum(1 for _ in read()) for read in readers]
+    total = min(count / weight for count, weight in zip(counts, weights, strict=True))
+    for name, read, count, weight in zip(names, readers, counts, weights, strict=True):
+        keys = [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(count)]
+        chosen = set(sorted(range(count), key=keys.__getitem__)[: round(total * weight)])
+        yield from (row for i, row in enumerate(read()) if i in chosen)
 
 
 def _without_nulls(value: object) -> object:

@@ -1,16 +1,14 @@
-"""Files -> rows, every row checked; rows -> examples, and the global batches that define a run.
-
-The order of a run is a pure function of (fingerprint, seed, step): global batch k of an epoch is rows
-[k G, (k + 1) G) of the epoch's permutation, however many ranks and micro-batches share it (house.md, §2).
-"""
+"""Files -> rows, every row checked; rows -> examples."""
 
 import hashlib
-import math
 import os
+import re
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,94 +17,205 @@ from tqdm import tqdm
 
 from .errors import check
 from .formats import form_of, plain_messages
-from .rows import Row, raise_all, read_jsonl
+from .rows import MOST, NO_ROWS, Row, as_object, collect, raise_all, read_file
 from .tokens import IGNORE, encode_chat
 
-TWICE = "the same as a row before"
+TWICE, CUT = "the same as a row before", "cut at --seq_len"
+SMALL = 2**24  # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
 
 
 class Example(NamedTuple):
-    ids: array  # T token ids of 4 bytes; a list of Python integers takes about 36 for each
-    labels: array  # T ids where taught, IGNORE elsewhere
+    ids: torch.Tensor  # (T,) int32
+    labels: torch.Tensor  # (T,) int32: the id where it is taught, IGNORE elsewhere
     where: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Examples:
-    items: list[Example]
+    """Tokenized rows, back to back in memory or in files that are mapped."""
+
+    ids: torch.Tensor  # (N,) int32, of all rows
+    taught: torch.Tensor  # (N,) uint8: 1 where the token is taught
+    bounds: torch.Tensor  # (n + 1,) int64: row i is ids[bounds[i] : bounds[i + 1]]
+    keys: torch.Tensor  # (n,) int64: a hash of row i's ids
+    where: Sequence[str]  # n
     dropped: Counter = field(default_factory=Counter)  # reason -> rows
-    truncated: int = field(default=0, kw_only=True)  # rows cut at seq_len and kept
-    notes: Counter = field(default_factory=Counter, kw_only=True)  # what else is worth knowing -> rows
+    notes: Counter = field(default_factory=Counter)  # what else is worth knowing -> rows
+    rows: torch.Tensor | None = None  # the rows that count; None: all
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Example:
+        row = i if self.rows is None else self.rows[i]
+        ids, taught = (part[self.bounds[row] : self.bounds[row + 1]] for part in (self.ids, self.taught))
+        return Example(ids, ids.masked_fill(taught == 0, IGNORE), self.where[row])
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row, (n,) int64."""
+        lengths = self.bounds.diff()
+        return lengths if self.rows is None else lengths[self.rows]
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
+        parts = [self.bounds, self.ids, self.taught, *([] if self.rows is None else [self.rows])]
         digest = hashlib.sha256()
-        for item in self.items:
-            digest.update(len(item.ids).to_bytes(8, "little") + item.ids.tobytes() + item.labels.tobytes())
+        for part in parts:
+            digest.update(memoryview(part.numpy()))
         return digest.hexdigest()
 
     def summary(self) -> str:
         """What the plan prints."""
-        tokens = sum(len(item.ids) for item in self.items)
-        taught = sum(label != IGNORE for item in self.items for label in item.labels)
-        notes = [f"{self.truncated:,} cut at --seq_len"] if self.truncated else []
-        notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        tokens = int(self.lengths.sum())
+        taught = int(
+            self.taught.sum() if self.rows is None else sum((i.labels != IGNORE).sum() for i in self)
+        )
+        notes = [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
         notes += [f"{count:,} {what}" for what, count in self.notes.items() if count]
-        head = f"{len(self.items):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught"
-        return ", ".join([head, *notes])
+        return ", ".join([f"{len(self):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught", *notes])
 
 
 # --- rows -> examples
 
 
-def load_examples(
-    path, tokenizer, seq_len: int, max_rows=0, progress=False, train_on="assistant", form=""
-) -> Examples:
-    """The rows of a file as token ids and labels. `progress`: a bar, if standard error is a terminal; form:
-    one of formats.FORMS, empty: told by the rows' keys; train_on: see encode_chat.
+@dataclass
+class Part:
+    """Rows as they are tokenized, and what there is to say of them."""
 
-    A longer row is cut at seq_len tokens, plain text into pieces of them; a row in which nothing taught is
-    left is dropped and counted.
+    ids: array = field(default_factory=lambda: array("i"))
+    taught: bytearray = field(default_factory=bytearray)
+    lengths: array = field(default_factory=lambda: array("q"))
+    keys: array = field(default_factory=lambda: array("q"))
+    where: list[str] = field(default_factory=list)
+    dropped: Counter = field(default_factory=Counter)
+    notes: Counter = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    forms: dict[str, tuple] = field(default_factory=dict)  # file -> (form, where) of its first row
+    rows: int = 0  # that were read
+
+    def add(self, ids: list[int], taught: bytes, where: str) -> None:
+        row = array("i", ids)
+        self.ids += row
+        self.taught += taught
+        self.lengths.append(len(row))
+        digest = hashlib.blake2b(row, digest_size=8).digest()
+        self.keys.append(int.from_bytes(digest, "little", signed=True))
+        self.where.append(where)
+
+    def take_form(self, form: str, where: str) -> None:
+        """A file holds rows of one form."""
+        first, _ = self.forms.setdefault(re.sub(r"(:| row )\d+$", "", where), (form, where))
+        if form and form != first:
+            raise ValueError(f"a row in {form} form, and the file's first row is {first}")
+
+    def join(self, other: "Part") -> "Part":
+        """This part and the one after it, but for its tokens and places."""
+        for form, where in other.forms.values():
+            try:
+                self.take_form(form, where)
+            except ValueError as error:
+                self.errors.append(f"{where}: {error}")
+        self.errors += other.errors
+        self.lengths += other.lengths
+        self.keys += other.keys
+        self.dropped.update(other.dropped)
+        self.notes.update(other.notes)
+        self.rows += other.rows
+        return self
+
+    def close(self, path: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """(bounds, keys) of Examples. ConfigError for bad rows (up to ten), and where nothing is left."""
+        raise_all(self.errors)
+        check(self.rows, f"{path}: {NO_ROWS}")
+        why = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
+        check(self.lengths, f"{path}: all {self.rows} rows were dropped: {why}; raise --seq_len")
+        keys = torch.tensor(self.keys)
+        self.notes[TWICE] = len(keys) - len(keys.unique())
+        return torch.tensor([0, *self.lengths]).cumsum(0), keys
+
+
+def load_examples(
+    path,
+    tokenizer,
+    seq_len: int,
+    max_rows=0,
+    progress=False,
+    train_on="assistant",
+    form="",
+    too_long="truncate",
+) -> Examples:
+    """The rows of a data set as token ids and labels. `progress`: a bar, if standard error is a terminal;
+    form: one of formats.FORMS, empty: told by each file's rows; train_on: see more_tokens.encode_rich.
+
+    too_long, for rows of more than seq_len tokens: truncate cuts them, and plain text into pieces; drop
+    leaves them out; error refuses them. A row in which nothing taught is left is dropped and counted.
     ConfigError for bad rows (up to ten), for two forms of rows in one file, and where all were dropped.
     """
-    rows = read_rows(path, max_rows)
-    items, dropped, notes, errors, truncated, given, seen = [], Counter(), Counter(), [], 0, form, set()
-    for row in tqdm(rows, f"tokenizing {path}", unit=" rows", disable=None if progress else True):
+    encode = partial(encode_rows, tokenizer=tokenizer, seq_len=seq_len, train_on=train_on, form=form)
+    encode = partial(encode, too_long=too_long)
+    found, files = find_rows(path)
+    if sum(os.path.getsize(file) for file in files if os.path.isfile(file)) > SMALL and not max_rows:
+        from .cache import cached_tokens
+
+        return Examples(*cached_tokens(path, files, found, encode))
+    found = islice(found, max_rows or None)
+    part = encode(tqdm(found, f"tokenizing {path}", unit=" rows", disable=None if progress else True))
+    bounds, keys = part.close(path)
+    ids, taught = (
+        torch.frombuffer(part.ids, dtype=torch.int32),
+        torch.frombuffer(part.taught, dtype=torch.uint8),
+    )
+    return Examples(ids, taught, bounds, keys, part.where, part.dropped, part.notes)
+
+
+def encode_rows(found: Iterable[tuple[str, object]], tokenizer, seq_len, train_on, form, too_long) -> Part:
+    """Tokenize (where, row) as far as rows are good, or until ten are not; see load_examples."""
+    part = Part()
+    for where, value in found:
+        part.rows += 1
         try:
-            found = given or form_of(row.data)
-            form = form or found
-            if found and found != form:
-                raise ValueError(f"a row in {found} form, and the file's first row is {form}")
-            messages = plain_messages(row.data, found)
+            row = as_object(value)
+            kind = form or form_of(row)
+            part.take_form(kind, where)
+            messages = plain_messages(row, kind)
             encoded = encode_chat(tokenizer, messages) if messages and train_on == "assistant" else None
-            ids, labels = encoded or encode_any(tokenizer, row.data, found, train_on, notes)
+            ids, labels = encoded or encode_any(tokenizer, row, kind, train_on, part.notes)
+            if len(ids) > seq_len and too_long == "error":
+                fix = "--too_long truncate or drop"
+                raise ValueError(f"{len(ids):,} tokens, more than --seq_len {seq_len} (fix: {fix})")
         except ValueError as error:
-            errors.append(f"{row.where}: {error}")
+            part.errors.append(f"{where}: {error}")
+            if len(part.errors) == MOST:
+                break
             continue
-        if all(label == IGNORE for label in labels[1:seq_len]):
-            dropped[f"nothing taught in the first {seq_len} tokens"] += 1
-            continue
-        truncated += len(ids) > seq_len and form != "text"
-        for at in range(0, len(ids) if form == "text" else 1, seq_len):  # plain text is cut into pieces
-            piece = slice(at, at + seq_len)
-            items.append(Example(array("i", ids[piece]), array("i", labels[piece]), row.where))
-            notes[TWICE] += (key := hash(items[-1].ids.tobytes())) in seen
-            seen.add(key)
-    raise_all(errors)
-    why = ", ".join(f"{count} x {reason}" for reason, count in dropped.items())
-    check(items, f"{path}: all {len(rows)} rows were dropped: {why}; raise --seq_len")
-    return Examples(items, dropped, truncated=truncated, notes=notes)
+        taught = bytes(map(IGNORE.__ne__, labels))
+        if len(ids) > seq_len and too_long == "drop":
+            part.dropped["longer than --seq_len"] += 1
+        elif not any(taught[1:seq_len]):
+            part.dropped[f"nothing taught in the first {seq_len} tokens"] += 1
+        else:
+            text = kind == "text"  # is cut into pieces
+            part.notes[CUT] += len(ids) > seq_len and not text
+            for at in range(0, len(ids) if text else 1, seq_len):
+                part.add(ids[at : at + seq_len], taught[at : at + seq_len], where)
+    return part
 
 
-def read_rows(name: str | Path, max_rows: int = 0) -> list[Row]:
-    """The rows that --dataset names: of a .jsonl file, else see containers.py."""
+def find_rows(name: str | Path) -> tuple[Iterator[tuple[str, object]], list]:
+    """((where, row) of what --dataset names, not yet read, and the files that it lies in)."""
     name = str(name)
     if name.endswith(".jsonl") and os.path.isfile(name):
-        return read_jsonl(Path(name), max_rows)
-    from .containers import read_any
+        return read_file(Path(name)), [name]
+    from .containers import find_any
 
-    return read_any(name, max_rows)
+    return find_any(name)
+
+
+def read_rows(name: str | Path) -> list[Row]:
+    """All rows, as they are."""
+    return collect(name, find_rows(name)[0])
 
 
 def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -> tuple[list[int], list[int]]:
@@ -115,93 +224,3 @@ def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -
     from .more_tokens import encode_rich
 
     return encode_rich(tokenizer, *to_messages(row, form, notes), train_on, notes)
-
-
-# --- examples -> global batches
-
-
-def divide_global_batch(global_batch_size: int, batch_size: int, grad_accum: int, ranks: int):
-    """(sequences per optimizer step, micro-batches of a rank in it) from what is given; 0 means derive it.
-
-    ConfigError where they contradict each other names what would fit.
-    """
-    at_once = batch_size * ranks
-    if not global_batch_size:
-        return at_once * max(1, grad_accum), max(1, grad_accum)
-    fits = [b for b in range(1, global_batch_size // ranks + 1) if global_batch_size % (b * ranks) == 0]
-    counts = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
-    fix = f"--batch_size {', '.join(map(str, fits))}" if fits else f"{', '.join(map(str, counts))} ranks"
-    micro_batches, rest = divmod(global_batch_size, at_once)
-    product = f"--batch_size {batch_size} x {ranks} ranks"
-    check(not rest, f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})")
-    wanted = f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
-    check(grad_accum in (0, micro_batches), f"{wanted} (fix: leave one of them out)")
-    return global_batch_size, micro_batches
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of B examples, padded on the right to T tokens."""
-
-    ids: torch.Tensor  # (B, T) int64
-    labels: torch.Tensor  # (B, T) int64; the taught tokens are those != IGNORE
-    mask: torch.Tensor  # (B, T) bool; false where padded
-    where: list[str]
-
-    def to(self, device: torch.device, pin_memory: bool = False) -> "Batch":
-        """The batch on a device; for a GPU by way of page-locked memory, so that the copy overlaps."""
-        pin = pin_memory and device.type == "cuda"
-        tensors = (t.pin_memory() if pin else t for t in (self.ids, self.labels, self.mask))
-        return Batch(*(t.to(device, non_blocking=pin) for t in tensors), self.where)
-
-
-def collate(items: list[Example], pad_id: int) -> Batch:
-    """A batch as long as its longest example, rounded up to a multiple of 8 (for the matrix units)."""
-    length = math.ceil(max(len(item.ids) for item in items) / 8) * 8
-    ids = torch.full((len(items), length), pad_id)
-    labels = torch.full_like(ids, IGNORE)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for row, item in enumerate(items):
-        size = len(item.ids)
-        ids[row, :size] = torch.tensor(item.ids)
-        labels[row, 1:size] = torch.tensor(item.labels)[1:]  # nothing comes before the first to predict it
-        mask[row, :size] = True
-    return Batch(ids, labels, mask, [item.where for item in items])
-
-
-@lru_cache(maxsize=4)
-def permutation(rows: int, key: str) -> list[int]:
-    """The numbers below `rows` in an order that is a function of `key`, the same on every machine."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-class GlobalBatches:
-    """This rank's micro-batches of each global batch; `per_epoch` global batches make an epoch.
-
-    The last one of an epoch may be smaller: it is trained as it is. All ranks give equally many micro-batches
-    for a step, because FSDP's collectives need it; a rank that has no row left gives a filler that teaches
-    nothing. `rank` of `ranks` counts the ranks that share the data.
-    """
-
-    def __init__(self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id):
-        self.items, self.global_batch_size, self.batch_size = examples.items, global_batch_size, batch_size
-        self.rank, self.ranks, self.pad_id = rank, ranks, pad_id
-        self.per_epoch = math.ceil(len(self.items) / global_batch_size)
-        self._key = f"{examples.fingerprint} {seed}"
-
-    def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of global batch `step`, counted from 0 over all epochs."""
-        epoch, k = divmod(step, self.per_epoch)
-        order = permutation(len(self.items), f"{self._key} {epoch}")
-        first = k * self.global_batch_size
-        rows = [self.items[i] for i in order[first : first + self.global_batch_size]]
-        # Dealt by length, forth and back over the ranks, so that they work and wait alike. The loss is a sum
-        # over the global batch: it does not matter who has which row.
-        rows.sort(key=lambda item: len(item.ids), reverse=True)
-        turns = (self.rank, 2 * self.ranks - 1 - self.rank)
-        mine = [item for i, item in enumerate(rows) if i % (2 * self.ranks) in turns]
-        filler = [Example(array("i", [self.pad_id]), array("i", [IGNORE]), "filler")]
-        most = math.ceil(len(rows) / self.ranks)  # rows of the rank that has most
-        parts = [mine[i : i + self.batch_size] or filler for i in range(0, most, self.batch_size)]
-        return [collate(part, self.pad_id) for part in parts]

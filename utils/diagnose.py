@@ -92,16 +92,21 @@ def near_setting(name: str, kinds: dict, dashes: str = "") -> str:
     return f"did you mean {dashes}{names[near[0]]}?" if near else "--help lists them all"
 
 
-def check_packages(flash: bool, optimizer: str, tensorboard: bool, wandb: bool) -> None:
-    """Raise ConfigError when a package that was asked for is not installed."""
+def check_packages(attn: str, optimizer: str, tensorboard: bool, wandb: bool, dtype: str, gpu: str) -> None:
+    """Raise ConfigError when a package that was asked for is not installed, or cannot work in this dtype or
+    without a GPU, whose name is `gpu`.
+    """
     for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
         spec = find_spec(name) if wanted else None
         # A folder named wandb, left by an earlier run, is found as well, but has no origin.
         check(not wanted or (spec and spec.origin), f"--{name} needs a package (fix: pip install {name})")
-    from transformers.utils import is_flash_attn_2_available
+    if attn == "flash_attention_2":
+        from transformers.utils import is_flash_attn_2_available
 
-    there = not flash or is_flash_attn_2_available()
-    check(there, "--attn flash_attention_2: the package is missing (fix: pip install flash-attn)")
+        where = f"--attn {attn} computes in 16 bit on GPUs, not in {dtype} on {gpu or 'the CPU'}"
+        check(gpu and dtype != "fp32", f"{where} (fix: --attn sdpa)")
+        fix = "(fix: pip install flash-attn)"
+        check(is_flash_attn_2_available(), f"--attn {attn}: the package is missing {fix}")
     if optimizer != "adamw":
         from .optim_8bit import import_bitsandbytes
 

@@ -94,6 +94,12 @@ def set_timeout(seconds: float = START_SECONDS) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def die_with_parent() -> None:
+    """Let Linux kill this process when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
@@ -169,8 +175,8 @@ def _warn_of_shared_store(size: int, local_size: int) -> None:
 
 def _die_with_launcher() -> None:
     """Let Linux kill this process when torchrun dies; else a killed launcher leaves its ranks running."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
 
 
 def _device(local_rank: int, local_size: int) -> torch.device:

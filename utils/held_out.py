@@ -1,6 +1,5 @@
 """Rows that are held out, and their loss: imported only where a run has some."""
 
-import hashlib
 from collections import Counter
 from dataclasses import replace
 
@@ -18,10 +17,9 @@ def hold_out(examples, path: str, share: float, tokenizer, seq_len: int, **optio
     """(training examples, held-out ones): those of another file, else a share of them. See load_examples."""
     if path:
         held_out = load_examples(path, tokenizer, seq_len, **options)
-        trained = {item.ids.tobytes() for item in examples.items}
-        both = sum(item.ids.tobytes() in trained for item in held_out.items)
+        both = int(torch.isin(held_out.keys, examples.keys).sum())
         if both:
-            print0(f"warning: {both:,} of {len(held_out.items):,} held-out rows are trained on too")
+            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
         return examples, held_out
     return split_by_hash(examples, share)
 
@@ -31,15 +29,11 @@ def split_by_hash(examples, share: float) -> tuple:
 
     So a row stays on its side when others come, go or move, and its copies stay with it.
     """
-    if share == 0:
-        return examples, replace(examples, items=[], dropped=Counter(), truncated=0)
-    train, held_out = [], []
-    for item in examples.items:
-        point = int.from_bytes(hashlib.sha256(item.ids.tobytes()).digest()[:8], "little") / 2**64  # [0, 1)
-        (held_out if point < share else train).append(item)
-    split = f"--eval_share {share} holds out {len(held_out)} of {len(examples.items)} examples"
-    check(train and held_out, f"{split}; choose another share, or name an --eval_dataset")
-    return replace(examples, items=train), replace(examples, items=held_out, dropped=Counter(), truncated=0)
+    held = examples.keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
+    split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
+    check(0 < held.sum() < len(held), f"{split}; choose another share, or name an --eval_dataset")
+    train, held_out = (replace(examples, rows=which.nonzero()[:, 0]) for which in (~held, held))
+    return train, replace(held_out, dropped=Counter(), notes=Counter())
 
 
 @torch.no_grad()

@@ -113,8 +113,8 @@ def save_folder(out: Path, world: World, prepare: Callable, chunks: Callable, fi
 
     Rank 0 makes a temporary folder beside it, and the ranks `prepare(temp, rank)` its files in their full
     size; what rank 0 answers is how many bytes must come (0: it does not know). Every rank writes its
-    `chunks()` (see local_chunks), reads them back and compares; rank 0 may `finish(temp)`, then it is renamed.
-    On failure all ranks raise one ConfigError, and an older folder is still there.
+    `chunks()` (see local_chunks), reads them back and compares; rank 0 may `finish(temp)`, then it is
+    renamed. On failure all ranks raise one ConfigError, and an older folder is still there.
     """
     temp = out.with_name(f".tmp_{out.name}_{broadcast(world, secrets.token_hex(4))}")
     try:

@@ -77,7 +77,8 @@ def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
     their tokens stand; the shift by one is made here. Padding is on the right, so causal attention needs no
     mask; only the router's statistics use it.
     """
-    return model(batch.ids, labels=batch.labels, attention_mask=batch.mask)
+    packed = {} if batch.positions is None else {"position_ids": batch.positions}
+    return model(batch.ids, labels=batch.labels, attention_mask=batch.mask, **packed)
 
 
 def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=False, **kwargs):
@@ -86,7 +87,11 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
         return type(self).forward(self, input_ids, attention_mask=attention_mask, **kwargs)
     router = getattr(self.config, "output_router_logits", False) and labels is not None
     if router:
-        kwargs.update(output_router_logits=True, attention_mask=attention_mask)
+        kwargs["output_router_logits"] = True
+        if (
+            "position_ids" not in kwargs
+        ):  # with a mask transformers would not see the ends of packed documents
+            kwargs["attention_mask"] = attention_mask
     head = self.get_output_embeddings()
     if self.full_logits:
         from .logits import full_logits_loss

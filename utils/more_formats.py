@@ -225,7 +225,7 @@ def typed(holder: dict, key: str, kind: type, path: str = ""):
     """holder[key], if it is of that type."""
     if key not in holder:
         raise ValueError(f"{path}{key}: missing")
-    if type(holder[key]) is not kind:
+    if not isinstance(holder[key], kind):
         raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
     return holder[key]
 

@@ -62,9 +62,13 @@ def encode_text(tokenizer, messages: list[dict]) -> tuple[list[int], list[int]]:
         while i < len(spans) - 1 and last > spans[i][1]:
             i += 1
         labels.append(spans[i][2])
-    if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+    first, last = (
+        getattr(messages[0]["content"], "first", True),
+        getattr(messages[-1]["content"], "last", True),
+    )
+    if first and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
         ids, labels = [tokenizer.bos_token_id, *ids], [0, *labels]
-    if tokenizer.eos_token_id is not None:
+    if last and tokenizer.eos_token_id is not None:
         ids, labels = [*ids, tokenizer.eos_token_id], [*labels, 1]
     return ids, [token if taught else IGNORE for token, taught in zip(ids, labels, strict=True)]
 

@@ -1,14 +1,19 @@
 """A .jsonl file -> rows, every line checked."""
 
+import codecs
 import itertools
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .errors import ConfigError, check
 from .formats import json_name
 from .strict_json import parse_json
+
+LONGEST = 2**26  # bytes of a line
+MOST = 10  # errors of rows, then reading ends
+NO_ROWS = "no rows; a .jsonl file holds one object a line, a .json file an array of objects"
 
 
 class Row(NamedTuple):
@@ -16,29 +21,37 @@ class Row(NamedTuple):
     data: dict
 
 
-def read_jsonl(path: Path, max_rows: int = 0) -> list[Row]:
-    """The objects of a file, one a line; blank lines are skipped. See collect."""
+def as_object(value: object) -> dict:
+    """The row in what a file holds: an object, bytes of JSON, or the ValueError that says what is wrong."""
+    if isinstance(value, bytes):
+        value = parse_json(value.decode())
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, dict):
+        raise ValueError(f"expected object, got {json_name(value)}")
+    return value
+
+
+def collect(name: object, found: Iterable[tuple[str, object]]) -> list[Row]:
+    """The rows among (where, value); ConfigError lists up to ten bad ones, one a line."""
+    rows, errors = [], []
+    for where, value in found:
+        try:
+            rows.append(Row(where, as_object(value)))
+        except ValueError as error:
+            errors.append(f"{where}: {error}")
+        if len(errors) == MOST:
+            break
+    raise_all(errors)
+    check(rows, f"{name}: {NO_ROWS}")
+    return rows
+
+
+def read_file(path: Path) -> Iterator[tuple[str, object]]:
+    """(where, bytes) of each line that is not blank."""
     check_file(path)
     with path.open("rb") as file:
-        return collect(path, read_lines(file, path), max_rows)
-
-
-def collect(name: object, found: Iterable[tuple[str, object]], max_rows: int = 0) -> list[Row]:
-    """The rows among (where, the value or a ValueError).
-
-    max_rows: stop after so many; 0: read them all. ConfigError lists up to ten bad rows, one a line.
-    """
-    rows, errors = [], []
-    for where, value in itertools.islice(found, max_rows or None):
-        if isinstance(value, dict):
-            rows.append(Row(where, value))
-        elif isinstance(value, ValueError):
-            errors.append(f"{where}: {value}")
-        else:
-            errors.append(f"{where}: expected object, got {json_name(value)}")
-    raise_all(errors)
-    check(rows, f"{name}: no rows; a .jsonl file holds one object a line, a .json file an array of objects")
-    return rows
+        yield from read_lines(file, path)
 
 
 def check_file(path: Path) -> None:
@@ -58,21 +71,23 @@ def check_file(path: Path) -> None:
         check(not what, f"{path}:1: {what}")
 
 
-def read_lines(file: Iterable[bytes], path: Path) -> Iterator[tuple[str, object]]:
-    """(where, the value or a ValueError) of each line. Lines end at \\n alone: U+2028 and U+0085 are text."""
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
+def read_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, object]]:
+    """(where, bytes) of each line that is not blank. Lines end at \\n alone: U+2028 and U+0085 are text."""
+    for number in itertools.count(1):
+        line = file.readline(LONGEST + 1)
         where = f"{path}:{number}"
-        if number == 1 and (line.strip() == b"{" or line.startswith(b"[")):
-            raise ConfigError(f"{where}: not one object a line; an array belongs in a .json file")
-        try:
-            yield where, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except ValueError as error:
-            yield where, error
+        check(len(line) <= LONGEST, f"{where}: a line of more than {LONGEST >> 20} MiB")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8) or b" "[: len(line)]
+            if line.strip() == b"{" or line.startswith(b"["):
+                raise ConfigError(f"{where}: not one object a line; an array belongs in a .json file")
+        if not line:
+            return
+        if line.strip():
+            yield where, line
 
 
 def raise_all(errors: list[str]) -> None:
     """Raise ConfigError with the first ten of some errors, if there are any."""
-    more = [f"and {len(errors) - 10} more"] if len(errors) > 10 else []
-    check(not errors, "\n".join(errors[:10] + more))
+    more = ["and perhaps more: nothing was read after that"] if len(errors) >= MOST else []
+    check(not errors, "\n".join(errors[:MOST] + more))

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from .config import save_config
-from .distributed import World, broadcast, gather, host_name, together
+from .distributed import ALONE, World, broadcast, gather, host_name, together
 from .errors import ConfigError, check
 from .hf_format import check_replaceable, disk_errors
 
@@ -89,8 +89,10 @@ def start_run(out: Path, cfg: object, planned: dict) -> int:
     return run
 
 
-def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
-    """Write plan.json in one go; `measured` marks the run as finished."""
+def write_plan(out: Path, planned: dict, measured: dict | None = None, world: World = ALONE) -> None:
+    """Write plan.json on rank 0 in one go; `measured` marks the run as finished."""
+    if world.rank:
+        return
     content = {"planned": planned} | ({"measured": measured} if measured else {})
     temporary = out / ".plan.json.tmp"
     temporary.write_text(json.dumps(content, indent=2) + "\n")

@@ -8,21 +8,27 @@ from .errors import print0
 from .tokens import IGNORE
 
 
-def show_data(examples, held_out, tokenizer, masks: int, global_batch_size: int) -> None:
-    """Print on rank 0 the masks of the first rows; without any, a summary of all of them."""
+def show_data(examples, held_out, tokenizer, masks: int, global_batch: int, pack_size: int) -> None:
+    """Print on rank 0 the masks of the first rows; without any, a summary of all of them.
+
+    global_batch: rows of a step; pack_size: tokens of a pack, 0 without packing.
+    """
     if masks:
-        for item in examples.items[:masks]:
+        for item in (examples[i] for i in range(min(masks, len(examples)))):
             print0(f"{item.where}\n{marked(item, tokenizer)}\n")
         return
     for name, part in (("data", examples), ("held out", held_out)):
         if part:
             print0(f"{name:9} {part.summary()}")
-            print0("\n".join(histogram([len(item.ids) for item in part.items])))
-    rows = len(examples.items)
-    if global_batch_size:
-        print0(f"steps     {-(-rows // global_batch_size):,} an epoch, of {global_batch_size} rows")
-    else:
-        print0(f"steps     {rows:,} / (batch_size x grad_accum x ranks) an epoch")
+            print0("\n".join(histogram(part.lengths.tolist())))
+    rows = len(examples)
+    if pack_size:
+        from .packing import pack
+
+        rows = len(pack(examples.lengths, pack_size)[1])
+        full = int(examples.lengths.sum()) / rows / pack_size
+        print0(f"packs     {rows:,} of {pack_size} tokens, {full:.1%} full")
+    print0(f"steps     {-(-rows // global_batch):,} an epoch, of {global_batch} rows")
     print0("checked   flags, model folder, tokenizer and every row; no weight was read")
 
 

@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import sentencepiece
 import torch
@@ -25,6 +24,7 @@ sys.path[1:1] = [str(HERE), str(HERE.parent.parent)]  # stories.py is here, util
 
 from stories import chat_row, story
 
+from utils.batches import Batch
 from utils.loss import IGNORE, add_chunked_loss, summed_cross_entropy
 from utils.optim import build_optimizer, clip_gradients, learning_rate
 
@@ -132,7 +132,7 @@ def mean_loss(model: torch.nn.Module, stories: list[list[int]]) -> torch.Tensor:
     width = min(LENGTH, max(map(len, stories)))
     ids = torch.tensor([(s + [model.config.pad_token_id] * width)[:width] for s in stories])  # (B, T)
     mask = torch.tensor([[i < len(s) for i in range(width)] for s in stories])
-    batch = SimpleNamespace(ids=ids, labels=ids.masked_fill(~mask, IGNORE), mask=mask)
+    batch = Batch(ids, ids.masked_fill(~mask, IGNORE), mask, [])
     return summed_cross_entropy(model, batch) / mask[:, 1:].sum()
 
 

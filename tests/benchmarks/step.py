@@ -176,7 +176,8 @@ def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
 
 def _batches(worker: Worker, steps: int) -> list:
     """What the recipe trains on in each step, on this rank."""
-    from utils.data import GlobalBatches, load_examples
+    from utils.batches import GlobalBatches
+    from utils.data import load_examples
     from utils.tokens import load_tokenizer, pad_id
 
     tokenizer, world = load_tokenizer(TINY), worker.world

@@ -1,0 +1,208 @@
+"""Packing: nothing lost, few slots empty, and no document sees another.
+
+python -m pytest tests/test_packing.py
+"""
+
+import bisect
+import json
+
+import finetune
+import pytest
+import torch
+from test_data import examples_of
+from test_parity import write_rows
+from tiny import KINDS, tiny_model, tiny_model_folder
+
+from utils.batches import GlobalBatches
+from utils.data import Part
+from utils.errors import ConfigError
+from utils.loss import add_chunked_loss, summed_cross_entropy
+from utils.packing import PackedBatches, check_packing, deal, pack
+
+LONG = 38  # tokens that half of the rows exceed
+
+
+def lognormal(mean: float, count: int = 20000, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    lengths = torch.distributions.LogNormal(0.0, 0.8).sample((count,))
+    return (lengths / lengths.mean() * mean).long().clamp(1, 4096)
+
+
+def documents(lengths: list[int], vocab: int = 256, seed: int = 0):
+    """Examples of random tokens; the first third of each is not taught."""
+    part, generator = Part(rows=len(lengths)), torch.Generator().manual_seed(seed)
+    for i, length in enumerate(lengths):
+        ids = torch.randint(1, vocab, (length,), generator=generator).tolist()
+        part.add(ids, bytes(j >= length // 3 for j in range(length)), f"f:{i}")
+    return examples_of(part)
+
+
+def best_fit(lengths: list[int], size: int) -> int:
+    """Packs that best-fit-decreasing needs, one document at a time."""
+    rooms, packs = [], 0
+    for length in sorted(lengths, reverse=True):
+        at = bisect.bisect_left(rooms, length)
+        room = rooms.pop(at) if at < len(rooms) else size
+        packs += room == size
+        bisect.insort(rooms, room - length)
+    return packs
+
+
+@pytest.mark.parametrize(("longest", "size"), [(8, 16), (16, 16), (99, 128), (1000, 1500), (4096, 4096)])
+def test_packs_are_those_of_best_fit_decreasing_and_hold_every_document_once(longest, size):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, longest + 1, (1 + 700 * seed,), generator=generator)
+        order, counts = pack(lengths, size)
+        packs = order.split(counts.tolist())
+        assert sorted(order.tolist()) == list(range(len(lengths)))
+        assert max(int(lengths[p].sum()) for p in packs) <= size
+        assert len(packs) == best_fit(lengths.tolist(), size)
+
+
+@pytest.mark.parametrize(("mean", "short"), [(300, 0.003), (1000, 0.003), (2000, 0.01)])
+def test_few_slots_are_left_empty(mean, short):
+    lengths = lognormal(mean)
+    least = -(-int(lengths.sum()) // 4096)
+    assert int(lengths.sum()) / (len(pack(lengths, 4096)[1]) * 4096) >= (1 - short) * least / (least + 1)
+
+
+def test_an_epoch_teaches_every_document_once_and_the_next_packs_them_otherwise():
+    examples = documents([3 + (7 * i) % 40 for i in range(200)])
+    loaders = [PackedBatches(examples, 0, 8, 2, rank, 2, 0, 64) for rank in range(2)]
+    seen = []
+    for epoch in range(2):
+        batches = [
+            loader.batches(epoch * loader.per_epoch + k)
+            for loader in loaders
+            for k in range(loader.per_epoch)
+        ]
+        where = [where for step in batches for batch in step for where in batch.where]
+        assert sorted(w for w in where if w != "filler") == sorted(f"f:{i}" for i in range(200))
+        assert sum(
+            int(batch.mask.sum()) for step in batches for batch in step if "filler" not in batch.where
+        ) == int(examples.lengths.sum())
+        seen.append(where)
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_global_batches_do_not_depend_on_ranks(ranks):
+    examples = documents([3 + (7 * i) % 40 for i in range(200)])
+    one = PackedBatches(examples, 0, 8, 8, 0, 1, 0, 64)
+    for step in range(one.per_epoch):
+        dealt = [PackedBatches(examples, 0, 8, 2, rank, ranks, 0, 64).batches(step) for rank in range(ranks)]
+        assert len({len(batches) for batches in dealt}) == 1
+        got = sorted(w for batches in dealt for batch in batches for w in batch.where if w != "filler")
+        assert got == sorted(one.batches(step)[0].where)
+
+
+@pytest.mark.parametrize(("mean", "packs"), [(1000, 8), (2000, 8), (300, 16)])
+def test_ranks_work_alike_in_tokens_and_in_attention(mean, packs):
+    examples, ranks = documents([1]), 8
+    lengths = lognormal(mean)
+    order, counts = pack(lengths, 4096)
+    shuffled = torch.randperm(len(counts), generator=torch.Generator().manual_seed(1)).tolist()
+    found = order.split(counts.tolist())
+    rows = [lengths[found[i]] for i in shuffled]
+    assert len(examples) == 1
+    for power in (1, 2):
+        ratios = []
+        for start in range(0, len(rows) - ranks * packs, ranks * packs):
+            step = rows[start : start + ranks * packs]
+            hands = deal(step, [float(row.double().square().sum()) for row in step], ranks)
+            assert {len(hand) for hand in hands} == {packs}
+            loads = [sum(float((row.double() ** power).sum()) for row in hand) for hand in hands]
+            ratios.append(max(loads) * ranks / sum(loads))
+        assert sum(ratios) / len(ratios) <= 1.02, power
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", KINDS)
+def test_packed_rows_have_the_logits_and_the_loss_of_the_documents_alone(family, attn):
+    if family == "gemma2" and attn == "sdpa":
+        attn = "eager"  # transformers refuses sdpa for it
+    torch.manual_seed(0)
+    model = add_chunked_loss(tiny_model(family)).eval()
+    model.set_attn_implementation(attn)
+    examples = documents([13, 5, 21, 8, 30, 3, 17, 9], vocab=model.config.get_text_config().vocab_size)
+    loader = PackedBatches(examples, 0, 2, 2, 0, 1, 0, 64)
+    loader.flat = False
+    (batch,) = loader.batches(0)
+    assert batch.ids.shape[0] == 2
+    with torch.no_grad():
+        packed = model(batch.ids, use_cache=False, position_ids=batch.positions).logits
+        for row in range(2):
+            begins = (batch.positions[row] == 0).nonzero()[:, 0].tolist()
+            for begin, end in zip(begins, [*begins[1:], None], strict=True):
+                alone = model(batch.ids[row : row + 1, begin:end], use_cache=False).logits[0]
+                assert (packed[row, begin:end] - alone).abs().max() <= 1e-5 * max(1, alone.abs().max())
+        total = sum(
+            summed_cross_entropy(model, b) for b in GlobalBatches(examples, 0, 8, 1, 0, 1, 0).batches(0)
+        )
+        if not getattr(
+            model.config, "output_router_logits", False
+        ):  # statistics of a batch, not of documents
+            assert summed_cross_entropy(model, batch).item() == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_one_flat_row_is_the_same_batch():
+    model = add_chunked_loss(tiny_model("llama")).eval()
+    loader = PackedBatches(documents([13, 5, 21, 8, 30, 3, 17, 9]), 0, 2, 2, 0, 1, 0, 64)
+    losses = []
+    for loader.flat in (False, True):
+        (batch,) = loader.batches(0)
+        losses.append(summed_cross_entropy(model, batch).item())
+    assert batch.ids.shape[0] == 1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_model_in_which_documents_see_each_other_is_refused():
+    model = add_chunked_loss(tiny_model("llama"))
+    loader = PackedBatches(documents([5, 6]), 0, 2, 2, 0, 1, 0, 64)
+    check_packing(model, loader, torch.float32, torch.device("cpu"))
+    assert model.training
+    inner = model.model.forward
+
+    def leaky(input_ids, position_ids=None, **kwargs):  # as a model does that knows nothing of positions
+        return inner(input_ids, **kwargs)
+
+    model.model.forward = leaky
+    with pytest.raises(
+        ConfigError, match="--packing: in LlamaModel with sdpa attention documents see each other"
+    ):
+        check_packing(model, loader, torch.float32, torch.device("cpu"))
+
+
+def test_a_packed_run_has_the_losses_of_the_unpacked_one_and_resumes(tmp_path):
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
+    rows = write_rows(tmp_path / "rows.jsonl", 12)
+    settings = {"model": str(folder), "dataset": str(rows), "save_every": 1, "lr": 1e-3, "save_model": False}
+
+    def losses(name, **flags):
+        out = finetune.main(finetune.Config(output_dir=str(tmp_path / name), **settings | flags))
+        return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+    plain = losses("plain", steps=1, global_batch_size=12, batch_size=12)
+    packed = losses("packed", steps=3, batch_size=16, packing=True, seq_len=128)
+    assert packed[0] == pytest.approx(plain[0], rel=1e-5)  # one step holds all rows either way
+    second = str(tmp_path / "packed" / "checkpoints" / "step_00000002")
+    again = {"steps": 3, "batch_size": 16, "seq_len": 128, "resume": second}
+    assert losses("again", packing=True, **again) == packed[2:]
+    with pytest.raises(ConfigError, match="packing"):
+        losses("other", **again)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "said"), [("truncate", "cut at --seq_len"), ("drop", "dropped: longer than --seq_len")]
+)
+def test_what_becomes_of_longer_rows_is_counted(tmp_path, capsys, too_long, said):
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
+    rows = write_rows(tmp_path / "rows.jsonl", 12)
+    flags = {"model": str(folder), "dataset": str(rows), "check": True, "seq_len": LONG}
+    finetune.main(finetune.Config(too_long=too_long, packing=True, **flags))
+    assert said in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match=rf"rows.jsonl:\d+: \d+ tokens, more than --seq_len {LONG} \(fix: --too_long"
+    ):
+        finetune.main(finetune.Config(too_long="error", **flags))
