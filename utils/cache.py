@@ -141,7 +141,7 @@ def encoded(found: Iterable, encode: partial) -> Iterator:
     """encode(rows) of a few rows at a time, in their order, by as many processes as there are cores."""
     processes, waiting = len(os.sched_getaffinity(0)), deque()
     context = multiprocessing.get_context("spawn")  # a fork would copy threads of torch and gloo in any state
-    pool = ProcessPoolExecutor(processes, context, _start, (encode,))
+    pool = ProcessPoolExecutor(processes, context, _start, (encode, os.getpid()))
     try:
         for rows in chunks(found):
             waiting.append(pool.submit(_encode, rows))
@@ -169,10 +169,12 @@ def chunks(found: Iterable) -> Iterator[list]:
     yield rows
 
 
-def _start(encode: partial) -> None:
+def _start(encode: partial, parent: int) -> None:
     global _encode_rows
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal: one answers
     die_with_parent()
+    if os.getppid() != parent:  # it died while this process started
+        os._exit(1)
     _encode_rows = encode
 
 

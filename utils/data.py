@@ -181,7 +181,7 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, seq_len, train_o
             part.take_form(kind, where)
             messages = plain_messages(row, kind)
             encoded = encode_chat(tokenizer, messages) if messages and train_on == "assistant" else None
-            ids, labels = encoded or encode_any(tokenizer, row, kind, train_on, part.notes)
+            ids, taught = encoded or encode_any(tokenizer, row, kind, train_on, part.notes)
             if len(ids) > seq_len and too_long == "error":
                 fix = "--too_long truncate or drop"
                 raise ValueError(f"{len(ids):,} tokens, more than --seq_len {seq_len} (fix: {fix})")
@@ -190,7 +190,6 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, seq_len, train_o
             if len(part.errors) == MOST:
                 break
             continue
-        taught = bytes(map(IGNORE.__ne__, labels))
         if len(ids) > seq_len and too_long == "drop":
             part.dropped["longer than --seq_len"] += 1
         elif not any(taught[1:seq_len]):
@@ -218,8 +217,8 @@ def read_rows(name: str | Path) -> list[Row]:
     return collect(name, find_rows(name)[0])
 
 
-def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -> tuple[list[int], list[int]]:
-    """(ids, labels) of a row that is more than plain chat; ValueError where something is wrong with it."""
+def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -> tuple[list[int], bytes]:
+    """(ids, taught) of a row that is more than plain chat; ValueError where something is wrong with it."""
     from .more_formats import to_messages
     from .more_tokens import encode_rich
 

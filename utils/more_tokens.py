@@ -8,9 +8,9 @@ from collections import Counter
 from functools import lru_cache
 from os.path import commonprefix
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from .tokens import IGNORE, label_spans, literal_places, render, special_text
+from .tokens import encode, literal_places, mark_taught, render, special_text, token_after
 
 MARK = "\ue0f0\ue0f1"
 SHORTENED = "rows where the template leaves something out of earlier answers (see --train_on last_assistant)"
@@ -19,7 +19,7 @@ SPELLED = "rows in which text spells a special token, which stays text"
 
 def encode_rich(
     tokenizer, messages: list[dict], tools: list | None, train_on: str, notes: Counter
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], bytearray]:
     """tokens.encode_chat for any template and any messages of more_formats.to_messages.
 
     train_on: assistant, last_assistant or all; turns of weight 0 are not taught. Text in a message that
@@ -33,44 +33,36 @@ def encode_rich(
     if not places:
         places = places_by_difference(tokenizer, messages, tools, text, notes)
     if any(special.search(message["content"]) for message in messages):
-        ids, offsets = encode_as_text(tokenizer, text, places)
+        encoding, ids = encode_as_text(tokenizer, text, places)
         notes[SPELLED] += 1
     else:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        encoding = encode(tokenizer, text)
+        ids = encoding.ids
     if train_on == "all":
-        return ids, ids
+        return ids, bytearray(b"\1" * len(ids))
     taught = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
     spans = [places[i] for i in taught[-1 if train_on == "last_assistant" else 0 :]]
-    return ids, label_spans(tokenizer, text, spans, ids, offsets)
+    return ids, mark_taught(tokenizer, text, spans, encoding, ids)
 
 
-def encode_text(tokenizer, messages: list[dict]) -> tuple[list[int], list[int]]:
-    """(ids, labels) of texts one after the other, without a template; weight says which are taught, and the
+def encode_text(tokenizer, messages: list[dict]) -> tuple[list[int], bytearray]:
+    """(ids, taught) of texts one after the other, without a template; weight says which are taught, and the
     end-of-text token after the last is.
 
     A token that holds the end of one text and the start of the next is taught as the next is.
     """
-    text, spans = "", []
+    text = "".join(message["content"] for message in messages)
+    encoding, taught, end = encode(tokenizer, text, special_as_text=True), bytearray(), 0
     for message in messages:
-        spans.append((len(text), len(text) + len(message["content"]), message["weight"]))
-        text += message["content"]
-    options = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
-    encoded = tokenizer(text, add_special_tokens=False, **options)
-    ids, labels, i = encoded["input_ids"], [], 0
-    for _, last in encoded["offset_mapping"]:
-        while i < len(spans) - 1 and last > spans[i][1]:
-            i += 1
-        labels.append(spans[i][2])
-    first, last = (
-        getattr(messages[0]["content"], "first", True),
-        getattr(messages[-1]["content"], "last", True),
-    )
-    if first and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        ids, labels = [tokenizer.bos_token_id, *ids], [0, *labels]
-    if last and tokenizer.eos_token_id is not None:
-        ids, labels = [*ids, tokenizer.eos_token_id], [*labels, 1]
-    return ids, [token if taught else IGNORE for token, taught in zip(ids, labels, strict=True)]
+        end += len(message["content"])
+        until = token_after(encoding, text, end) if end < len(text) else len(encoding)
+        taught += bytes([message["weight"]]) * (until - len(taught))
+    ids, (first, last) = encoding.ids, (messages[0]["content"], messages[-1]["content"])
+    if getattr(first, "first", True) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        ids, taught = [tokenizer.bos_token_id, *ids], b"\0" + taught
+    if getattr(last, "last", True) and tokenizer.eos_token_id is not None:
+        ids, taught = [*ids, tokenizer.eos_token_id], taught + b"\1"
+    return ids, taught
 
 
 def places_by_difference(tokenizer, messages, tools, text: str, notes: Counter) -> list[tuple[int, int]]:
@@ -95,10 +87,8 @@ def places_by_difference(tokenizer, messages, tools, text: str, notes: Counter) 
     return places
 
 
-def encode_as_text(
-    tokenizer, text: str, places: list[tuple[int, int]]
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """(ids, offsets) of a rendered conversation in which special tokens within `places` are text.
+def encode_as_text(tokenizer, text: str, places: list[tuple[int, int]]) -> tuple[Encoding, list[int]]:
+    """(encoding, ids) of a rendered conversation in which special tokens within `places` are text.
 
     ValueError where the tokenizer cannot do that.
     """
@@ -110,15 +100,15 @@ def encode_as_text(
     def rename(found: re.Match) -> str:
         return found[0] if all(inside[found.start() : found.end()]) else names[found[0]]
 
-    def encode(words: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def read(words: str) -> tuple[Encoding, list[int]]:
         encoding = other.encode(special.sub(rename, words), add_special_tokens=False)
-        return [ids.get(token, token) for token in encoding.ids], encoding.offsets
+        return encoding, [ids.get(token, token) for token in encoding.ids]
 
     # The same row without such text must read as the tokenizer itself reads it.
     harmless = special.sub(lambda m: "x" * len(m[0]) if inside[m.start()] else m[0], text)
-    if encode(harmless)[0] != tokenizer(harmless, add_special_tokens=False)["input_ids"]:
+    if read(harmless)[1] != encode(tokenizer, harmless).ids:
         raise ValueError("its text spells a special token, which this tokenizer cannot read as text")
-    return encode(text)
+    return read(text)
 
 
 @lru_cache(maxsize=2)

@@ -1,8 +1,8 @@
 """Rows -> ids and labels: chat templates and the loss mask.
 
 Taught are the assistant's words and the token that ends its turn, so that the model learns to stop; headers,
-other roles and the line break after a turn are not. A label stands at its own token's position (the loss
-shifts them), IGNORE everywhere else.
+other roles and the line break after a turn are not. Which ones these are is said by one byte for each token,
+1 or 0, at the token's own position.
 """
 
 import re
@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
+from tokenizers import Encoding
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -40,6 +41,8 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         raise ConfigError(tokenizer_damage(files, error)) from error
     usable = tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder)
     check(usable, f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     tokenizer.template_name = f"of {folder}"
     if chat_template or not tokenizer.chat_template:
         from .templates import set_template
@@ -73,8 +76,8 @@ def end_of_turn_ids(tokenizer) -> set[int]:
     return set(_end_ids(tokenizer, tokenizer.get_chat_template()))
 
 
-def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]] | None:
-    """(ids, labels) of T tokens each: the ids of apply_chat_template(messages); labels are ids where taught.
+def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], bytearray] | None:
+    """(ids, taught) of T tokens each: the ids of apply_chat_template(messages), and 1 where one is taught.
 
     A token that holds the end of a header and the start of a content is taught: the model has to write it.
     None where it takes more to tell what is taught, or a content spells a special token: see more_tokens.py.
@@ -88,32 +91,63 @@ def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], l
         spans = [place for place, m in zip(places, messages, strict=False) if m["role"] == "assistant"]
     if not spans:
         return None
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = encoded["input_ids"]
-    return ids, label_spans(tokenizer, text, spans, ids, encoded["offset_mapping"])
+    encoding = encode(tokenizer, text)
+    ids = encoding.ids
+    return ids, mark_taught(tokenizer, text, spans, encoding, ids)
 
 
-def label_spans(tokenizer, text: str, spans: list[tuple], ids: list[int], offsets: list[tuple]) -> list[int]:
-    """Labels: the ids of the tokens in some characters [first, last) of `text`, and of the end-of-turn token
-    that follows them; IGNORE elsewhere.
+def encode(tokenizer, text: str, special_as_text: bool = False) -> Encoding:
+    """What tokenizer(text, add_special_tokens=False) does, without lists that take a third of its time."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = special_as_text
+    return backend.encode(text, add_special_tokens=False)
+
+
+def mark_taught(tokenizer, text: str, spans: list[tuple], encoding: Encoding, ids: list[int]) -> bytearray:
+    """1 for the tokens in some characters [first, last) of `text` and for the end-of-turn token after them,
+    else 0. ids: those of the encoding, which may have been renamed.
     """
-    # Byte-level tokenizers report spaces as empty, at their end: it starts where the one before ended.
-    starts = [a if a < b else offsets[max(i - 1, 0)][1] for i, (a, b) in enumerate(offsets)]
     ends = _end_ids(tokenizer, tokenizer.get_chat_template()) | {tokenizer.eos_token_id}
-    labels, i = [IGNORE] * len(ids), 0
+    taught, place = bytearray(len(ids)), encoding.token_to_chars
     for first, last in spans:
-        while i < len(ids) and offsets[i][1] <= first:
-            i += 1
-        begin = i
-        while i < len(ids) and starts[i] < last:
-            i += 1
+        begin = token_after(encoding, text, first)
+        i = max(begin, token_from(encoding, text, last))
         end = i  # of the words; some templates write a space between them and the end-of-turn token
-        while end < len(ids) and ids[end] not in ends and text[starts[end] : offsets[end][1]].isspace():
+        while (
+            end < len(ids) and ids[end] not in ends and text[_start(encoding, end) : place(end)[1]].isspace()
+        ):
             end += 1
         if end < len(ids) and ids[end] in ends and ids[i - 1] not in ends:
             i = end + 1
-        labels[begin:i] = ids[begin:i]
-    return labels
+        taught[begin:i] = b"\1" * (i - begin)
+    return taught
+
+
+def token_after(encoding: Encoding, text: str, at: int) -> int:
+    """The first token that ends after a character, or how many tokens there are."""
+    found = (encoding.char_to_token(char) for char in range(at, len(text)))
+    token = next((token for token in found if token is not None), len(encoding))
+    while token and encoding.token_to_chars(token - 1)[1] > at:
+        token -= 1
+    return token
+
+
+def token_from(encoding: Encoding, text: str, at: int) -> int:
+    """The first token that starts at a character or after it, or how many tokens there are."""
+    token = token_after(encoding, text, at)
+    while token < len(encoding) and _start(encoding, token) < at:
+        token += 1
+    while token and _start(encoding, token - 1) >= at:
+        token -= 1
+    return token
+
+
+def _start(encoding: Encoding, token: int) -> int:
+    """Where a token starts. Byte-level tokenizers report spaces as empty, at their end: such a one starts
+    where the one before ended.
+    """
+    first, last = encoding.token_to_chars(token)
+    return first if first < last else encoding.token_to_chars(max(token - 1, 0))[1]
 
 
 def render(tokenizer, messages, tools=None, track: bool = False) -> tuple[str, list[tuple[int, int]]]:
@@ -173,5 +207,4 @@ def special_text(tokenizer) -> re.Pattern:
 @lru_cache(maxsize=8)
 def _end_ids(tokenizer, template: str) -> frozenset[int]:
     after = _parts(tokenizer, template, ("user", "assistant"))[-1].lstrip()
-    first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
-    return frozenset(first) & frozenset(tokenizer.added_tokens_decoder)
+    return frozenset(encode(tokenizer, after).ids[:1]) & frozenset(tokenizer.added_tokens_decoder)

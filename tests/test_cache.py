@@ -1,0 +1,182 @@
+"""Tokenized data on the disk is what it would be in memory, made once, and never half.
+
+python -m pytest tests/test_cache.py
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from shell import ROOT
+from test_parity import write_rows
+from tiny import tiny_model_folder
+
+from utils import cache, data
+from utils.data import encode_rows, load_examples
+from utils.errors import ConfigError
+from utils.tokens import load_tokenizer
+
+SCRIPT = """
+import sys
+from utils import data
+from utils.tokens import load_tokenizer
+if __name__ == "__main__":
+    data.SMALL = 0
+    examples = data.load_examples(sys.argv[2], load_tokenizer(sys.argv[1]), 64)
+    print("rows", len(examples), examples.fingerprint)
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("cache")
+    model = tiny_model_folder(root / "model", vocab_size=271)
+    (root / "script.py").write_text(SCRIPT)
+    rows = write_rows(root / "rows.jsonl", 700).read_text().splitlines()
+    rows[5] = rows[4]  # one comes twice
+    rows[9] = json.dumps(
+        {"messages": [{"role": "user", "content": "1 " * 80}, {"role": "assistant", "content": "a"}]}
+    )
+    (root / "rows.jsonl").write_text("\n".join(rows))
+    return model, root / "rows.jsonl"
+
+
+@pytest.fixture
+def everything_is_large(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "raw_fsdp" / "data"
+
+
+def kept(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if path.is_dir()]
+
+
+def test_it_holds_what_memory_would_hold_and_is_made_once(files, monkeypatch, everything_is_large, capsys):
+    tokenizer = load_tokenizer(files[0])
+    mapped = load_examples(files[1], tokenizer, 64)
+    (folder,) = kept(everything_is_large)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = load_examples(files[1], tokenizer, 64)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert f"tokens    of {files[1]} are in {folder}\n" in capsys.readouterr().out
+    monkeypatch.setattr(data, "SMALL", 2**24)
+    plain = load_examples(files[1], tokenizer, 64)
+    for other in (mapped, again):
+        assert other.fingerprint == plain.fingerprint
+        assert (other.dropped, other.notes) == (plain.dropped, plain.notes)
+        assert torch.equal(other.keys, plain.keys)
+        for i in range(len(plain)):
+            assert other[i].where == plain[i].where
+            assert torch.equal(other[i].ids, plain[i].ids)
+            assert torch.equal(other[i].labels, plain[i].labels)
+    assert plain.dropped
+    assert plain.notes[data.TWICE] > 0
+
+
+def test_what_is_damaged_is_made_again(files, everything_is_large):
+    first = load_examples(files[1], load_tokenizer(files[0]), 64).fingerprint
+    (folder,) = kept(everything_is_large)
+    os.truncate(folder / "ids", 100)
+    assert load_examples(files[1], load_tokenizer(files[0]), 64).fingerprint == first
+    assert kept(everything_is_large) == [folder]
+
+
+def test_its_name_follows_from_all_that_the_tokens_follow_from(files, tmp_path):
+    def key(path=files[1], template="", **settings):
+        tokenizer = load_tokenizer(files[0], template)
+        settings = {"seq_len": 64, "train_on": "assistant", "form": "", "too_long": "truncate"} | settings
+        return cache.key_of("rows", [path], {"tokenizer": tokenizer, **settings})
+
+    other = tmp_path / "rows.jsonl"
+    other.write_text(files[1].read_text())
+    assert key(path=other) == key()
+    other.write_text(files[1].read_text() + " ")
+    keys = [
+        key(),
+        key(path=other),
+        key(template="alpaca"),
+        key(seq_len=65),
+        key(train_on="all"),
+        key(too_long="drop"),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_bad_rows_are_named_and_nothing_is_kept(files, everything_is_large, tmp_path):
+    lines = files[1].read_text().splitlines()
+    lines[400] = '{"messages": 5}'
+    lines[600] = json.dumps({"text": "another form"})
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as refused:
+        load_examples(bad, load_tokenizer(files[0]), 64)
+    first, second = str(refused.value).splitlines()
+    assert first == f"{bad}:401: messages: expected list, got number"
+    assert second == f"{bad}:601: a row in text form, and the file's first row is chat"
+    assert kept(everything_is_large) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(files, monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "SMALL", 0)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"file/raw_fsdp.*Not a directory \(fix: XDG_CACHE_HOME=FOLDER"):
+        load_examples(files[1], load_tokenizer(files[0]), 64)
+
+
+def start(files, cache_home: Path) -> subprocess.Popen:
+    command = [sys.executable, files[1].with_name("script.py"), files[0], files[1]]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache_home), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+@pytest.mark.slow
+def test_a_kill_half_way_leaves_nothing_that_is_taken_for_whole(files, tmp_path):
+    folder = tmp_path / "raw_fsdp" / "data"
+    process = start(files, tmp_path)
+    until = time.monotonic() + 60
+    while not (list(folder.glob(".tmp_*")) and children(process.pid)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    workers = children(process.pid)
+    time.sleep(3)  # past the start of the workers: from then on they end with their parent
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert [path for path in kept(folder) if not path.name.startswith(".tmp_")] == []
+    out, _ = start(files, tmp_path).communicate(timeout=120)
+    assert "rows 699" in out
+    assert [path.name[:1] for path in kept(folder)] != ["."]
+    assert len(kept(folder)) == 1
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_make_it_once(files, tmp_path):
+    both = [start(files, tmp_path) for _ in range(2)]
+    outs = [process.communicate(timeout=120)[0] for process in both]
+    assert sum("another process is making them" in out for out in outs) == 1
+    assert len({out.splitlines()[-1] for out in outs}) == 1
+    assert len(kept(tmp_path / "raw_fsdp" / "data")) == 1
+
+
+def test_parts_are_cut_by_rows_and_by_bytes():
+    encode = partial(encode_rows, tokenizer=None, seq_len=64, train_on="assistant", form="", too_long="drop")
+    assert encode([]).rows == 0
+    assert [len(part) for part in cache.chunks([("f:1", b"x")] * 600)] == [256, 256, 88]
+    assert [len(part) for part in cache.chunks([("f:1", b"x" * 2**21)] * 7)] == [3, 3, 1]
