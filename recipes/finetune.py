@@ -60,7 +60,7 @@ class Config:
     verify: str = ""  # list of SHA-256 sums, as sha256sum writes it, that the weights' files must have
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
     dataset: str = ""  # file, folder, pattern, data set; several: a.jsonl:0.7,b.csv:0.3; empty: the tiny task
-    format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text"] = "auto"  # auto: told by keys
+    format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text", "tokens"] = "auto"  # of rows
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose words are taught
     check: bool = False  # check all that needs no weights, on one process, say what the data holds, and stop
     show_masks: int = 0  # print so many rows, what is taught in brackets or colour, and stop

@@ -14,6 +14,7 @@ NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
     "activations",
     "async_save",
+    "cache",
     "config_text",
     "containers",
     "diagnose",
@@ -29,6 +30,7 @@ OPTIONAL = (
     "more_tokens",
     "lora",
     "optim_8bit",
+    "packing",
     "profiling",
     "quantize",
     "resume",

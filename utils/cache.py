@@ -120,7 +120,7 @@ def make(folder: Path, path: object, found: Iterable, encode: partial) -> None:
                 for name in (name.encode("utf-8", "surrogateescape") for name in part.where):
                     end += files["names"].write(name)
                     files["ends"].write(end.to_bytes(8, "little"))
-                total = total.join(part) if total else part
+                total = joined(total, part) if total else part
                 if len(total.errors) >= MOST:
                     break
             bounds, keys = total.close(path)
@@ -135,6 +135,22 @@ def make(folder: Path, path: object, found: Iterable, encode: partial) -> None:
         os.rename(temp, folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+
+
+def joined(total, part):
+    """Two data.Parts as one, but for the tokens and places of the second, which are written already."""
+    for form, where in part.forms.values():
+        try:
+            total.take_form(form, where)
+        except ValueError as error:
+            total.errors.append(f"{where}: {error}")
+    total.errors += part.errors
+    total.lengths += part.lengths
+    total.keys += part.keys
+    total.rows += part.rows
+    total.dropped.update(part.dropped)
+    total.notes.update(part.notes)
+    return total
 
 
 def encoded(found: Iterable, encode: partial) -> Iterator:

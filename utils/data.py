@@ -106,24 +106,10 @@ class Part:
 
     def take_form(self, form: str, where: str) -> None:
         """A file holds rows of one form."""
-        first, _ = self.forms.setdefault(re.sub(r"(:| row )\d+$", "", where), (form, where))
-        if form and form != first:
+        file = re.sub(r"(:| row )\d+$", "", where)
+        first, _ = self.forms.setdefault(file, (form, where)) if form else (form, where)
+        if form != first:
             raise ValueError(f"a row in {form} form, and the file's first row is {first}")
-
-    def join(self, other: "Part") -> "Part":
-        """This part and the one after it, but for its tokens and places."""
-        for form, where in other.forms.values():
-            try:
-                self.take_form(form, where)
-            except ValueError as error:
-                self.errors.append(f"{where}: {error}")
-        self.errors += other.errors
-        self.lengths += other.lengths
-        self.keys += other.keys
-        self.dropped.update(other.dropped)
-        self.notes.update(other.notes)
-        self.rows += other.rows
-        return self
 
     def close(self, path: object) -> tuple[torch.Tensor, torch.Tensor]:
         """(bounds, keys) of Examples. ConfigError for bad rows (up to ten), and where nothing is left."""

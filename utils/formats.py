@@ -9,7 +9,7 @@ import re
 
 FORMS = {  # by the key that tells
     "messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "completion",
-    "text": "text",
+    "text": "text", "input_ids": "tokens",
 }  # fmt: skip
 PREFERENCE = {"chosen", "rejected", "label"}
 LETTERS = {"system": "s", "user": "u", "assistant": "a"}

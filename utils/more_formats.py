@@ -18,7 +18,8 @@ RICH = {"tool_calls", "weight"}
 SHAREGPT = {"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"}
 SHAREGPT |= dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "function_call"), "assistant")
 KNOWN = (
-    "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text"
+    "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text,"
+    " input_ids (tokens)"
 )
 ONE = "finetune.py teaches rows with one answer"
 
@@ -87,8 +88,18 @@ def read_completion(row: dict, notes: Counter) -> tuple[list[dict], list | None]
 
 
 def read_text(row: dict, notes: Counter) -> tuple[list[dict], None]:
-    """Plain text, taught as it stands."""
-    return [{"role": "text", "content": text_of(row, "text"), "weight": 1}], None
+    """Plain text, taught as it stands; one without words is not, and is dropped for that."""
+    text = typed(row, "text", str)
+    return [{"role": "text", "content": text, "weight": int(bool(text.strip()))}], None
+
+
+def read_tokens(row: dict, notes: Counter) -> tuple[list[dict], None]:
+    """Ids of tokens; labels, as many, are -100 where one is not taught."""
+    ids = typed(row, "input_ids", list)
+    labels = typed(row, "labels", list) if "labels" in row else ids
+    if len(labels) != len(ids):
+        raise ValueError(f"labels: {len(labels)} of them for {len(ids)} input_ids")
+    return [{"role": "tokens", "content": ids, "taught": bytes(label != -100 for label in labels)}], None
 
 
 READERS = {
@@ -97,6 +108,7 @@ READERS = {
     "alpaca": read_alpaca,
     "completion": read_completion,
     "text": read_text,
+    "tokens": read_tokens,
 }
 
 

@@ -27,6 +27,8 @@ def encode_rich(
     """
     if messages[0]["role"] == "text":
         return encode_text(tokenizer, messages)
+    if messages[0]["role"] == "tokens":
+        return check_ids(messages[0]["content"], len(tokenizer)), messages[0]["taught"]
     text, special = render(tokenizer, messages, tools)[0], special_text(tokenizer)
     plain = all(m["role"] in ("system", "user", "assistant") and "tool_calls" not in m for m in messages)
     places = literal_places(tokenizer, messages, text) if plain and not tools else []
@@ -45,6 +47,14 @@ def encode_rich(
     return ids, mark_taught(tokenizer, text, spans, encoding, ids)
 
 
+def check_ids(ids: list, vocab: int) -> list[int]:
+    """Some ids, if they are numbers of tokens."""
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab:
+            raise ValueError(f"input_ids[{i}]: {str(token)[:40]} is no token; they are 0 to {vocab - 1}")
+    return ids
+
+
 def encode_text(tokenizer, messages: list[dict]) -> tuple[list[int], bytearray]:
     """(ids, taught) of texts one after the other, without a template; weight says which are taught, and the
     end-of-text token after the last is.
@@ -61,7 +71,7 @@ def encode_text(tokenizer, messages: list[dict]) -> tuple[list[int], bytearray]:
     if getattr(first, "first", True) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
         ids, taught = [tokenizer.bos_token_id, *ids], b"\0" + taught
     if getattr(last, "last", True) and tokenizer.eos_token_id is not None:
-        ids, taught = [*ids, tokenizer.eos_token_id], taught + b"\1"
+        ids, taught = [*ids, tokenizer.eos_token_id], taught + bytes([messages[-1]["weight"]])
     return ids, taught
 
 

@@ -24,7 +24,10 @@ class Row(NamedTuple):
 def as_object(value: object) -> dict:
     """The row in what a file holds: an object, bytes of JSON, or the ValueError that says what is wrong."""
     if isinstance(value, bytes):
-        value = parse_json(value.decode())
+        try:
+            value = parse_json(value.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8: {error}") from None
     if isinstance(value, ValueError):
         raise value
     if not isinstance(value, dict):

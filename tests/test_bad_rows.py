@@ -1,0 +1,258 @@
+"""Every usual way in which data is wrong, and what `finetune.py --check` says to it: one table.
+
+python -m pytest tests/test_bad_rows.py
+
+The first column counts as the project's list of hard cases does. What is accepted shows how many rows it is.
+"""
+
+# ruff: noqa: E501 - one case a line
+import gzip
+import json
+import os
+import socket
+
+import finetune
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tiny import tiny_model_folder
+
+from utils.errors import ConfigError
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CHAT = {"messages": [USER, ANSWER]}
+ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+GPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+LINE = json.dumps(CHAT)
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+HTML = "<!DOCTYPE html><html><body>404</body></html>"
+
+
+def lines(*rows) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def chat(*turns, **more) -> dict:
+    return {"messages": list(turns), **more}
+
+
+def gpt(*turns) -> dict:
+    return {"conversations": [{"from": who, "value": what} for who, what in turns]}
+
+
+def parquet(rows: list) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def alpaca(**changes) -> dict:
+    row = ALPACA | changes
+    return {key: value for key, value in row.items() if value is not ...}
+
+
+TABLE = [  # number, file's name, its content, what is said
+    (1, "a.jsonl", lines(LINE, LINE) + '{"messages": [{"ro', "a.jsonl:3: Unterminated string"),
+    (2, "a.jsonl", lines(LINE, '{"messages": [],}'), "a.jsonl:2: "),
+    (2, "a.jsonl", lines(LINE, "{'messages': []}"), "a.jsonl:2: "),
+    (2, "a.jsonl", lines(LINE, str(chat(USER, ANSWER, x=None))), "a.jsonl:2: "),
+    (2, "a.jsonl", lines("// chats", LINE), "a.jsonl:1: Expecting value"),
+    (3, "a.jsonl", lines(LINE, LINE + LINE), "a.jsonl:2: Extra data"),
+    (4, "a.jsonl", json.dumps([CHAT], indent=1), "a.jsonl:1: not one object a line; an array belongs in a .json file"),
+    (4, "a.jsonl", json.dumps(CHAT, indent=1), "a.jsonl:1: not one object a line"),
+    (5, "a.jsonl", json.dumps([CHAT]), "an array belongs in a .json file"),
+    (5, "a.json", lines(LINE, LINE), "a.json: not an array"),
+    (6, "a.jsonl", lines(LINE, "[]"), "a.jsonl:2: expected object, got list"),
+    (6, "a.jsonl", lines(LINE, '"x"'), "a.jsonl:2: expected object, got text"),
+    (6, "a.jsonl", lines(LINE, "5"), "a.jsonl:2: expected object, got number"),
+    (6, "a.jsonl", lines(LINE, "null"), "a.jsonl:2: expected object, got null"),
+    (7, "a.jsonl", f"\n{LINE}\r\n \n{LINE}", "data      2 rows"),
+    (7, "a.jsonl", f"\n{LINE}\r\n \n5", "a.jsonl:4: "),
+    (8, "a.jsonl", lines(LINE, '{"x": NaN}'), "a.jsonl:2: the number NaN"),
+    (8, "a.jsonl", lines(LINE, '{"x": -Infinity}'), "a.jsonl:2: the number -Infinity"),
+    (8, "a.jsonl", lines(LINE, '{"x": 1e999}'), "a.jsonl:2: the number 1e999"),
+    (9, "a.jsonl", lines(LINE, '{"x": 1, "x": 2}'), "a.jsonl:2: the key 'x' stands twice"),
+    (10, "a.jsonl", "\ufeff" + lines(LINE), "data      1 rows"),
+    (10, "a.jsonl", lines(LINE, "\ufeff" + LINE), "a.jsonl:2: "),
+    (11, "a.jsonl", LINE.encode("utf-16"), "a.jsonl:1: not UTF-8: "),
+    (11, "a.jsonl", lines(LINE).encode() + b'{"x": "caf\xe9"}', "a.jsonl:2: not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 10"),
+    (12, "a.jsonl", lines(LINE, '{"x": "\\ud800"}'), "a.jsonl:2: "),
+    (13, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\0b"})), "data      1 rows"),
+    (13, "a.jsonl", lines(LINE, '{"x": "a\0b"}'), "a.jsonl:2: Invalid control character"),
+    (14, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\u2028b\x85👩\u200d👩\u202eZ̸͕"})), "data      1 rows"),
+    (15, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "word " * 2_000_000})), "1 cut at --seq_len"),
+    (16, "a.jsonl", lines(LINE, '{"x": ' + "[" * 100_000), "a.jsonl:2: nested too deeply"),
+    (17, "a.jsonl", "", "a.jsonl: no rows"),
+    (17, "a.jsonl", " \n\n", "a.jsonl: no rows"),
+    (17, "a.json", "[]", "a.json: no rows"),
+    (19, "b.jsonl", LINE, "a.jsonl: No such file or directory; did you mean b.jsonl?"),
+    (21, "a.jsonl.gz", gzip.compress(lines(LINE).encode()), "data      1 rows"),
+    (22, "a.jsonl.gz", gzip.compress(lines(LINE).encode())[:-12], "not gzip, or cut short"),
+    (22, "a.jsonl.gz", lines(LINE), "not gzip, or cut short"),
+    (22, "a.jsonl.gz", gzip.compress(b" " * 2**27), "a.jsonl.gz:1: a line of more than 64 MiB"),
+    (23, "a.jsonl", LFS, "git lfs pull"),
+    (24, "a.json", HTML, "an HTML page"),
+    (25, "a.csv", 'instruction,output\n"Say\nblue",blue\n', "data      1 rows"),
+    (25, "a.csv", "instruction,output\na,b\nc\n", "a.csv row 3: 1 fields"),
+    (25, "a.csv", "instruction;output\na;b\n", "fields are separated by commas"),
+    (26, "a.parquet", parquet([ALPACA]), "data      1 rows"),
+    (26, "a.parquet", parquet([{"question": "a", "answer": "b"}]), "a.parquet row 1: its keys are 'question', 'answer'; the rows that can be read have messages"),
+    (26, "a.parquet", parquet([ALPACA] * 99)[:500], "a.parquet: not parquet, or damaged"),
+    (26, "a.parquet", "a,b\n1,2\n", "a.parquet: not parquet, or damaged"),
+    (28, "a.jsonl", lines(LINE, LINE), "1 the same as a row before"),
+    (29, "a.jsonl", lines(ALPACA, alpaca(instruction=..., text_="x")), "a.jsonl:2: its keys are"),
+    (30, "a.jsonl", lines(ALPACA, alpaca(output=...)), "a.jsonl:2: output: missing"),
+    (30, "a.jsonl", lines(ALPACA, alpaca(output="")), "a.jsonl:2: output: empty"),
+    (30, "a.jsonl", lines(ALPACA, alpaca(output=None)), "a.jsonl:2: output: expected text, got null"),
+    (31, "a.jsonl", lines(ALPACA, alpaca(input=...), alpaca(input=None), alpaca(input="")), "data      4 rows"),
+    (32, "a.jsonl", lines(ALPACA, alpaca(instruction=["a"])), "a.jsonl:2: instruction: expected text, got list"),
+    (32, "a.jsonl", lines(ALPACA, alpaca(instruction=5)), "a.jsonl:2: instruction: expected text, got number"),
+    (33, "a.jsonl", lines(ALPACA | {"id": 5, "source": {}}), "data      1 rows"),
+    (34, "a.jsonl", lines(*[ALPACA] * 8, GPT), "a.jsonl:9: a row in sharegpt form, and the file's first row is alpaca"),
+    (35, "a.jsonl", lines(GPT, {"conversations": None}), "a.jsonl:2: conversations: expected list, got null"),
+    (35, "a.jsonl", lines(GPT, {"conversations": {}}), "a.jsonl:2: conversations: expected list, got object"),
+    (35, "a.jsonl", lines(GPT, {"conversations": []}), "a.jsonl:2: conversations: no assistant turn"),
+    (36, "a.jsonl", lines({"conversations": [{"value": "Hi"}]}), "a.jsonl:1: conversations[0].from: missing"),
+    (36, "a.jsonl", lines({"conversations": [{"from": "human"}]}), "a.jsonl:1: conversations[0].value: missing"),
+    (37, "a.jsonl", lines(gpt(("bot", "Hi"))), "conversations[0].from: 'bot' is not one of human, user"),
+    (37, "a.jsonl", lines(gpt(("HUMAN", "Hi"))), "conversations[0].from: 'HUMAN' is not one of"),
+    (37, "a.jsonl", lines(gpt((5, "Hi"))), "conversations[0].from: expected text, got number"),
+    (38, "a.jsonl", lines(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))), "1 turns of the assistant before the first"),
+    (38, "a.jsonl", lines(gpt(("human", "b"), ("gpt", "c"), ("human", "d"))), "data      1 rows"),
+    (39, "a.jsonl", lines(gpt(("human", "a"), ("human", "b"))), "conversations[1].from: expected assistant, got human"),
+    (39, "a.jsonl", lines(gpt(("human", "a"), ("gpt", "b"), ("gpt", "c"))), "conversations[2].from: expected user, got gpt"),
+    (40, "a.jsonl", lines(gpt(("human", "a"), ("system", "b"))), "conversations[1].from: expected assistant, got system"),
+    (40, "a.jsonl", lines(gpt(("system", "a"), ("system", "b"))), "conversations[1].from: expected user, got system"),
+    *((41, "a.jsonl", lines(gpt(("human", value))), f"conversations[0].value: {said}") for value, said in (("", "empty"), (" \n", "empty"), (None, "expected text, got null"), (5, "expected text, got number"), ({}, "expected text, got object"))),
+    (42, "a.jsonl", lines(chat({"role": "system", "content": "x"})), "messages: no assistant turn, so there is nothing to learn"),
+    (43, "a.jsonl", lines(gpt(("human", "a"), ("function_call", '{"name": "add", "arguments": {}}'), ("observation", "3"), ("gpt", "3")) | {"tools": "[]"}), "data      1 rows"),
+    (44, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "2"}, ANSWER)), "data      1 rows"),
+    (45, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, ANSWER)), "messages[2].tool_call_id: missing"),
+    (45, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "9", "content": "2"}, ANSWER)), "messages[2].tool_call_id: '9' is no call before it"),
+    (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": "{a: 1}"}}]}, ANSWER)), "messages[1].tool_calls[0].function.arguments: not JSON"),
+    (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": 5}}]}, ANSWER)), "function.arguments: expected an object as JSON, got number"),
+    (47, "a.jsonl", lines(chat(USER, ANSWER, tools="add(a, b)")), "a.jsonl:1: tools: not JSON"),
+    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is not text"),
+    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)), "messages[0].content[0].text: missing"),
+    (49, "a.jsonl", lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)), "1 rows in which text spells a special token, which stays text"),
+    (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), "1 dropped: nothing taught in the first 256 tokens"),
+    (52, "a.jsonl", lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)), "all 1 rows were dropped: 1 x nothing taught in the first 256 tokens; raise --seq_len"),
+    (63, "a.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "a.txt: not UTF-8"),
+    (63, "a.txt", "text\0with a NUL", "a.txt: a NUL character: no text"),
+    (63, "a.txt", "word " * 2200, "data      "),
+    (63, "a.jsonl", lines({"text": "a"}, {"text": None}), "a.jsonl:2: text: expected text, got null"),
+    (63, "a.jsonl", lines({"text": "some words"}, {"text": " "}), "1 dropped: nothing taught"),
+    (64, "a.jsonl", lines({"input_ids": [5, 6, 7]}), "data      1 rows, 3 tokens, 100% taught"),
+    (64, "a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}), "67% taught"),
+    (64, "a.jsonl", lines({"input_ids": [5, 6]}, {"input_ids": [5, 99999]}), "a.jsonl:2: input_ids[1]: 99999 is no token; they are 0 to "),
+    (64, "a.jsonl", lines({"input_ids": [-1]}), "a.jsonl:1: input_ids[0]: -1 is no token"),
+    (64, "a.jsonl", lines({"input_ids": [1.0]}), "a.jsonl:1: input_ids[0]: 1.0 is no token"),
+    (64, "a.jsonl", lines({"input_ids": [1, 2], "labels": [1]}), "a.jsonl:1: labels: 1 of them for 2 input_ids"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("bad_rows") / "model", vocab_size=271)
+
+
+@pytest.fixture
+def said(model, tmp_path, monkeypatch, capsys):
+    """said(dataset, **flags) -> what `--check` prints, or the one line with which it refuses."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(dataset: str, **flags) -> str:
+        flags = {"model": str(model), "seq_len": 256} | flags
+        try:
+            finetune.main(finetune.Config(dataset=dataset, check=True, **flags))
+        except ConfigError as error:
+            answer = f"refused: {error}"
+        else:
+            return capsys.readouterr().out
+        assert "\n" not in answer
+        return answer
+
+    return run
+
+
+def write(name: str, content) -> str:
+    with open(name, "wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
+    return name
+
+
+@pytest.mark.parametrize(("row", "name", "content", "expected"), TABLE)
+def test_a_file_is_read_or_refused_in_one_line(said, row, name, content, expected):
+    write(name, content)
+    answer = said("a.jsonl" if row == 19 else name)
+    assert expected in answer
+    accepted = expected.startswith("data ") or expected[-7:] == " taught" or row in (28, 49)
+    assert answer.startswith("--- world" if accepted or answer.startswith("---") else "refused: ")
+
+
+def test_18_20_what_is_no_file_is_refused_without_hanging(said):
+    os.mkdir("empty")
+    os.mkfifo("pipe.jsonl")
+    os.symlink("gone.jsonl", "dangling.jsonl")
+    os.symlink("loop.jsonl", "loop.jsonl")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind("socket.jsonl")
+    listening.close()
+    for name in ("pipe.jsonl", "/dev/zero", "socket.jsonl"):
+        assert "not a regular file" in said(name), name
+    assert "empty: no .jsonl" in said("empty")
+    assert "dangling.jsonl: No such file" in said("dangling.jsonl")
+    assert "loop.jsonl: Too many levels" in said("loop.jsonl")
+    if os.geteuid():
+        os.chmod(write("secret.jsonl", LINE), 0)
+        assert "secret.jsonl: Permission denied" in said("secret.jsonl")
+
+
+def test_15_a_line_of_a_gigabyte_is_refused_without_reading_it(said):
+    with open("a.jsonl", "wb") as file:
+        file.truncate(2**30)  # sparse
+    assert "a.jsonl:1: a line of more than 64 MiB" in said("a.jsonl")
+
+
+def test_27_patterns_that_match_nothing_and_folders_of_several_kinds(said):
+    assert "data/*.jsonl: no .jsonl" in said("data/*.jsonl")
+    os.mkdir("data")
+    write("data/a.jsonl", LINE)
+    write("data/b.csv", "instruction,output\na,b\n")
+    assert "data: files of several kinds, .csv, .jsonl" in said("data")
+    assert "data      1 rows" in said("data/*.jsonl")
+
+
+def test_28_the_same_file_twice_is_counted(said):
+    write("a.jsonl", LINE)
+    assert "1 the same as a row before" in said("a.jsonl,a.jsonl")
+
+
+def test_data_sets_of_several_forms_may_be_mixed(said):
+    write("a.jsonl", lines(LINE))
+    write("b.jsonl", lines(ALPACA))
+    write("c.txt", "plain text")
+    assert "data      3 rows" in said("a.jsonl,b.jsonl,c.txt")
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "expected"),
+    [
+        (50, "{% for m in messages %}{{ m.content", "template.jinja cannot render user"),
+        (50, "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+         "{{ m.content }}</s>{% endfor %}", "template.jinja cannot render system: no system"),
+        (51, "{{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}</s>{% endfor %}", "cannot render user"),
+    ],
+)  # fmt: skip
+def test_50_51_a_template_that_fails_is_named_with_the_role(said, row, template, expected):
+    write("template.jinja", template)
+    write("a.jsonl", lines(chat({"role": "system", "content": "x"}, USER, ANSWER)))
+    answer = said("a.jsonl", chat_template="template.jinja")
+    assert answer.startswith("refused: ")
+    assert expected in answer
+
+
+def test_65_rows_that_are_held_out_and_trained_on_are_counted(said):
+    write("a.jsonl", lines(LINE, chat(USER, {"role": "assistant", "content": "Ho"})))
+    assert "warning: 2 of 2 held-out rows are trained on too" in said("a.jsonl", eval_dataset="a.jsonl")
