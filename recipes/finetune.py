@@ -167,7 +167,7 @@ def main(cfg: Config) -> Path | None:
     folder = find_model(cfg.model, world, cfg.trust_remote_code)
     other = cfg.tokenizer and find_model(cfg.tokenizer, world, cfg.trust_remote_code)
     lora = bool(cfg.lora_rank or cfg.adapter)
-    with together(world):
+    with together(world, patient=True):
         check_model_config(folder, cfg.trust_remote_code)
         weights = open_weights(folder)
         if cfg.verify:

@@ -25,7 +25,7 @@ import torch
 import transformers
 
 from utils.config import parse_cli
-from utils.data import read_rows
+from utils.containers import read_rows
 from utils.distributed import World, broadcast, gather, init_distributed, stop_distributed, together
 from utils.errors import ConfigError, act, check, print0, report_errors
 from utils.loading import build_model, load_pieces, plan_pieces

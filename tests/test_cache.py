@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from shell import ROOT
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils import cache, data
 from utils.data import encode_rows, load_examples
+from utils.distributed import set_timeout, together
 from utils.errors import ConfigError
 from utils.tokens import load_tokenizer
 
@@ -180,3 +182,14 @@ def test_parts_are_cut_by_rows_and_by_bytes():
     assert encode([]).rows == 0
     assert [len(part) for part in cache.chunks([("f:1", b"x")] * 600)] == [256, 256, 88]
     assert [len(part) for part in cache.chunks([("f:1", b"x" * 2**21)] * 7)] == [3, 3, 1]
+
+
+def late(world) -> bool:
+    set_timeout(1)
+    with together(world, patient=True):
+        time.sleep(3 * world.rank)
+    return True
+
+
+def test_a_machine_that_tokenizes_for_long_is_waited_for():
+    assert run_ranks(late, 2) == [True, True]

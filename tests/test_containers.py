@@ -14,8 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from utils.containers import mix
-from utils.data import read_rows
+from utils.containers import mix, read_rows
 from utils.errors import ConfigError
 
 ROWS = [{"instruction": f"Add {i}.", "output": 'a, "b"\nc'} for i in range(5)]

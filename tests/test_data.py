@@ -8,7 +8,8 @@ import torch
 from test_tokens import byte_level
 
 from utils.batches import GlobalBatches, collate, permutation
-from utils.data import Example, Examples, Part, load_examples, read_rows
+from utils.containers import read_rows
+from utils.data import Example, Examples, Part, load_examples
 from utils.errors import ConfigError
 from utils.held_out import hold_out, split_by_hash
 from utils.strict_json import parse_json

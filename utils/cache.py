@@ -30,7 +30,7 @@ from tqdm import tqdm
 from .distributed import die_with_parent
 from .errors import ConfigError, print0
 from .hf_format import sync_path
-from .rows import MOST
+from .rows import MOST_ERRORS
 
 ROWS, BYTES = 256, 2**22  # of a file's rows, and of lines also bytes, that a process gets at a time
 CODE = "batches cache containers data formats more_formats more_tokens rows strict_json tokens".split()
@@ -121,7 +121,7 @@ def make(folder: Path, path: object, found: Iterable, encode: partial) -> None:
                     end += files["names"].write(name)
                     files["ends"].write(end.to_bytes(8, "little"))
                 total = joined(total, part) if total else part
-                if len(total.errors) >= MOST:
+                if len(total.errors) >= MOST_ERRORS:
                     break
             bounds, keys = total.close(path)
             files["bounds"].write(memoryview(bounds.numpy()))

@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from .errors import ConfigError, check
-from .rows import LONGEST, NO_ROWS, check_file, read_lines
+from .rows import LONGEST, MOST_ERRORS, NO_ROWS, as_object, check_file, raise_all, read_lines
 from .strict_json import DECODER, check_pairs
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
@@ -26,6 +26,25 @@ SPACE = re.compile(r"[ \t\r\n]*")
 MOST = 2**31  # characters of an array, which is read as a whole
 LONG_TEXT = 2**20  # characters of a text that are tokenized at a time
 Found = Iterator[tuple[str, object]]
+
+
+class Row(NamedTuple):
+    where: str  # "chat.jsonl:3", or "chat.json row 3"
+    data: dict
+
+
+def read_rows(name: str | Path) -> list[Row]:
+    """All rows of what --dataset names, as they are; ConfigError lists up to ten bad ones, one a line."""
+    rows, errors = [], []
+    for where, value in find_any(str(name))[0]:
+        try:
+            rows.append(Row(where, as_object(value)))
+        except ValueError as error:
+            errors.append(f"{where}: {error}")
+        if len(errors) == MOST_ERRORS:
+            break
+    raise_all(errors)
+    return rows
 
 
 def find_any(name: str) -> tuple[Found, list[Path]]:

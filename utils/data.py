@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from .errors import check
 from .formats import form_of, plain_messages
-from .rows import MOST, NO_ROWS, Row, as_object, collect, raise_all, read_file
+from .rows import MOST_ERRORS, NO_ROWS, as_object, raise_all, read_file
 from .tokens import IGNORE, encode_chat
 
 TWICE, CUT = "the same as a row before", "cut at --seq_len"
@@ -173,7 +173,7 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, seq_len, train_o
                 raise ValueError(f"{len(ids):,} tokens, more than --seq_len {seq_len} (fix: {fix})")
         except ValueError as error:
             part.errors.append(f"{where}: {error}")
-            if len(part.errors) == MOST:
+            if len(part.errors) == MOST_ERRORS:
                 break
             continue
         if len(ids) > seq_len and too_long == "drop":
@@ -196,11 +196,6 @@ def find_rows(name: str | Path) -> tuple[Iterator[tuple[str, object]], list]:
     from .containers import find_any
 
     return find_any(name)
-
-
-def read_rows(name: str | Path) -> list[Row]:
-    """All rows, as they are."""
-    return collect(name, find_rows(name)[0])
 
 
 def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -> tuple[list[int], bytes]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from .errors import ConfigError, check, print0
 
 FIX = "(fix: start with torchrun, or unset it)"
-START_SECONDS = 600  # that ranks wait for each other: one may read and tokenize data meanwhile
+START_SECONDS = 600  # that ranks wait for each other
+PATIENT_SECONDS = 7 * 24 * 3600  # and while another machine tokenizes data that this one has tokenized before
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -89,6 +90,10 @@ def set_timeout(seconds: float = START_SECONDS) -> None:
     Every rank calls it. As torchtitan does: distributed/utils.py, set_pg_timeouts.
     """
     dist.barrier()  # nobody is in an earlier collective
+    _set_timeouts(seconds)
+
+
+def _set_timeouts(seconds: float) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc != "saver":
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -124,12 +129,12 @@ def all_reduce_sum(value: torch.Tensor | float, world: World) -> float:
 
 
 @contextmanager
-def together(world: World) -> Iterator[None]:
+def together(world: World, patient: bool = False) -> Iterator[None]:
     """Run a block in which any rank may raise ConfigError; then all ranks raise one that names the ranks
     concerned.
 
     This is what lets one rank find a bad file without leaving the others in a collective. The block itself
-    must not communicate after a point where a rank can fail.
+    must not communicate after a point where a rank can fail. patient: it may take one machine hours.
     """
     mine = None
     try:
@@ -137,9 +142,13 @@ def together(world: World) -> Iterator[None]:
     except ConfigError as error:
         mine = str(error)
     said: dict[str, list[str]] = {}
+    if patient and world is not ALONE:
+        _set_timeouts(PATIENT_SECONDS)
     for rank, text in enumerate(gather(world, mine)):
         for line in (text or "").splitlines():
             said.setdefault(line, []).append(str(rank))
+    if patient and world is not ALONE:
+        _set_timeouts(START_SECONDS)
     whose = {line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()}
     if said:
         raise ConfigError("\n".join(whose[line] + line for line in said), agreed=True)

@@ -3,22 +3,17 @@
 import codecs
 import itertools
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from .errors import ConfigError, check
 from .formats import json_name
 from .strict_json import parse_json
 
 LONGEST = 2**26  # bytes of a line
-MOST = 10  # errors of rows, then reading ends
+MOST_ERRORS = 10  # errors of rows, then reading ends
 NO_ROWS = "no rows; a .jsonl file holds one object a line, a .json file an array of objects"
-
-
-class Row(NamedTuple):
-    where: str  # "chat.jsonl:3", or "chat.json row 3"
-    data: dict
 
 
 def as_object(value: object) -> dict:
@@ -33,21 +28,6 @@ def as_object(value: object) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"expected object, got {json_name(value)}")
     return value
-
-
-def collect(name: object, found: Iterable[tuple[str, object]]) -> list[Row]:
-    """The rows among (where, value); ConfigError lists up to ten bad ones, one a line."""
-    rows, errors = [], []
-    for where, value in found:
-        try:
-            rows.append(Row(where, as_object(value)))
-        except ValueError as error:
-            errors.append(f"{where}: {error}")
-        if len(errors) == MOST:
-            break
-    raise_all(errors)
-    check(rows, f"{name}: {NO_ROWS}")
-    return rows
 
 
 def read_file(path: Path) -> Iterator[tuple[str, object]]:
@@ -92,5 +72,5 @@ def read_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, object]]:
 
 def raise_all(errors: list[str]) -> None:
     """Raise ConfigError with the first ten of some errors, if there are any."""
-    more = ["and perhaps more: nothing was read after that"] if len(errors) >= MOST else []
-    check(not errors, "\n".join(errors[:MOST] + more))
+    more = ["and perhaps more: nothing was read after that"] if len(errors) >= MOST_ERRORS else []
+    check(not errors, "\n".join(errors[:MOST_ERRORS] + more))
