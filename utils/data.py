@@ -69,12 +69,12 @@ class Examples:
     def summary(self) -> str:
         """What the plan prints."""
         tokens = int(self.lengths.sum())
-        taught = int(
-            self.taught.sum() if self.rows is None else sum((i.labels != IGNORE).sum() for i in self)
-        )
+        taught = self.taught.sum() if self.rows is None else sum((i.labels != IGNORE).sum() for i in self)
         notes = [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
         notes += [f"{count:,} {what}" for what, count in self.notes.items() if count]
-        return ", ".join([f"{len(self):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught", *notes])
+        return ", ".join(
+            [f"{len(self):,} rows, {tokens:,} tokens, {int(taught) / tokens:.0%} taught", *notes]
+        )
 
 
 # --- rows -> examples
@@ -123,14 +123,7 @@ class Part:
 
 
 def load_examples(
-    path,
-    tokenizer,
-    seq_len: int,
-    max_rows=0,
-    progress=False,
-    train_on="assistant",
-    form="",
-    too_long="truncate",
+    path, tokenizer, seq_len, max_rows=0, progress=False, train_on="assistant", form="", too_long="truncate"
 ) -> Examples:
     """The rows of a data set as token ids and labels. `progress`: a bar, if standard error is a terminal;
     form: one of formats.FORMS, empty: told by each file's rows; train_on: see more_tokens.encode_rich.
