@@ -163,7 +163,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(flags, said, t
 def test_a_mistyped_benchmark_is_named(tmp_path):
     done = shell(f"{BENCH} laod")
     assert done.returncode == 2
-    assert done.stderr == "error: --what takes one of load, save, step, loss, quant, gpu; not 'laod'\n"
+    assert done.stderr == "error: --what takes one of load, save, step, loss, quant, data, gpu; not 'laod'\n"
 
 
 def test_a_copy_without_the_benchmarks_says_what_it_lacks(tmp_path):

@@ -183,7 +183,6 @@ BAD = [
     ({"prompt": "a", "completion": " "}, "completion: empty"),
     ({"prompt": "a", "completion": []}, "prompt: expected list, got text"),
     ({"text": None}, "text: expected text, got null"),
-    ({"text": ""}, "text: empty"),
     # What is not taught.
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "these are preference pairs; finetune.py teaches"),
     ({**ALPACA, "chosen": "b", "rejected": "c"}, "these are preference pairs"),

@@ -32,9 +32,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config as serialization
 
-from .distributed import World, all_reduce_sum, broadcast, together
+from .distributed import World, all_reduce_sum, broadcast
 from .errors import ConfigError, check, fault
-from .hf_format import check_space, disk_errors, sync_path
+from .hf_format import check_space, sync_path
 from .signals import warn_of_grace
 
 Optimizer = torch.optim.Optimizer
@@ -81,13 +81,8 @@ class CheckpointSaver:
         if not self.needed_bytes:
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
             self.needed_bytes = all_reduce_sum(sum(tensor.nbytes for tensor in local), self.world)
-        with together(self.world), disk_errors(self.folder):
-            check(not final.exists(), f"{final} exists, and is not overwritten (fix: move it away)")
-            if self.world.rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                check_space(self.folder, int(self.needed_bytes))
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
-        self.writer = _Writer(temporary, final, state, self.keep)
+        self.writer = _Writer(temporary, final, state, self.keep, int(self.needed_bytes))
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
         if self.background:
@@ -113,8 +108,10 @@ class CheckpointSaver:
         try:
             done()
         except dcp.api.CheckpointException as error:  # on all ranks
-            text = f"{self.writer.final} cannot be written: {reason_of(error)}"
-            raise ConfigError(f"{text} (fix: make room, or another --output_dir)", agreed=True) from error
+            (cause, _), *_ = error.failures.values()
+            fix = "(fix: make room, or another --output_dir)"
+            text = f"{self.writer.final} cannot be written: {reason_of(error)} {fix}"
+            raise ConfigError(str(cause) if isinstance(cause, ConfigError) else text, agreed=True) from error
         finally:
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
@@ -182,12 +179,20 @@ def reason_of(error: BaseException) -> str:
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer of files, which also hashes what it writes, and commits it all at the end."""
 
-    def __init__(self, temporary: Path, final: Path, state: dict, keep: int):
+    def __init__(self, temporary: Path, final: Path, state: dict, keep: int, needed_bytes: int):
         super().__init__(temporary)
         self.fs = _HashingFiles(state["step"])
-        self.final, self.keep, self.removal = final, keep, None
+        self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
         self.started, self.seconds, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
+
+    def prepare_local_plan(self, plan):
+        """What can be refused before anything is written."""
+        if self.rank == 0:
+            check(not self.final.exists(), f"{self.final} exists, and is not overwritten (fix: move it away)")
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            check_space(self.final.parent, self.needed_bytes)
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """This rank's tensors; its digests travel to rank 0 with the results."""
