@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-NICE = 10  # of the thread: the steps come first
+NICE = 19  # of the thread: the steps come first
 
 
 class Background:
