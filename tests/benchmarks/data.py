@@ -24,7 +24,7 @@ from measure import (
 )  # also puts the repository on sys.path
 
 GIB, MIB = 2**30, 2**20
-SIZE, SMALL_SIZE = 96 * MIB, MIB  # of rows.jsonl
+SIZE, SMALL_SIZE = 256 * MIB, MIB  # of rows.jsonl
 MEANS, SLOTS, DOCUMENTS = (300, 1000, 2000), 4096, 1_000_000
 CONTENDERS = {
     "raw": "tokenizers' encode_batch, all cores, of the rendered chats, which it finds in memory",
