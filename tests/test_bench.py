@@ -238,7 +238,7 @@ def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(w
     names = [row["contender"] for row in results["tables"][0]["rows"]]
     assert [run["contender"] for run in results["runs"]] == names * 2  # they take turns
     rows = {row["contender"]: row for row in results["tables"][0]["rows"]}
-    assert not [row["error"] for row in rows.values() if row["error"]]
+    assert not {name: row["error"] for name, row in rows.items() if row["error"]}
     others = [name for name in names if not name.startswith(("raw", "checkpoint"))]
     peaks = {name: rows[name]["values"]["peak_bytes"][0] for name in others}
     ours = peaks.pop("ours")

@@ -106,8 +106,9 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
     for path, what in damaged.items():
         aside = path.with_name(f"damaged_{path.name}_{secrets.token_hex(4)}")
         print0(f"warning: {what}; it is set aside as {aside.name}, and {checkpoint.name} is used")
-        if world.rank == 0:
-            os.rename(path, aside)
+        with together(world):  # nobody looks again before it is gone
+            if world.rank == 0:
+                os.rename(path, aside)
     return checkpoint
 
 
