@@ -21,8 +21,8 @@ demo: $(READY)  ## fine-tune the tiny model on 2 ranks, then show its answers be
 test: lint      ## lint and tests, under 10 minutes on 2 cores
 	$(BIN)/python -m pytest
 
-test-all: lint  ## the slow tests too, at most 40 minutes
-	$(BIN)/python -m pytest -m "not gpu"
+test-all: lint  ## the slow tests, which `make test` leaves out, at most 40 minutes
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 lint: $(READY)  ## ruff: style and format
 	$(BIN)/ruff check .
@@ -35,9 +35,10 @@ format: $(READY) ## let ruff format everything
 bench: $(READY) ## ratios against other ways, about 30 minutes on 2 cores
 	set -e; for what in load step save loss quant; do $(BIN)/python recipes/bench.py $$what; done
 
-gpu: $(READY)   ## what needs a GPU: its tests, and the table configs/measured_<device>.md
+gpu: $(READY)   ## what needs a GPU: its tests, and the tables configs/measured_<device>.md and planned_<device>.md
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-		$(BIN)/python -m pytest -m gpu tests/test_gpu.py && $(BIN)/python recipes/bench.py gpu --repeats 1; \
+		$(BIN)/python -m pytest -m gpu tests/test_gpu.py && $(BIN)/python recipes/bench.py gpu --repeats 1 && \
+		$(BIN)/python recipes/bench.py memory --repeats 1; \
 	else echo "no GPU here: nothing was run"; fi
 
 lines: $(READY) ## the promise, counted

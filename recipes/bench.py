@@ -1,7 +1,7 @@
 """
 Measure what the README claims, beside the peers: ratios within one run, median with min and max.
 
-    python recipes/bench.py load                      # also: save, step, loss, quant, data, gpu
+    python recipes/bench.py load                      # also: save, step, loss, quant, data, gpu, memory
     python recipes/bench.py save --ranks 2 --only ours,raw_write --json save.json
 
 Every contender runs in fresh processes, and they take turns (a b c, a b c, ...), so that what drifts hits all
@@ -46,7 +46,7 @@ SCALE = {"MiB": MIB, "GiB": GIB, "MiB/s": MIB, "GiB/s": GIB, "ms": 1e-3, "%": 1e
 @dataclass
 class Config:
     # What
-    what: Literal["load", "save", "step", "loss", "quant", "data", "gpu"] = "load"  # also as the first word
+    what: Literal["load", "save", "step", "loss", "quant", "data", "gpu", "memory"] = "load"  # or first word
     only: str = ""  # its contenders, separated by commas; empty: all
 
     # How

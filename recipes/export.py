@@ -34,8 +34,12 @@ from utils.errors import act, check, first_five, print0, report_errors
 from utils.hf_format import Piece, check_space, save_folder, save_model, transfer
 from utils.loading import build_model, load_pieces, plan_pieces
 from utils.lora import LoraConfig, LoraLayer, ModulesToSaveWrapper, inject_adapter_in_model, save_adapter
+from utils.memory import MIB, estimate_states
 from utils.mesh import build_mesh
 from utils.model_folder import INDEX, check_model_config, file_inside, find_model, open_weights, read_json
+from utils.parts import plan_parts
+from utils.planned import MemoryPlan
+from utils.run_folder import releases_output
 from utils.sharding import shard_model
 from utils.tokens import end_of_turn_ids, load_tokenizer
 from utils.trained_run import add_run_adapter, check_weights, find_run, load_weights
@@ -55,6 +59,8 @@ class Config:
     checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
     trust_remote_code: bool = False  # run Python code that comes with the model
 
+    force: bool = False  # begin though the plan says that it does not fit
+
     # Where
     output_dir: str = ""  # the new folder
 
@@ -63,6 +69,7 @@ class Config:
         check(self.output_dir, "no --output_dir given (fix: --output_dir FOLDER)")
 
 
+@releases_output
 def main(cfg: Config) -> Path:
     """Write the folder; returns it."""
     transformers.utils.logging.set_verbosity_error()
@@ -101,6 +108,9 @@ def main(cfg: Config) -> Path:
         if checkpoint:
             check_weights(checkpoint, model)
     print0(f"model     {base}: {len(weights)} tensors")
+    with together(world):
+        name = "merge" if cfg.adapter else "adapter" if lora_run else "save"
+        plan = plan_memory(name, model, world, cfg.force)
 
     if cfg.adapter:
         # --- merge: each rank its own files, one tensor at a time --------------------------------------
@@ -126,8 +136,24 @@ def main(cfg: Config) -> Path:
             save_dtype=DTYPES[run.get("save_dtype", "original")],
             tokenizer=tokenizer, eos_ids=end_of_turn_ids(tokenizer), source=folder,
         )  # fmt: skip
+    plan.compare(world)
     print0(f"finished  {out}")
     return out
+
+
+def plan_memory(name: str, model: nn.Module, world: World, force: bool) -> MemoryPlan:
+    """What an act of that name needs of the host: a merge has read its adapter already."""
+    weights = list(model.parameters())
+    largest = max((p.numel() * p.element_size() for p in weights if p.is_meta), default=0)
+    trains = sum(p.numel() * p.element_size() for p in weights if p.requires_grad)
+    parts = {
+        "save": {"weights": estimate_states(model, world.size).weights},
+        "merge": {"the largest weight, read and merged": 3 * largest},
+        "adapter": {"adapter": trains},
+    }[name]
+    fewer = name != "save" and world.size > 1
+    fix = f"--nproc_per_node {world.size // 2}" if fewer else "a machine with more memory"
+    return plan_parts(name, parts | {"buffers": 32 * MIB}, world, fix, force)
 
 
 # --- merging an adapter into its base

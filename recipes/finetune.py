@@ -23,18 +23,18 @@ import transformers
 
 from utils.batches import GlobalBatches, divide_global_batch
 from utils.checkpoint import CheckpointSaver, set_seed
-from utils.config import parse_cli
+from utils.config import check_least, parse_cli
 from utils.data import load_examples
 from utils.distributed import agree, all_reduce_sum, init_distributed, set_timeout, stop_distributed, together
 from utils.errors import act, check, fault, print0, report_errors
 from utils.hf_format import check_space, save_model
 from utils.loading import build_model, load_pieces, plan_pieces
 from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
-from utils.memory import estimate_disk, estimate_states
 from utils.mesh import build_mesh, mesh_axes, mesh_sentence
-from utils.metrics import RunLog, peak_memory_bytes, peak_memory_of_all
+from utils.metrics import RunLog, peak_memory_bytes
 from utils.model_folder import check_model_config, check_vocab, find_model, open_weights, run_facts
 from utils.optim import build_optimizer, clip_gradients, learning_rate, stop_if_not_finite
+from utils.planned import estimate_disk, plan_memory
 from utils.run_folder import claim_output, holds_run, releases_output, start_run, write_plan
 from utils.sharding import decoder_layers, shard_model, sync_gradients
 from utils.signals import stop_after_step, stop_asked, stop_at_once, warn_of_grace
@@ -108,6 +108,9 @@ class Config:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in the backward
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    # choose recomputing, offload, resharding and micro-batches; any: also LoRA, 8bit and 4bit
+    fit: Literal["", "same", "any"] = field(default="", metadata={"bare": "same"})
+    force: bool = False  # begin though the plan says that it does not fit
     reshard_after_forward: bool = True  # false: keep layers gathered until their backward, like ZeRO-2
     replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
     shard: int = 0  # ranks that a copy is cut over; 0: ranks / replicate, and all where neither is given
@@ -130,10 +133,7 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        least = {"batch_size": 1, "epochs": 1, "seq_len": 2, "warmup": -1, "timeout": 1}
-        for name, value in ((n, v) for n, v in asdict(self).items() if type(v) in (int, float)):
-            smallest = least.get(name, 0)
-            check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
+        check_least(self, batch_size=1, epochs=1, seq_len=2, warmup=-1, timeout=1)
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         changed = [n for n in (*LORA, *QUANTIZED) if getattr(self, n) != getattr(Config, n)]
@@ -143,9 +143,7 @@ class Config:
             check_adapter_flags(asdict(self), changed, LORA)
         check(not (self.eval_dataset and self.eval_share), "--eval_dataset or --eval_share? (fix: give one)")
         here = self.model and self.dataset or (TINY / "config.json").exists()
-        check(
-            here, "recipes/tiny is not here, so nothing can be left out (fix: --model FOLDER --dataset FILE)"
-        )
+        check(here, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
 
 
 @releases_output
@@ -166,7 +164,6 @@ def main(cfg: Config) -> Path | None:
     agree(world, asdict(cfg), "flags")
     folder = find_model(cfg.model, world, cfg.trust_remote_code)
     other = cfg.tokenizer and find_model(cfg.tokenizer, world, cfg.trust_remote_code)
-    lora = bool(cfg.lora_rank or cfg.adapter)
     with together(world, patient=True):
         check_model_config(folder, cfg.trust_remote_code)
         weights = open_weights(folder)
@@ -192,6 +189,10 @@ def main(cfg: Config) -> Path | None:
 
         size = cfg.global_batch_size or cfg.batch_size * max(1, cfg.grad_accum)
         return show_data(examples, held_out, tokenizer, cfg.show_masks, size, cfg.packing * cfg.seq_len)
+    with together(world):
+        plan = plan_memory(structure, DTYPES[cfg.dtype], axes["shard"], world, vars(cfg), examples, held_out)
+    cfg = replace(cfg, **plan.chosen)
+    lora = bool(cfg.lora_rank or cfg.adapter)
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     agree(world, facts, "files")
     out = claim_output(cfg.output_dir, "finetune", world, folder)
@@ -213,9 +214,8 @@ def main(cfg: Config) -> Path | None:
 
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
         steps = cfg.steps or cfg.epochs * loader.per_epoch
-        check_space(
-            out, 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
-        )
+        disk = 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+        check_space(out, disk)
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     print_template_notes(tokenizer)
@@ -225,6 +225,7 @@ def main(cfg: Config) -> Path | None:
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
+    print0(plan.text)
 
     # --- build: the structure that is trained ---------------------------------------------------------
     act("build")
@@ -246,12 +247,9 @@ def main(cfg: Config) -> Path | None:
     if cfg.compile:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
-    states = estimate_states(model, axes["shard"], optimizer=cfg.optimizer)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    over = f"frozen weights; {trained:,} fp32 parameters train" if lora else f"{cfg.param_dtype} weights"
     print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
-    print0(f"compute   {cfg.dtype} over {over}; attention {model.config._attn_implementation}")
-    print0(states.sentence())
+    over = f"{'frozen' if lora else cfg.param_dtype} weights; attention {model.config._attn_implementation}"
+    print0(f"compute   {cfg.dtype} over {over}")
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     act("shard")
@@ -297,7 +295,7 @@ def main(cfg: Config) -> Path | None:
     if world.device.type == "cuda":
         from utils.flops import mfu
     saver = CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save)
-    run = start_run(out, cfg, asdict(states)) if world.rank == 0 else 0  # until here nothing was written
+    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # until here nothing was written
     log = RunLog(out if run else None, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run)
     profiler = None
     if cfg.profile:
@@ -367,7 +365,8 @@ def main(cfg: Config) -> Path | None:
     elif cfg.save_model:
         options = {"save_dtype": DTYPES[cfg.save_dtype], "tokenizer": tokenizer, "source": folder}
         save_model(out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options)
-    write_plan(out, asdict(states), {"steps": steps, "peak_memory_bytes": peak_memory_of_all(world)}, world)
+    measured = plan.compare(world)  # and print both
+    write_plan(out, plan.planned, {"steps": steps, **measured}, world)
     print0(f"finished  {steps} steps; {out / ('adapter' if lora else 'model') if cfg.save_model else out}")
     return out
 
@@ -377,8 +376,7 @@ def settle(cfg: Config, world) -> Config:
     if not cfg.model:
         open_values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
         cfg = replace(cfg, model=str(TINY), **open_values)
-    if not cfg.dataset:
-        cfg = replace(cfg, dataset=str(TINY / "chat.jsonl"))
+    cfg = replace(cfg, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
     cuda = world.device.type == "cuda"
     has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if cfg.dtype == "auto":

@@ -28,9 +28,13 @@ from utils.config import parse_cli
 from utils.containers import read_rows
 from utils.distributed import World, broadcast, gather, init_distributed, stop_distributed, together
 from utils.errors import ConfigError, act, check, print0, report_errors
+from utils.fit import room
 from utils.loading import build_model, load_pieces, plan_pieces
 from utils.mesh import build_mesh
 from utils.model_folder import check_model_config, check_vocab, find_model, open_weights, read_json
+from utils.parts import estimate_generation, needed, plan_parts
+from utils.planned import MemoryPlan
+from utils.run_folder import releases_output
 from utils.sharding import shard_model
 from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.trained_run import add_run_adapter, check_weights, find_run, load_weights
@@ -59,6 +63,7 @@ class Config:
 
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
+    force: bool = False  # begin though the plan says that it does not fit
 
     # Where
     output: str = ""  # .jsonl file for the answers; empty: the terminal
@@ -78,6 +83,7 @@ class Config:
         check(some, "no --model given (fix: --model FOLDER, or --checkpoint RUN)")
 
 
+@releases_output
 def main(cfg: Config) -> None:
     """Answer, and write or print the answers."""
     transformers.utils.logging.set_verbosity_error()
@@ -127,6 +133,8 @@ def main(cfg: Config) -> None:
         if checkpoint:
             check_weights(checkpoint, model)
     encoded = broadcast(world, encoded)
+    with together(world):
+        plan = plan_memory(cfg, model, dtype, encoded, world)
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     if world.size > 1:
@@ -157,7 +165,24 @@ def main(cfg: Config) -> None:
             rows = [{"prompt": p, "answer": text} for (_, p), text in zip(prompts, answers, strict=True)]
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             write_new(Path(cfg.output), text) if cfg.output else print0(text.rstrip("\n"))
+    plan.compare(world)
     print0(f"finished  {len(answers)} answers{f' in {cfg.output}' if cfg.output else ''}")
+
+
+def plan_memory(cfg: Config, model, dtype: torch.dtype, encoded: list, world: World) -> MemoryPlan:
+    """What the longest batch needs; a chat is planned for as many tokens as one turn and its answer."""
+    longest = max(map(len, encoded), default=cfg.max_new_tokens)
+
+    def parts(rows: int) -> dict[str, int]:
+        return estimate_generation(model, world.size, dtype, rows, longest, cfg.max_new_tokens)
+
+    rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
+    there, fewer = room(world)[0], rows
+    while fewer and needed(parts(fewer), world) > there:
+        fewer //= 2
+    more = f"--nproc_per_node {2 * world.size}, on more GPUs, or a smaller --max_new_tokens"
+    fix = f"--batch_size {fewer}" if fewer else more
+    return plan_parts("generate", parts(rows), world, fix, cfg.force)
 
 
 def answer(cfg: Config, model, tokenizer, encoded: list, settings: dict, world: World) -> list[str]:

@@ -4,6 +4,7 @@ The named function ends its process, or misbehaves as KIND says, at its CALL-th 
 """
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "recipes")]
 
 import finetune
 
-from utils import checkpoint, hf_format
+from utils import checkpoint, distributed, explain, hf_format  # noqa: F401 - explain: while it may be read
 from utils.config import parse_cli
 from utils.errors import report_errors
 from utils.signals import stop_at_once
@@ -31,10 +32,19 @@ def fail(*_, **__):
     raise RuntimeError("row 7 is corrupt")
 
 
+def no_threads(*args, **options):
+    """From here on this process may start none. Root may always, so it becomes someone else."""
+    if os.geteuid() == 0:
+        os.setuid(64999)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    return distributed.init_distributed(*args, **options)
+
+
 FAULTS = {  # kind -> (where, name, what happens instead)
     "retire": (checkpoint.shutil, "rmtree", die),  # half of an old checkpoint's removal
     "export": (hf_format, "verify_chunks", die),  # the final model is written, and not yet renamed
     "collective": (finetune, "all_reduce_sum", leave_out),
+    "threads": (finetune, "init_distributed", no_threads),
     "data": (finetune.GlobalBatches, "batches", fail),
 }
 
@@ -53,7 +63,7 @@ def inject(kind: str, call: int) -> None:
 
 if __name__ == "__main__":
     kind, rank, call, *flags = sys.argv[1:]
-    if os.environ["RANK"] == rank:
+    if os.environ.get("RANK", "0") == rank:
         inject(kind, int(call))
     with report_errors():
         stop_at_once()

@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 sys.path.insert(1, str(BENCHMARKS))
 import gpu
 import loss
+import memory
 import step
 from measure import Worker
 
@@ -51,6 +52,7 @@ def bare(input_folder, tmp_path_factory):
     return ran(2, step, "bare_loop", input_folder, tmp_path_factory.mktemp("bare"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contender", [name for name in step.CONTENDERS if name != "bare_loop"])
 def test_every_loop_has_the_losses_of_the_bare_loop_and_its_time_is_taken(
     contender, input_folder, bare, tmp_path
@@ -85,10 +87,26 @@ def test_chunked_and_plain_loss_are_equal_and_another_is_a_failure(tmp_path):
         ran(1, loss, "plain_8k_4096", tmp_path, tmp_path / "wrong")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contender", [name for name in gpu.CONTENDERS if name != "compiled"])
 def test_what_runs_on_a_gpu_runs_on_a_cpu_in_a_tiny_shape(contender, tmp_path):
     numbers = ran(1, gpu, contender, tmp_path, tmp_path / "out")
     assert min(numbers["tokens_per_second"], numbers["peak_bytes"], numbers["seconds"]) > 0
+
+
+@pytest.mark.slow
+def test_so_do_the_steps_whose_memory_was_planned(tmp_path):
+    (found,) = run_ranks(contend, 1, "memory", "settings", tmp_path, tmp_path)
+    assert found["count"] == len(memory.SMALL) == len(found["rows"])
+    assert min(row["planned_bytes"] for row in found["rows"]) > 0
+
+
+@pytest.mark.slow
+def test_every_setting_that_a_gpu_is_asked_about_has_a_plan_and_fits_an_h200():
+    assert len(memory.SETTINGS) >= 24
+    for shape, seq_len, dtype, knobs in memory.SETTINGS:
+        planner, chosen = memory.planned(shape, seq_len, dtype, knobs, True)
+        assert planner.holds(chosen, 139 * 2**30, 100 * 2**30), (shape, knobs)
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ from shell import ROOT
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
-from utils import cache, data
-from utils.data import encode_rows, load_examples
+from utils import cache, data, workers
+from utils.data import load_examples
 from utils.distributed import set_timeout, together
+from utils.encode import TWICE, encode_rows
 from utils.errors import ConfigError
 from utils.tokens import load_tokenizer
 
@@ -29,10 +30,12 @@ SCRIPT = """
 import sys
 from utils import data
 from utils.tokens import load_tokenizer
+from utils.errors import report_errors
 if __name__ == "__main__":
     data.SMALL = 0
-    examples = data.load_examples(sys.argv[2], load_tokenizer(sys.argv[1]), 64)
-    print("rows", len(examples), examples.fingerprint)
+    with report_errors():
+        examples = data.load_examples(sys.argv[2], load_tokenizer(sys.argv[1]), 64)
+        print("rows", len(examples), examples.fingerprint)
 """
 
 
@@ -80,7 +83,7 @@ def test_it_holds_what_memory_would_hold_and_is_made_once(files, monkeypatch, ev
             assert torch.equal(other[i].ids, plain[i].ids)
             assert torch.equal(other[i].labels, plain[i].labels)
     assert plain.dropped
-    assert plain.notes[data.TWICE] > 0
+    assert plain.notes[TWICE] > 0
 
 
 def test_what_is_damaged_is_made_again(files, everything_is_large):
@@ -134,10 +137,20 @@ def test_a_folder_that_cannot_be_written_is_one_line(files, monkeypatch, tmp_pat
         load_examples(files[1], load_tokenizer(files[0]), 64)
 
 
-def start(files, cache_home: Path) -> subprocess.Popen:
-    command = [sys.executable, files[1].with_name("script.py"), files[0], files[1]]
+def start(files, cache_home: Path, limits: str = "") -> subprocess.Popen:
+    command = [
+        "bash",
+        "-c",
+        f'{limits} exec "$@"',
+        "bash",
+        sys.executable,
+        files[1].with_name("script.py"),
+        files[0],
+        files[1],
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache_home), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
 
 def children(pid: int) -> list[int]:
@@ -147,6 +160,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_a_kill_half_way_leaves_nothing_that_is_taken_for_whole(files, tmp_path):
+    """Row 59 of the faults."""
     folder = tmp_path / "raw_fsdp" / "data"
     process = start(files, tmp_path)
     until = time.monotonic() + 60
@@ -154,6 +168,7 @@ def test_a_kill_half_way_leaves_nothing_that_is_taken_for_whole(files, tmp_path)
         assert time.monotonic() < until
         time.sleep(0.01)
     workers = children(process.pid)
+    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot end in time
     time.sleep(3)  # past the start of the workers: from then on they end with their parent
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -169,6 +184,22 @@ def test_a_kill_half_way_leaves_nothing_that_is_taken_for_whole(files, tmp_path)
 
 
 @pytest.mark.slow
+def test_no_room_half_way_is_one_line_and_leaves_nothing(files, tmp_path):
+    out, err = start(files, tmp_path, limits="ulimit -f 8;").communicate(timeout=120)  # KiB
+    folder = tmp_path / "raw_fsdp" / "data"
+    assert f"error: {folder}/" in err
+    assert "File too large (fix: XDG_CACHE_HOME=FOLDER, with room)\n" in err
+    assert "Traceback" not in err
+    assert kept(folder) == []
+
+
+def test_data_that_goes_away_meanwhile_is_named(files, everything_is_large):
+    gone = everything_is_large / "gone.jsonl"
+    with pytest.raises(ConfigError, match=r"gone.jsonl: No such file or directory$"):
+        cache.cached_tokens(gone, [gone], [], partial(encode_rows, tokenizer=None))
+
+
+@pytest.mark.slow
 def test_two_runs_at_once_make_it_once(files, tmp_path):
     both = [start(files, tmp_path) for _ in range(2)]
     outs = [process.communicate(timeout=120)[0] for process in both]
@@ -180,8 +211,8 @@ def test_two_runs_at_once_make_it_once(files, tmp_path):
 def test_parts_are_cut_by_rows_and_by_bytes():
     encode = partial(encode_rows, tokenizer=None, seq_len=64, train_on="assistant", form="", too_long="drop")
     assert encode([]).rows == 0
-    assert [len(part) for part in cache.chunks([("f:1", b"x")] * 600)] == [256, 256, 88]
-    assert [len(part) for part in cache.chunks([("f:1", b"x" * 2**21)] * 7)] == [3, 3, 1]
+    assert [len(part) for part in workers.chunks([("f:1", b"x")] * 600)] == [256, 256, 88]
+    assert [len(part) for part in workers.chunks([("f:1", b"x" * 2**19)] * 7)] == [3, 3, 1]
 
 
 def late(world) -> bool:

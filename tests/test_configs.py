@@ -11,11 +11,8 @@ from shell import ROOT
 from transformers import AutoConfig
 
 from utils.config_text import load_config
-from utils.loading import build_model
-from utils.lora import add_lora, cast_frozen
-from utils.memory import estimate_states
+from utils.fit import GIB, KNOBS, Knobs, Planner
 from utils.mesh import mesh_axes
-from utils.quantize import quantize_linears
 
 PATHS = sorted((ROOT / "configs").glob("*.yaml"))
 NAMES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
@@ -44,7 +41,7 @@ def test_every_config_is_valid_and_says_what_it_is_for(path):
 
 
 @pytest.mark.parametrize("path", [p for p in PATHS if "Planned" in header_of(p)], ids=lambda path: path.stem)
-def test_the_planned_bytes_are_what_the_estimate_says(path):
+def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     cfg, header = load_config(finetune.Config, path), header_of(path)
     ranks = int(re.search(r"GPUs: +(\d+) x", header)[1])
     processes = int(found[1]) if (found := re.search(r"--nproc_per_node (\d+)", header)) else 1
@@ -52,14 +49,21 @@ def test_the_planned_bytes_are_what_the_estimate_says(path):
     assert processes * nodes == ranks
     kind, sizes, others = SHAPES[cfg.model]
     config = AutoConfig.for_model(kind, **dict(zip(NAMES.split(), sizes, strict=True)), **others)
-    model = build_model(config, finetune.DTYPES[cfg.param_dtype])
-    if cfg.lora_rank:
-        add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets)
-        if cfg.quantization != "none":
-            quantize_linears(model, cfg.quantization, finetune.DTYPES[cfg.dtype])
-        cast_frozen(model, finetune.DTYPES[cfg.dtype])
+    gib = int(re.search(r"GPUs: +\d+ x (\d+) GB", header)[1])
+    how = {"lora": {"alpha": cfg.lora_alpha, "targets": cfg.lora_targets}, "optimizer": cfg.optimizer}
+    how |= {"local": processes, "packed": cfg.packing, "sync_each": cfg.sync_each_microbatch}
+    structure = (config, finetune.DTYPES[cfg.param_dtype], cfg.attn, False)
     shards = mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]
-    states = estimate_states(model, shards, optimizer=cfg.optimizer)
-    planned = re.search(r"Planned: +([\d.]+) GiB of states per GPU", header)[1]
-    assert f"{states.total / 2**30:.2f}" == planned
+    planner = Planner(
+        structure, finetune.DTYPES[cfg.dtype.replace("auto", "bf16")], shards, cfg.seq_len, **how
+    )
+    rows = cfg.global_batch_size // ranks or cfg.batch_size * max(1, cfg.grad_accum)
+    knobs = {name: getattr(cfg, name) for name in KNOBS} | {"grad_accum": rows // cfg.batch_size}
+    need = planner.need(Knobs(**knobs))
+    assert need.device <= 0.98 * gib * GIB  # of 80 GiB, an H100 shows 79.6
+    wanted = (
+        f"{need.device / GIB:.1f} GiB per GPU with reserve, {need.host * processes / GIB:.0f} GiB of host; "
+    )
+    wanted += f"states are {need.states.total / GIB:.2f} GiB per GPU"
+    assert re.search(r"Planned: +(.+) \(", header)[1] == wanted
     assert "Measured: not measured" in header or re.search(r"Measured: .*\d{4}-\d\d-\d\d", header)

@@ -5,6 +5,7 @@ python -m pytest tests/test_containers.py
 
 import csv
 import gzip
+import io
 import json
 import os
 from pathlib import Path
@@ -161,9 +162,27 @@ def test_a_table_cut_short_or_without_rows_is_told_why():
 def test_a_packed_file_does_not_fill_the_memory(monkeypatch):
     from utils import containers
 
-    monkeypatch.setattr(containers, "MOST", 2**20)
-    bomb = gzip.compress(b"[" + b" " * 2**24)
-    assert "bomb.json.gz: holds more than" in refusal(write("bomb.json.gz", bomb))
+    monkeypatch.setattr(containers, "LONGEST", 2**20)
+    space, word = gzip.compress(b"[" + b" " * 2**24), gzip.compress(b'["' + b"a" * 2**24)
+    assert "space.json.gz row 1: Expecting value" in refusal(write("space.json.gz", space))
+    assert "word.json.gz row 1: an element of more than 1 Mi" in refusal(write("word.json.gz", word))
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64])
+def test_an_array_reads_the_same_wherever_its_text_is_cut(monkeypatch, block):
+    from utils import containers
+
+    words = 'a\u00e9\u2028 \\ "[,]'
+    whole = [{"text": words}, {"text": "b", "n": [12, -1.5e3, True, None]}, {"text": ""}]
+    texts = [json.dumps(whole), json.dumps(whole, indent=3), "[]", " [ ] ", "[1", "[1,]", "[1 2]", "[1]x"]
+    read = {text: list(containers.read_array(io.StringIO(text), Path("f"))) for text in texts}
+    assert [value for _, value in read[texts[0]]] == whole
+    monkeypatch.setattr(containers, "BLOCK", block)
+    for text, rows in read.items():
+        again = list(containers.read_array(io.StringIO(text), Path("f")))
+        assert [(where, str(value).split(":")[0]) for where, value in again] == [
+            (where, str(value).split(":")[0]) for where, value in rows
+        ]
 
 
 def test_a_data_set_that_is_nowhere_is_one_line():

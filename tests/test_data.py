@@ -9,7 +9,8 @@ from test_tokens import byte_level
 
 from utils.batches import GlobalBatches, collate, permutation
 from utils.containers import read_rows
-from utils.data import Example, Examples, Part, load_examples
+from utils.data import Example, Examples, load_examples
+from utils.encode import Part
 from utils.errors import ConfigError
 from utils.held_out import hold_out, split_by_hash
 from utils.strict_json import parse_json

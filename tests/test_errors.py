@@ -57,6 +57,7 @@ def test_several_errors_are_several_lines():
     assert run("raise ConfigError('one\\ntwo', agreed=True)") == (2, "", "error: one\nerror: two\n")
 
 
+@pytest.mark.slow
 def test_another_rank_gives_rank_0_time_to_speak_and_is_silent_where_all_agree():
     started = time.monotonic()
     agreed = start("raise ConfigError('one', agreed=True)", rank=1)

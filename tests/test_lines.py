@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "finetune.py"
-PLAIN, ALL, RECIPE_LINES = 2220, 5440, 400
+PLAIN, ALL, RECIPE_LINES = 2310, 6590, 400
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
@@ -53,11 +53,11 @@ def everything() -> set[Path]:
     return {*(ROOT / "recipes").rglob("*.py"), *(ROOT / "utils").rglob("*.py")}
 
 
-def test_the_plain_path_is_at_most_2220_lines_of_code():
+def test_the_plain_path_is_at_most_2310_lines_of_code():
     assert sum(map(lines_of_code, plain_path())) <= PLAIN
 
 
-def test_all_recipes_and_utils_are_at_most_5440_lines_of_code():
+def test_all_recipes_and_utils_are_at_most_6590_lines_of_code():
     assert sum(map(lines_of_code, everything())) <= ALL
 
 

@@ -296,7 +296,9 @@ def straight_and_resumed(world, folder, name):
     return straight == resumed, fingerprint(model, optimizer), fingerprint(second, second_optimizer)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "paged" in name else []) for name in NAMES]
+)
 def test_resume_on_the_same_number_of_ranks_is_bitwise(tmp_path, name):
     """8-bit state also with another --optimizer, where only paging differs."""
     for same_losses, straight, resumed in run_ranks(straight_and_resumed, 3, tmp_path, name):
@@ -339,7 +341,14 @@ def merged_blocks(shape, old, new) -> torch.Tensor:
     return torch.tensor([e // 256 in merged for e in range(shape.numel())])
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (4, 1), (1, 4), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (2, 3),
+        (4, 1),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((3, 2), (1, 4), (2, 4), (3, 1))),
+    ],
+)
 def test_on_another_number_of_ranks_only_blocks_that_lay_across_ranks_change(tmp_path, old, new):
     from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
 

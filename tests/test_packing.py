@@ -14,7 +14,7 @@ from test_parity import write_rows
 from tiny import KINDS, tiny_model, tiny_model_folder
 
 from utils.batches import GlobalBatches
-from utils.data import Part
+from utils.encode import Part
 from utils.errors import ConfigError
 from utils.loss import add_chunked_loss, summed_cross_entropy
 from utils.packing import PackedBatches, check_packing, deal, pack

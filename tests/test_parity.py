@@ -95,7 +95,11 @@ def setting(request, tmp_path_factory):
     return folder, rows, plain_loop(folder, rows)
 
 
-@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 8), (1, 2), (1, 1), (2, 4), (2, 1), (4, 2)])
+OF_EIGHT = [(1, 8), (1, 2), (2, 4), (4, 2)]  # ranks and rows of a micro-batch
+OF_EIGHT += [pytest.param(*other, marks=pytest.mark.slow) for other in ((1, 1), (2, 1))]
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), OF_EIGHT)
 def test_any_ranks_and_accumulation_equal_a_plain_loop(setting, tmp_path, ranks, batch_size):
     folder, rows, (expected, weights) = setting
     curve, ours = with_recipe(
@@ -114,7 +118,12 @@ def test_any_ranks_and_accumulation_equal_a_plain_loop(setting, tmp_path, ranks,
 OTHER_KINDS = [kind for kind in KINDS if kind not in ("llama", "qwen2", "gemma2")]
 
 
-@pytest.mark.parametrize("kind", OTHER_KINDS)
+AT_ONCE = ("qwen3", "gpt2", "gemma3", "mixtral")  # one of each sort; the others are left to make test-all
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in AT_ONCE else pytest.mark.slow) for kind in OTHER_KINDS]
+)
 def test_every_family_equals_a_plain_loop_on_two_ranks(kind, tmp_path):
     router = {"output_router_logits": False} if "mo" in kind or kind == "mixtral" else {}
     folder, rows = (
@@ -140,6 +149,7 @@ def test_every_family_equals_a_plain_loop_on_two_ranks(kind, tmp_path):
     assert difference.sqrt() <= 1e-5 * sum(tensor.square().sum() for tensor in weights.values()).sqrt()
 
 
+@pytest.mark.slow
 def test_the_same_world_size_gives_the_same_bits(setting, tmp_path):
     folder, rows, _ = setting
     flags = {"model": folder, "dataset": rows, "global_batch_size": GLOBAL_BATCH}

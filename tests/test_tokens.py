@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from utils.errors import ConfigError
 from utils.more_tokens import SHORTENED, SPELLED, encode_rich, places_by_difference
-from utils.tokens import encode_chat, end_of_turn_ids, literal_places, load_tokenizer, pad_id
+from utils.tokens import chat_text, encode_texts, end_of_turn_ids, literal_places, load_tokenizer, pad_id
 
 SPECIAL = [
     "<s>",
@@ -181,6 +181,11 @@ def taught_texts(tokenizer, ids, taught) -> list[str]:
         elif runs[-1]:
             runs.append([])
     return [tokenizer.decode(run) for run in runs if run]
+
+
+def encode_chat(tokenizer, messages):
+    text = chat_text(tokenizer, messages)
+    return encode_texts(tokenizer, [text])[0] if text else None
 
 
 def saved(tokenizer, folder, template=None):

@@ -77,6 +77,7 @@ def test_no_weight_is_gathered_and_no_gradient_reduced_more_often_than_it_must(s
         assert other < 1000  # counts, the loss, the norm
 
 
+@pytest.mark.slow
 def test_a_quantized_base_is_gathered_as_codes_and_scales_and_only_adapters_are_reduced(setting, tmp_path):
     _, rows = setting
     folder = tiny_model_folder(tmp_path / "model", vocab_size=1004, intermediate_size=128)

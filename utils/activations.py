@@ -31,5 +31,15 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
             return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if hasattr(model, "activation_checkpointing_enable"):  # the older name warns
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+def keep_activations(model: nn.Module) -> nn.Module:
+    """Recompute nothing again, as a model does that recompute_activations has not met."""
+    newer = hasattr(model, "activation_checkpointing_disable")
+    (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
     return model

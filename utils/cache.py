@@ -9,15 +9,11 @@ process at a time make it; the others wait for the lock, and in no collective.
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import secrets
 import shutil
-import signal
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,13 +23,12 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from .distributed import die_with_parent
 from .errors import ConfigError, print0
 from .hf_format import sync_path
 from .rows import MOST_ERRORS
+from .workers import encoded
 
-ROWS, BYTES = 256, 2**22  # of a file's rows, and of lines also bytes, that a process gets at a time
-CODE = "batches cache containers data formats more_formats more_tokens rows strict_json tokens".split()
+CODE = "batches cache containers data encode formats more_formats more_tokens rows strict_json tokens".split()
 ARRAYS = {"ids": torch.int32, "taught": torch.uint8, "bounds": torch.int64, "keys": torch.int64}
 ARRAYS |= {"names": torch.uint8, "ends": torch.int64}
 
@@ -54,14 +49,17 @@ def cached_tokens(path: object, files: list, found: Iterable, encode: partial) -
     the disk. encode: data.encode_rows with its settings. ConfigError for bad rows, of which nothing is kept.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raw_fsdp" / "data"
-    folder = cache / key_of(path, files, encode.keywords)
+    folder = cache
     try:
+        folder = cache / key_of(path, files, encode.keywords)
         cache.mkdir(parents=True, exist_ok=True)
         if not complete(folder):
             with locked(folder.with_suffix(".lock")):
                 if not complete(folder):
                     make(folder, path, found, encode)
     except OSError as error:
+        if error.filename in map(str, files):
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
         raise ConfigError(f"{folder}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)") from None
     print0(f"tokens    of {path} are in {folder}")
     arrays = {name: mapped(folder / name, dtype) for name, dtype in ARRAYS.items()}
@@ -151,51 +149,6 @@ def joined(total, part):
     total.dropped.update(part.dropped)
     total.notes.update(part.notes)
     return total
-
-
-def encoded(found: Iterable, encode: partial) -> Iterator:
-    """encode(rows) of a few rows at a time, in their order, by as many processes as there are cores."""
-    processes, waiting = len(os.sched_getaffinity(0)), deque()
-    context = multiprocessing.get_context("spawn")  # a fork would copy threads of torch and gloo in any state
-    pool = ProcessPoolExecutor(processes, context, _start, (encode, os.getpid()))
-    try:
-        for rows in chunks(found):
-            waiting.append(pool.submit(_encode, rows))
-            if len(waiting) > 2 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        fix = "more host memory, or taskset to fewer cores"
-        raise ConfigError(
-            f"a process that tokenizes was killed, most likely for memory (fix: {fix})"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def chunks(found: Iterable) -> Iterator[list]:
-    rows, size = [], 0
-    for where, value in found:
-        rows.append((where, value))
-        size += len(value) if isinstance(value, bytes) else 0
-        if len(rows) == ROWS or size > BYTES:
-            yield rows
-            rows, size = [], 0
-    yield rows
-
-
-def _start(encode: partial, parent: int) -> None:
-    global _encode_rows
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal: one answers
-    die_with_parent()
-    if os.getppid() != parent:  # it died while this process started
-        os._exit(1)
-    _encode_rows = encode
-
-
-def _encode(rows: list):
-    return _encode_rows(rows)
 
 
 def mapped(file: Path, dtype: torch.dtype) -> torch.Tensor:

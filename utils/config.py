@@ -66,6 +66,13 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
     return cls(**values)
 
 
+def check_least(cfg: object, **least: int) -> None:
+    """Refuse a number below its least value, which is 0 where `least` names no other."""
+    for name, value in ((name, value) for name, value in asdict(cfg).items() if type(value) in (int, float)):
+        smallest = least.get(name, 0)
+        check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
+
+
 def save_config(cfg: object, path: str | Path) -> None:
     """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
     values = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(cfg).items()}

@@ -23,7 +23,7 @@ from .strict_json import DECODER, check_pairs
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
 SPACE = re.compile(r"[ \t\r\n]*")
-MOST = 2**31  # characters of an array, which is read as a whole
+BLOCK = 2**20  # characters of an array that are read at a time
 LONG_TEXT = 2**20  # characters of a text that are tokenized at a time
 Found = Iterator[tuple[str, object]]
 
@@ -151,23 +151,51 @@ def _read_text(file: TextIO, path: Path) -> Found:
 
 
 def read_array(file: TextIO, path: Path) -> Found:
-    """(where, the value or a ValueError) of each element. After a syntax error there is no next one."""
-    where, row, text = str(path), 0, file.read(MOST)
-    check(not file.read(1), f"{path}: holds more than {MOST >> 30} Gi characters (fix: a .jsonl file)")
+    """(where, the value or a ValueError) of each element. After a syntax error there is no next one.
+
+    Of the text only the element that is read stays in memory.
+    """
+    text, row, where, more = "", 0, str(path), True
+
+    def need(at: int) -> int:
+        """Skip space from `at`, and read on where the text ends; where in the text that is."""
+        nonlocal text, more
+        while (at := _skip_space(text, at)) == len(text) and more:
+            text, at = file.read(BLOCK), 0
+            more = bool(text)
+        return at
+
     try:
-        if re.fullmatch(r"\s*(\[\s*\]\s*)?", text):
+        at = need(0)
+        if at == len(text):
             return
-        at = _skip_space(text, 0)
         check(text[at] == "[", f"{path}: not an array, [...]; a file with one object a line is a .jsonl file")
-        while text[at] != "]":  # at [ or ,
+        at = need(at + 1)
+        ends = text[at : at + 1] == "]"
+        while not ends:
             row += 1
-            where = f"{path} row {row}"
-            value, at = _parse_at(text, at + 1)
+            where, text = f"{path} row {row}", text[at:]
+            while True:
+                try:
+                    value, at = _parse_at(text, 0)
+                    if at < len(text) or not more:  # what ends with the text, as 12 does, may go on
+                        break
+                except json.JSONDecodeError as error:
+                    cut = error.msg.startswith("Unterminated") or error.pos > len(text) - 16
+                    if not more or not cut:
+                        raise
+                check(len(text) <= LONGEST, f"{where}: an element of more than {LONGEST >> 20} Mi characters")
+                text += (new := file.read(max(BLOCK, len(text))))
+                more = bool(new)
+            at = need(at)
             if text[at : at + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting , or ]", text, at)
+            ends = text[at] == "]"
             yield where, value
-        if _skip_space(text, at + 1) < len(text):
-            raise json.JSONDecodeError("More text after the array", text, at + 1)
+            at = at if ends else need(at + 1)
+        at = need(at + 1)
+        if at < len(text):
+            raise json.JSONDecodeError("More text after the array", text, at)
     except ValueError as error:
         yield where, error
 

@@ -2,10 +2,8 @@
 
 import hashlib
 import os
-import re
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
@@ -15,12 +13,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from .errors import check
-from .formats import form_of, plain_messages
-from .rows import MOST_ERRORS, NO_ROWS, as_object, raise_all, read_file
-from .tokens import IGNORE, encode_chat
+from .encode import encode_rows
+from .rows import read_file
+from .tokens import IGNORE
 
-TWICE, CUT = "the same as a row before", "cut at --seq_len"
 SMALL = 2**24  # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
 
 
@@ -77,51 +73,6 @@ class Examples:
         )
 
 
-# --- rows -> examples
-
-
-@dataclass
-class Part:
-    """Rows as they are tokenized, and what there is to say of them."""
-
-    ids: array = field(default_factory=lambda: array("i"))
-    taught: bytearray = field(default_factory=bytearray)
-    lengths: array = field(default_factory=lambda: array("q"))
-    keys: array = field(default_factory=lambda: array("q"))
-    where: list[str] = field(default_factory=list)
-    dropped: Counter = field(default_factory=Counter)
-    notes: Counter = field(default_factory=Counter)
-    errors: list[str] = field(default_factory=list)
-    forms: dict[str, tuple] = field(default_factory=dict)  # file -> (form, where) of its first row
-    rows: int = 0  # that were read
-
-    def add(self, ids: list[int], taught: bytes, where: str) -> None:
-        row = array("i", ids)
-        self.ids += row
-        self.taught += taught
-        self.lengths.append(len(row))
-        digest = hashlib.blake2b(row, digest_size=8).digest()
-        self.keys.append(int.from_bytes(digest, "little", signed=True))
-        self.where.append(where)
-
-    def take_form(self, form: str, where: str) -> None:
-        """A file holds rows of one form."""
-        file = re.sub(r"(:| row )\d+$", "", where)
-        first, _ = self.forms.setdefault(file, (form, where)) if form else (form, where)
-        if form != first:
-            raise ValueError(f"a row in {form} form, and the file's first row is {first}")
-
-    def close(self, path: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """(bounds, keys) of Examples. ConfigError for bad rows (up to ten), and where nothing is left."""
-        raise_all(self.errors)
-        check(self.rows, f"{path}: {NO_ROWS}")
-        why = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
-        check(self.lengths, f"{path}: all {self.rows} rows were dropped: {why}; raise --seq_len")
-        keys = torch.tensor(self.keys)
-        self.notes[TWICE] = len(keys) - len(keys.unique())
-        return torch.tensor([0, *self.lengths]).cumsum(0), keys
-
-
 def load_examples(
     path, tokenizer, seq_len, max_rows=0, progress=False, train_on="assistant", form="", too_long="truncate"
 ) -> Examples:
@@ -149,38 +100,6 @@ def load_examples(
     return Examples(ids, taught, bounds, keys, part.where, part.dropped, part.notes)
 
 
-def encode_rows(found: Iterable[tuple[str, object]], tokenizer, seq_len, train_on, form, too_long) -> Part:
-    """Tokenize (where, row) as far as rows are good, or until ten are not; see load_examples."""
-    part = Part()
-    for where, value in found:
-        part.rows += 1
-        try:
-            row = as_object(value)
-            kind = form or form_of(row)
-            part.take_form(kind, where)
-            messages = plain_messages(row, kind)
-            encoded = encode_chat(tokenizer, messages) if messages and train_on == "assistant" else None
-            ids, taught = encoded or encode_any(tokenizer, row, kind, train_on, part.notes)
-            if len(ids) > seq_len and too_long == "error":
-                fix = "--too_long truncate or drop"
-                raise ValueError(f"{len(ids):,} tokens, more than --seq_len {seq_len} (fix: {fix})")
-        except ValueError as error:
-            part.errors.append(f"{where}: {error}")
-            if len(part.errors) == MOST_ERRORS:
-                break
-            continue
-        if len(ids) > seq_len and too_long == "drop":
-            part.dropped["longer than --seq_len"] += 1
-        elif not any(taught[1:seq_len]):
-            part.dropped[f"nothing taught in the first {seq_len} tokens"] += 1
-        else:
-            text = kind == "text"  # is cut into pieces
-            part.notes[CUT] += len(ids) > seq_len and not text
-            for at in range(0, len(ids) if text else 1, seq_len):
-                part.add(ids[at : at + seq_len], taught[at : at + seq_len], where)
-    return part
-
-
 def find_rows(name: str | Path) -> tuple[Iterator[tuple[str, object]], list]:
     """((where, row) of what --dataset names, not yet read, and the files that it lies in)."""
     name = str(name)
@@ -189,11 +108,3 @@ def find_rows(name: str | Path) -> tuple[Iterator[tuple[str, object]], list]:
     from .containers import find_any
 
     return find_any(name)
-
-
-def encode_any(tokenizer, row: dict, form: str, train_on: str, notes: Counter) -> tuple[list[int], bytes]:
-    """(ids, taught) of a row that is more than plain chat; ValueError where something is wrong with it."""
-    from .more_formats import to_messages
-    from .more_tokens import encode_rich
-
-    return encode_rich(tokenizer, *to_messages(row, form, notes), train_on, notes)

@@ -5,11 +5,8 @@ any CUDA context does, carries the small things (counts, error texts), and is en
 machine without a GPU.
 """
 
-import ctypes
 import os
-import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from .errors import ConfigError, check, print0
+from .orphans import die_with_parent
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_SECONDS = 600  # that ranks wait for each other
 PATIENT_SECONDS = 7 * 24 * 3600  # and while another machine tokenizes data that this one has tokenized before
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,6 @@ def _set_timeouts(seconds: float) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc != "saver":
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def die_with_parent() -> None:
-    """Let Linux kill this process when the one that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def gather(world: World, value: object) -> list:

@@ -4,6 +4,7 @@ A user sees one line on stderr, once: what is set, why it cannot work, what to w
 is our own fault and keeps its traceback, below a line that names the act and the rank.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _act = "parse"
+watchers: list = []  # told of every act: acts.py's, which keeps them, and the one that measures peaks
 
 
 class ConfigError(Exception):
@@ -36,6 +38,8 @@ def act(name: str) -> None:
     global _act
     _act = name
     print0(f"--- {name}")
+    for watcher in watchers:
+        watcher.note(name)
 
 
 def say(*parts: object) -> None:
@@ -78,6 +82,8 @@ def report_errors() -> Iterator[None]:
             explain(error, _act, rank(), print_once)  # returns where it knows nothing of it
         sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
         raise
+    finally:
+        gc.freeze()  # else Python visits every object of torch and transformers once more, for a second
 
 
 def fault(point: str, step: int) -> None:

@@ -1,21 +1,27 @@
-"""What an error means that was not raised for the user: a full disk, no memory, a rank that is gone. Imported
-only then, by errors.py, so it imports nothing of ours.
+"""What an error means that was not raised for the user: a full disk, no memory or threads, a rank that is
+gone. Imported only then, by errors.py, so it imports nothing of ours.
 """
 
 import errno
 import os
 import re
+import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 LOST = re.compile(
     "[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|[Bb]roken pipe|remote process|aborted"
 )
+
+
+REFUSED = "can't allocate memory"  # of torch's CPU allocator
 
 
 def explain(error: Exception, act: str, rank: int, print_once: Callable[[str], None]) -> None:
@@ -26,14 +32,42 @@ def explain(error: Exception, act: str, rank: int, print_once: Callable[[str], N
         file = f" for {error.filename}" if getattr(error, "filename", None) else ""
         print_once(f"{full[0]}{file} in act '{act}': free space, or choose another --output_dir")
         sys.exit(1)
-    if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
-        fix = "a smaller --batch_size, --activation_checkpointing full, --cpu_offload"
-        sys.stderr.write(f"error: rank {rank} is out of memory in act '{act}' (fix: {fix})\n")
-        raise error
+    if os.strerror(errno.EAGAIN) in str(error) or "start new thread" in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        fix = "raise it, or start fewer ranks"
+        print_once(f"no more threads for this user in act '{act}': ulimit -u is {limit} (fix: {fix})")
+        sys.exit(1)
+    if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or REFUSED in str(error):
+        out_of_memory(error, act, rank)
+        sys.stderr.flush()
+        os._exit(1)  # a thread that saves would be waited for, and other ranks' tracebacks help nobody
     if missing := missing_ranks(error, act):
         sys.stderr.write(missing)
         sys.stderr.flush()
         os._exit(1)  # a thread that saves would be waited for, and it waits for the missing rank
+
+
+def out_of_memory(error: Exception, act: str, rank: int) -> None:
+    """Say where memory ran out, what was planned, what helps, and where the rest stands, in one block."""
+    reason = (str(error) or "MemoryError").splitlines()[0][:300]
+    lines = [f"rank {rank} is out of memory in act '{act}': {reason}"]
+    plan = getattr(sys.modules.get(f"{__package__}.planned"), "current", None)
+    fix = "a smaller --batch_size, --activation_checkpointing full, --cpu_offload"
+    if plan and "peak_bytes" in plan.planned:
+        lines.append(f"planned: {plan.planned['device_bytes'] / 2**30:.2f} GiB with reserve, {plan.largest}")
+        with suppress(Exception):  # there is no memory to look for it
+            fix = plan.change()
+    lines.append(f"(fix: {fix})")
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        lines.append(f"in use: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at most")
+        file = os.path.abspath(f"out_of_memory_rank_{rank}.pickle")
+        with suppress(Exception):  # what helps to look must not hide what happened
+            torch.cuda.memory._dump_snapshot(file)
+            lines.append(f"memory snapshot: {file}, for https://pytorch.org/memory_viz")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    if frames:
+        lines.append(f"at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}")
+    sys.stderr.write("".join(f"error: {line}\n" for line in lines))
 
 
 def missing_ranks(error: Exception, act: str, seconds: float = 3) -> str:

@@ -1,8 +1,8 @@
-"""Estimate bytes by part: so far the states, what a rank holds for the whole run, exact from meta shapes."""
+"""Estimate bytes by part: the states, what a rank holds for the whole run, exact from meta shapes."""
 
-import math
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 MIB, GIB = 2**20, 2**30
@@ -20,12 +20,38 @@ class States:
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
-    def sentence(self) -> str:
-        """What the plan prints."""
-        unit, name = (GIB, "GiB") if self.total >= GIB else (MIB, "MiB")
-        parts = " + ".join(f"{part} {size / unit:.2f}" for part, size in vars(self).items())
-        caveat = "states only, no activations, no gathered layers"
-        return f"memory    {parts} = {self.total / unit:.2f} {name} on the fullest rank ({caveat})"
+
+@dataclass(frozen=True)
+class Setting:
+    """What else decides about the memory of a rank."""
+
+    shards: int  # ranks that a copy of the model is cut over
+    dtype: torch.dtype  # to compute in
+    micro_batches: int = 1
+    reshard_after_forward: bool = True
+    sync_each_microbatch: bool = False
+    cpu_offload: bool = False  # states are on the host, and the device is another
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that is alive at a time on the fullest rank: in which phase of a step, and bytes by part."""
+
+    phase: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def sum_of(parts: dict[str, int]) -> str:
+    """The parts that count, largest first, and their sum."""
+    total = sum(parts.values())
+    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    told = [f"{part} {size / unit:.2f}" for part, size in ordered if size >= unit / 200]
+    return f"{' + '.join(told)} = {total / unit:.2f} {name}"
 
 
 def estimate_states(model: nn.Module, shards: int, rank: int = 0, optimizer: str = "adamw") -> States:
@@ -50,15 +76,3 @@ def estimate_states(model: nn.Module, shards: int, rank: int = 0, optimizer: str
             adamw = 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
             moments += adamw if optimizer == "adamw" else state_bytes(parameter, optimizer, shards, rank)
     return States(weights, gradients, moments)
-
-
-def estimate_disk(weights: dict, steps: int, save_every: int, keep: int, optimizer: str = "adamw") -> int:
-    """Bytes of the final model and of as many checkpoints as there are at a time.
-
-    weights: of the folder that is trained, as open_weights gives them. A checkpoint has fp32 weights and two
-    moments of each, in fp32 or 8 bit.
-    """
-    saves = math.ceil(steps / save_every) if save_every else 0
-    saves = min(saves, keep + 1) if keep else saves
-    kept = saves * (6 if "8bit" in optimizer else 12)
-    return sum(math.prod(info.shape) * (info.dtype.itemsize + kept) for info in weights.values())

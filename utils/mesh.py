@@ -3,10 +3,13 @@
 import os
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .distributed import World
 from .errors import check
+
+_built: dict[tuple, DeviceMesh] = {}
 
 
 def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
@@ -23,13 +26,19 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
 
 def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
-    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL and the CUDA context begin here."""
+    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL and the CUDA context begin here.
+
+    Another of the same axes is the first one: threads of every group look around 100 times a second.
+    """
     axes, backend = axes or mesh_axes(world.size), "gloo"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         backend = "cpu:gloo,cuda:nccl"  # gloo for what --cpu_offload keeps on the host
-    options = {"mesh_dim_names": tuple(axes), "backend_override": dict.fromkeys(axes, backend)}
-    return init_device_mesh(world.device.type, tuple(axes.values()), **options)
+    key = (dist.group.WORLD, world.device.type, *axes.items())
+    if key not in _built:
+        options = {"mesh_dim_names": tuple(axes), "backend_override": dict.fromkeys(axes, backend)}
+        _built[key] = init_device_mesh(world.device.type, tuple(axes.values()), **options)
+    return _built[key]
 
 
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:

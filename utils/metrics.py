@@ -6,12 +6,14 @@ import os
 import re
 import resource
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from .distributed import World, gather
+from .errors import watchers
 from .hf_format import disk_errors
 
 LINE = {
@@ -81,19 +83,44 @@ class RunLog:
             tracker.close()
 
 
-def peak_memory_of_all(world: World) -> list[int]:
-    """peak_memory_bytes of every rank. All call it."""
-    return gather(world, peak_memory_bytes(world.device))
+class PeaksByAct:
+    """The most memory in use in each act, `found`, as errors.act tells them, until `close`.
+
+    On a CPU a thread looks 50 times a second, so that little is missed.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.act, self.found, self.over = device, "plan", {}, threading.Event()
+        watchers.append(self)
+        if device.type != "cuda":
+            with suppress(RuntimeError):  # no more threads: then the peaks are less exact
+                threading.Thread(target=self._look, daemon=True).start()
+
+    def note(self, act: str = "", **ended: str) -> None:
+        """An act begins, or the last one has `ended`: the one before has had its peak."""
+        self.found[self.act] = max(peak_memory_bytes(self.device), self.found.get(self.act, 0))
+        forget_peak(self.device)
+        self.act = act
+
+    def close(self) -> None:
+        self.over.set()
+        if self in watchers:
+            watchers.remove(self)
+
+    def _look(self) -> None:
+        while not self.over.wait(0.02):
+            peak_memory_bytes(self.device)
 
 
 _most_seen = 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: on CUDA what torch allocated, else what this process had for its own.
+    """The most memory in use so far, or since forget_peak: on CUDA what torch allocated, else what this
+    process had for its own.
 
     On Linux that is RssAnon, the largest of all calls so far: VmHWM, the kernel's own peak, counts mapped
-    files, so the whole checkpoint. Call it where much is alive. Elsewhere it is getrusage's peak.
+    files, so the whole checkpoint. See PeaksByAct. Elsewhere it is getrusage's peak, of the whole process.
     """
     global _most_seen
     if device.type == "cuda":
@@ -104,3 +131,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     kib = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
     _most_seen = max(_most_seen, int(kib[1]) * 1024)
     return _most_seen
+
+
+def forget_peak(device: torch.device) -> None:
+    """From now on peak_memory_bytes begins anew."""
+    global _most_seen
+    _most_seen = 0
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)

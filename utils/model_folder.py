@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,15 +182,20 @@ def _check_sizes(file: Path, section: dict) -> None:
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     try:
-        with safe_open(file, framework="pt"), open(file, "rb") as opened:  # safe_open: it fits its file
+        with suppress(RuntimeError), safe_open(file, framework="pt"):  # it fits its file
+            pass  # RuntimeError: a file larger than memory, which safetensors would map whole
+        with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
-    except (SafetensorError, OSError) as error:
+            header.pop("__metadata__", None)
+            end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            whole = os.fstat(opened.fileno()).st_size == end
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         from .diagnose import damage
 
-        what = damage(file) if isinstance(error, SafetensorError) else error.strerror or error
+        what = error.strerror or error if isinstance(error, OSError) else damage(file)
         raise ConfigError(f"{file}: {what} {AGAIN}") from None
-    header.pop("__metadata__", None)
+    check(whole, f"{file}: cut short, or longer than its header says {AGAIN}")
     odd = [f"{name} ({entry['dtype']})" for name, entry in header.items() if entry["dtype"] not in DTYPES]
     check(not odd, f"{file}: dtypes that torch does not have: {first_five(odd)} (fix: another --model)")
     entries = ((n, DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0]) for n, e in header.items())

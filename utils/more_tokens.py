@@ -20,7 +20,7 @@ SPELLED = "rows in which text spells a special token, which stays text"
 def encode_rich(
     tokenizer, messages: list[dict], tools: list | None, train_on: str, notes: Counter
 ) -> tuple[list[int], bytearray]:
-    """tokens.encode_chat for any template and any messages of more_formats.to_messages.
+    """(ids, taught) of tokens.encode_texts, for any template and any messages of more_formats.to_messages.
 
     train_on: assistant, last_assistant or all; turns of weight 0 are not taught. Text in a message that
     spells a special token stays text. notes: counts what a user may want to know.

@@ -1,6 +1,6 @@
 """The run folder: which one, whose it is while a run uses it, what it already holds, and its plan.json.
 
-    OUT/config.yaml  OUT/metrics.jsonl  OUT/checkpoints/  OUT/model/  OUT/plan.json
+    OUT/config.yaml  OUT/metrics.jsonl  OUT/checkpoints/  OUT/model/  OUT/plan.json  OUT/acts.jsonl
 
 A run is finished when its plan.json says what was measured. Nothing that a folder holds is overwritten.
 """
@@ -52,6 +52,10 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     flights = {"BUFFER_SIZE": "2000", "DUMP_TEMP_FILE": f"{out}/hang_rank_"}
     os.environ.update({f"TORCH_FR_{key}": value for key, value in flights.items()})
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    with suppress(ImportError):  # a copy may do without
+        from .acts import watch_acts
+
+        _claims.enter_context(watch_acts(out, world, holds_run))
     return out
 
 
@@ -71,6 +75,11 @@ def releases_output(main):
             return main(cfg)
 
     return released
+
+
+def at_end(call: Callable[[], None]) -> None:
+    """Call something when the recipe's main ends, however it does; see releases_output."""
+    _claims.callback(call)
 
 
 def holds_run(out: Path | None) -> bool:

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from .errors import print0
+from .errors import print0, watchers
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torchrun's, from SIGTERM to SIGKILL
@@ -71,4 +71,6 @@ def _note(reader: int) -> None:
         # torchrun sends SIGTERM.
         if first == signal.SIGINT and now - begun > 0.5:
             print0("second Ctrl-C: leaving at once, without a checkpoint")
+            for watcher in watchers[:]:
+                watcher.note(ended="stopped")
             os._exit(130)

@@ -5,13 +5,13 @@ other roles and the line break after a turn are not. Which ones these are is sai
 1 or 0, at the token's own position.
 """
 
+import os
 import re
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
 from tokenizers import Encoding
-from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .errors import ConfigError, check, print0
@@ -32,6 +32,8 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     files = [file for pattern in _TOKENIZER_FILES for file in sorted(Path(folder).glob(pattern))]
     # Without its files transformers makes some tokenizers up, with an empty vocabulary, and says nothing.
     check(files, f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model")
+    from transformers import AutoTokenizer  # and with it torch, which the processes that tokenize do without
+
     try:
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -41,6 +43,7 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         raise ConfigError(tokenizer_damage(files, error)) from error
     usable = tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder)
     check(usable, f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers share the cores already
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.template_name = f"of {folder}"
@@ -76,10 +79,9 @@ def end_of_turn_ids(tokenizer) -> set[int]:
     return set(_end_ids(tokenizer, tokenizer.get_chat_template()))
 
 
-def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], bytearray] | None:
-    """(ids, taught) of T tokens each: the ids of apply_chat_template(messages), and 1 where one is taught.
+def chat_text(tokenizer, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]] | None:
+    """(text, spans): the conversation as text, and the characters [first, last) of it that are taught.
 
-    A token that holds the end of a header and the start of a content is taught: the model has to write it.
     None where it takes more to tell what is taught, or a content spells a special token: see more_tokens.py.
     ValueError names the template and the role that it cannot render.
     """
@@ -89,11 +91,22 @@ def encode_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], b
     if not spans:
         places = literal_places(tokenizer, messages, text)
         spans = [place for place, m in zip(places, messages, strict=False) if m["role"] == "assistant"]
-    if not spans:
-        return None
-    encoding = encode(tokenizer, text)
-    ids = encoding.ids
-    return ids, mark_taught(tokenizer, text, spans, encoding, ids)
+    return (text, spans) if spans else None
+
+
+def encode_texts(tokenizer, texts: list[tuple[str, list]]) -> list[tuple[list[int], bytearray]]:
+    """(ids, taught) of T tokens each for some of chat_text: the ids of apply_chat_template(messages), and 1
+    where one is taught.
+
+    A token that holds the end of a header and the start of a content is taught: the model has to write it.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = False
+    encodings = backend.encode_batch([text for text, _ in texts], add_special_tokens=False)
+    return [
+        (ids := encoding.ids, mark_taught(tokenizer, text, spans, encoding, ids))
+        for encoding, (text, spans) in zip(encodings, texts, strict=True)
+    ]
 
 
 def encode(tokenizer, text: str, special_as_text: bool = False) -> Encoding:

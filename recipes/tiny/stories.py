@@ -7,29 +7,18 @@ never answer. To answer is the task. Everything is a function of the random numb
 from random import Random
 
 SONGS = 0.3  # share of the stories
-PEOPLE = (
-    "Adam Anna Ben Clara David Ella Emil Frida Georg Hanna Ida Jonas Karl Lena Max Nora Oskar Paula".split()
-)
-PEOPLE += ["Simon", "Tilda"]
-KINDS = "old new small large heavy light wet dry warm cold clean dirty broken wooden round soft lost".split()
-KINDS += ["cheap"]
-COLOURS = "red blue green yellow black white brown grey pink purple orange golden silver pale dark".split()
-COLOURS += ["striped"]
-THINGS = (
-    "hat cup ball book key lamp coat spoon ring doll kite drum scarf shoe plate coin pen bell flute".split()
-)
-THINGS += ["map", "clock", "stone"]
+PEOPLE = """Adam Anna Ben Clara David Ella Emil Frida Georg Hanna Ida Jonas Karl Lena Max Nora Oskar Paula
+Simon Tilda""".split()
+KINDS = """old new small large heavy light wet dry warm cold clean dirty broken wooden round soft lost
+cheap""".split()
+COLOURS = """red blue green yellow black white brown grey pink purple orange golden silver pale dark
+striped""".split()
+THINGS = """hat cup ball book key lamp coat spoon ring doll kite drum scarf shoe plate coin pen bell flute map
+clock stone""".split()
 NUMBERS = "two three four five six seven eight nine ten eleven twelve".split()
 FRUIT = "apples pears plums nuts eggs cakes figs beans".split()
-PLACES = ["in the box", "in the bag", "in the garden", "in the boat", "under the bed", "under the tree"]
-PLACES += [
-    "on the table",
-    "on the roof",
-    "on the shelf",
-    "behind the door",
-    "behind the house",
-    "near the river",
-]
+PLACES = """in the box, in the bag, in the garden, in the boat, under the bed, under the tree, on the table,
+on the roof, on the shelf, behind the door, behind the house, near the river""".replace("\n", " ").split(", ")
 
 
 def story(rng: Random) -> str:

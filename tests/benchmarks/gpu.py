@@ -131,14 +131,7 @@ def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: in
             layer.compile()
     shard_model(model, build_mesh(worker.world), torch.bfloat16, cpu_offload=offload)
     load_pieces(model, [], device, offload)  # memory, and the buffers
-    with torch.no_grad():
-        for shard in (p.to_local() for p in model.parameters()):
-            if shard.dtype == torch.int32:  # the bits of fp32 scales
-                shard.view(torch.float32).fill_(0.06)
-            elif not shard.is_floating_point():
-                shard.random_()
-            else:
-                shard.normal_(std=0.02) if shard.ndim > 1 else shard.fill_(1.0)
+    fill(model)
     if lora == "lora":
         init_lora(model, 0)
     optimizer = build_optimizer(model, 1e-5, 0.01)
@@ -156,6 +149,18 @@ def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: in
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module) -> None:
+    """Random weights, of a size that trains."""
+    for shard in (p.to_local() for p in model.parameters()):
+        if shard.dtype == torch.int32:  # the bits of fp32 scales
+            shard.view(torch.float32).fill_(0.06)
+        elif not shard.is_floating_point():
+            shard.random_()
+        else:
+            shard.normal_(std=0.02) if shard.ndim > 1 else shard.fill_(1.0)
 
 
 def _hf(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int) -> torch.nn.Module:
@@ -184,9 +189,14 @@ def report(results: dict) -> None:
     lines = [f"# Measured on {device}", "", __doc__.strip().splitlines()[0], GOALS, CONVENTION, ""]
     lines += [f"{results['date']}; host: {results['machine']['sentence']}; {versions}.", ""]
     lines += [f"Command: `python {' '.join(results['command'])}`, as `make gpu` does after its tests.", ""]
-    path = Path(__file__).resolve().parents[2] / "configs"
-    path /= "measured_" + re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".md"
-    path.write_text("\n".join([*lines, *table(results["tables"][0]["rows"])]) + "\n")
+    write_table("measured_", [*lines, *table(results["tables"][0]["rows"])])
+
+
+def write_table(stem: str, lines: list[str]) -> None:
+    """Write configs/STEM<device>.md."""
+    name = stem + re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
+    path = Path(__file__).resolve().parents[2] / "configs" / f"{name}.md"
+    path.write_text("\n".join(lines) + "\n")
     print(f"written: {path}")
 
 

@@ -1,0 +1,165 @@
+"""
+Planned against measured memory of a step on one GPU: what utils/fit.py says of 27 settings before anything is
+allocated, and what torch.cuda.max_memory_allocated says after two steps.
+
+`make gpu` runs it, and writes what comes out to configs/planned_<device>.md. With --small a tiny shape and
+three settings, which a CPU can do: whether it runs, since only a GPU is measured.
+"""
+
+import gc
+import statistics
+
+import torch
+from gpu import TINY, fill, write_table
+from measure import Bound, Worker, run_worker  # also puts the repository on sys.path
+
+from utils.activations import recompute_activations
+from utils.distributed import World
+from utils.fit import GIB, Knobs, Planner
+from utils.loading import load_pieces
+from utils.lora import init_lora
+from utils.mesh import build_mesh
+from utils.optim import build_optimizer, clip_gradients
+from utils.sharding import shard_model, sync_gradients
+
+CONTENDERS = {"settings": "recompute, rows, length, LoRA, 8bit, 4bit, offload and dtypes, alone and together"}
+REFERENCES, RATIOS, RANKS = {}, (), (1,)
+METRICS = {
+    "count": ("", min), "median_error": ("%", max), "worst_error": ("%", max), "too_little": ("", max),
+}  # fmt: skip
+BOUNDS = (
+    Bound("median_error", 0.02, "median error of the planned peak", contender="settings"),
+    Bound("worst_error", 0.05, "worst error of the planned peak", contender="settings"),
+    Bound("too_little", 0, "settings that took more than the plan with its reserve", contender="settings"),
+) * torch.cuda.is_available()
+ONE_B, SEVEN_B = "llama-3.2-1b", "qwen2.5-7b"
+FULL, LORA = {"activation_checkpointing": "full"}, {"lora_rank": 16}
+SELECTIVE, OFFLOAD = {"activation_checkpointing": "selective"}, {"cpu_offload": True}
+SETTINGS: list[tuple[str, int, str, dict]] = [  # shape, tokens of a row, dtype of the weights, knobs
+    (ONE_B, 2048, "fp32", {}), (ONE_B, 2048, "fp32", SELECTIVE), (ONE_B, 2048, "fp32", FULL),
+    (ONE_B, 2048, "fp32", {"batch_size": 4}), (ONE_B, 2048, "fp32", {"batch_size": 4, **FULL}),
+    (ONE_B, 8192, "fp32", {}), (ONE_B, 8192, "fp32", SELECTIVE), (ONE_B, 8192, "fp32", FULL),
+    (ONE_B, 512, "fp32", {"batch_size": 16}), (ONE_B, 2048, "fp32", {"grad_accum": 3}),
+    (ONE_B, 2048, "fp32", {"grad_accum": 3, **FULL}), (ONE_B, 2048, "bf16", {}), (ONE_B, 2048, "bf16", FULL),
+    (ONE_B, 2048, "fp32", OFFLOAD), (ONE_B, 2048, "fp32", {**OFFLOAD, **FULL}),
+    (ONE_B, 2048, "fp32", LORA), (ONE_B, 2048, "fp32", {**LORA, **FULL}),
+    (ONE_B, 2048, "fp32", {**LORA, "quantization": "8bit"}),
+    (ONE_B, 2048, "fp32", {**LORA, "quantization": "4bit"}),
+    (SEVEN_B, 2048, "bf16", {}), (SEVEN_B, 2048, "bf16", SELECTIVE), (SEVEN_B, 4096, "bf16", FULL),
+    (SEVEN_B, 2048, "fp32", LORA), (SEVEN_B, 4096, "fp32", {**LORA, **FULL}),
+    (SEVEN_B, 4096, "fp32", {**LORA, "quantization": "8bit", **FULL}),
+    (SEVEN_B, 2048, "fp32", {**LORA, "quantization": "4bit"}),
+    (SEVEN_B, 4096, "fp32", {**LORA, "quantization": "4bit", "batch_size": 2, **FULL}),
+]  # fmt: skip
+SMALL = [("", 64, "fp32", knobs) for knobs in ({}, FULL, {**LORA, "quantization": "8bit"})]
+
+
+def unavailable(small: bool = False) -> str:
+    return "" if small or torch.cuda.is_available() else "no GPU here: nothing was run"
+
+
+def needs(small: bool, ranks: int) -> tuple[int, int]:
+    """(bytes on disk, bytes of memory): the offloaded 1B shape is on the host, in 16 bytes a parameter."""
+    return 2**20, 2**30 if small else 2**35
+
+
+def prepare(folder, small: bool) -> None:
+    """Nothing is read: weights and tokens are drawn from a seed."""
+
+
+def contend(worker: Worker) -> dict:
+    rows = [run(worker.world, *setting) for setting in (SMALL if worker.small else SETTINGS)]
+    found = {"count": len(rows), "rows": rows}
+    if worker.world.device.type == "cpu":
+        return found
+    errors = [abs(row["planned_bytes"] / row["measured_bytes"] - 1) for row in rows]
+    little = [row for row in rows if row["taken_bytes"] > row["reserve_bytes"]]
+    found |= {"median_error": statistics.median(errors), "worst_error": max(errors)}
+    return found | {"too_little": len(little)}
+
+
+def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -> dict:
+    """Two steps of a setting, beside its plan."""
+    from transformers import LlamaConfig
+
+    from recipes.plan import DTYPES, find_config
+
+    device = world.device
+    gpu = device.type == "cuda"
+    config = find_config(shape, False) if shape else LlamaConfig(**TINY, num_attention_heads=4)
+    structure = (config, DTYPES[param_dtype], "auto", False)
+    planner, chosen = Planner(structure, torch.bfloat16, world.size, seq_len, gpu=gpu), Knobs(**knobs)
+    need = planner.need(chosen)
+    before = settled(gpu)
+    model = planner.model(chosen)
+    if chosen.activation_checkpointing != "none":
+        recompute_activations(model, chosen.activation_checkpointing)
+    shard_model(model, build_mesh(world), torch.bfloat16, chosen.reshard_after_forward, chosen.cpu_offload)
+    load_pieces(model, [], device, chosen.cpu_offload)
+    fill(model)
+    if chosen.lora_rank:
+        init_lora(model, 0)
+    optimizer = build_optimizer(model, 1e-5, 0.01)
+    torch.manual_seed(0)
+    model.train()
+    for _ in range(2):
+        for i in range(chosen.grad_accum):
+            sync_gradients(model, i == chosen.grad_accum - 1)
+            ids = torch.randint(model.config.vocab_size, (chosen.batch_size, seq_len)).to(device)
+            (model(ids, labels=ids) / ids.numel()).backward()
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    measured, (free, total) = 0, torch.cuda.mem_get_info() if gpu else (0, 0)
+    if gpu:
+        measured = torch.cuda.max_memory_allocated() - before
+    del model, optimizer, planner, ids
+    settled(gpu)
+    return {
+        "setting": " ".join(filter(None, [shape, f"{seq_len} tokens", param_dtype, chosen.flags(Knobs())])),
+        "planned_bytes": need.peak.total, "measured_bytes": measured, "reserve_bytes": need.device,
+        "taken_bytes": total - free,
+    }  # fmt: skip
+
+
+def planned(shape: str, seq_len: int, param_dtype: str, knobs: dict, gpu: bool) -> tuple[Planner, Knobs]:
+    from transformers import LlamaConfig
+
+    from recipes.plan import DTYPES, find_config
+
+    config = find_config(shape, False) if shape else LlamaConfig(**TINY)
+    structure = (config, DTYPES[param_dtype], "auto", False)
+    return Planner(structure, torch.bfloat16, 1, seq_len, gpu=gpu), Knobs(**knobs)
+
+
+def settled(gpu: bool) -> int:
+    """Give a GPU's free memory back, and count its peak from here; bytes in use."""
+    gc.collect()
+    if not gpu:
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def report(results: dict) -> None:
+    """Print the table; on a GPU also write configs/planned_<device>.md."""
+    lines = ["| setting | planned, GiB | measured, GiB | planned / measured | with reserve | device gave |"]
+    lines.append("|---|---|---|---|---|---|")
+    for run in results["runs"][:1]:
+        for row in (run.get("by_rank") or [{"rows": []}])[0]["rows"]:
+            sizes = [row[f"{name}_bytes"] for name in ("planned", "measured", "reserve", "taken")]
+            planned, measured, reserve, taken = (f"{size / GIB:.2f}" for size in sizes)
+            ratio = f"{sizes[0] / sizes[1]:.3f}" if sizes[1] > 0 else "-"
+            lines.append(f"| {row['setting']} | {planned} | {measured} | {ratio} | {reserve} | {taken} |")
+    print("\n".join(lines))
+    if not results["config"]["small"] and torch.cuda.is_available():
+        head = [f"# Planned and measured memory on {torch.cuda.get_device_name()}", "", __doc__.strip(), ""]
+        command = f"python {' '.join(results['command'])}"
+        head += [f"{results['date']}, `{command}`; host: {results['machine']['sentence']}.", ""]
+        told = [bound["sentence"] for bound in results["bounds"]]
+        write_table("planned_", [*head, *lines, "", *(f"- {sentence}" for sentence in told)])
+
+
+if __name__ == "__main__":
+    run_worker(contend)

@@ -1,0 +1,89 @@
+"""generate.py and export.py say what they need, and refuse what does not fit, before a weight is read.
+
+python -m pytest tests/test_parts.py -m ""
+"""
+
+import json
+import re
+import struct
+
+import generate
+import pytest
+import torch
+from shell import shell
+from test_memory_plan import SIZES
+from tiny import tiny_config, tiny_model_folder
+from transformers import AutoConfig
+
+from utils.distributed import ALONE
+from utils.errors import ConfigError
+from utils.loading import build_model
+from utils.parts import estimate_generation, plan_parts
+
+LAST = r"memory    GiB on the fullest rank: generate planned ([\d.]+), measured ([\d.]+) "
+
+
+def huge_model_folder(folder):
+    """A model of 500 GiB whose file has a header, and holes where its weights would be."""
+    tiny_model_folder(folder, num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 2**15, "intermediate_size": 2**17, "num_hidden_layers": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
+    header, end = {}, 0
+    for name, tensor in model.state_dict().items():
+        begin, end = end, end + tensor.numel() * 4
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path):
+    folder = huge_model_folder(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("1 2 3\n")
+    words = {"prompts": str(tmp_path / "prompts.txt"), "raw": True, "max_new_tokens": 8}
+    with pytest.raises(ConfigError) as refused:
+        generate.main(generate.Config(model=str(folder), **words))
+    said = r"this does not fit: a rank needs [\d.]+ GiB, most of it weights, [\d.]+ GiB; there is .* of host"
+    assert re.match(said, str(refused.value))
+    assert str(refused.value).endswith("or --force to try)")
+    assert "\n" not in str(refused.value)
+
+
+def test_what_does_not_fit_is_refused_with_its_remedy_and_forced():
+    parts = {"a weight": 2**60, "buffers": 2**20}
+    with pytest.raises(ConfigError, match=r"most of it a weight, .* \(fix: fewer ranks; or --force to try\)"):
+        plan_parts("merge", parts, ALONE, "fewer ranks", False)
+    plan = plan_parts("merge", parts, ALONE, "fewer ranks", True)
+    plan.peaks.close()
+    assert plan.planned["acts"] == {"merge": 2**60 + 2**20}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "qwen3_moe", "gemma2"])
+def test_more_rows_and_tokens_need_more_and_ranks_share_the_weights(kind):
+    model = build_model(tiny_config(kind), torch.float32)
+
+    def total(shards, *rows_and_tokens):
+        return sum(estimate_generation(model, shards, torch.float32, *rows_and_tokens).values())
+
+    assert total(1, 1, 32, 8) < total(1, 4, 32, 8) < total(1, 4, 64, 8) < total(1, 4, 64, 32)
+    weights = [estimate_generation(model, n, torch.float32, 1, 8, 8)["weights"] for n in (1, 2)]
+    assert 1.8 < weights[0] / weights[1] <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generating_takes_what_was_planned_within_five_per_cent(tmp_path, ranks):
+    model = tiny_model_folder(tmp_path / "model", **SIZES)
+    (tmp_path / "prompts.jsonl").write_text("\n".join(['{"prompt": "' + "1 " * 450 + '"}'] * 8))
+    words = f"--model {model} --prompts {tmp_path}/prompts.jsonl --raw --max_new_tokens 8 --batch_size 4"
+    command = (
+        f"torchrun --nproc_per_node {ranks} recipes/generate.py {words} --output {tmp_path}/answers.jsonl"
+    )
+    ended = shell(command, MALLOC_MMAP_THRESHOLD_="262144")
+    assert ended.returncode == 0, ended.stderr
+    planned, measured = map(float, re.search(LAST, ended.stdout).groups())
+    assert abs(measured / planned - 1) < 0.05
