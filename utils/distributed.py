@@ -7,6 +7,7 @@ machine without a GPU.
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,9 +77,14 @@ def init_distributed(alone: bool = False) -> World:
 
 
 def stop_distributed() -> None:
-    """Leave the group, if there is one."""
+    """Leave the group, if there is one.
+
+    gloo's threads may still let go of the last tensors, for which they need Python; asking for it while
+    Python ends aborts the process (https://github.com/pytorch/pytorch/issues/190489), so they get their time.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(0.1)
 
 
 def set_timeout(seconds: float = START_SECONDS) -> None:

@@ -16,10 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-LOST = re.compile(
-    "[Tt]imed out|[Tt]imeout|[Cc]onnection (closed|reset)|[Bb]roken pipe|remote process|aborted"
-)
-
+LOST = re.compile("[Tt]imed? ?out|[Cc]onnection (closed|refused|reset)|[Bb]roken pipe|remote process|aborted")
 
 REFUSED = "can't allocate memory"  # of torch's CPU allocator
 
