@@ -42,6 +42,7 @@ def own_loss_and_gradients(model, batch):
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_loss_and_gradients_equal_the_models_own(kind, dtype):
     reference, batch = tiny_model(kind, dtype), some_batch()
+    in_float32 = copy.deepcopy(reference).float()
     model = add_chunked_loss(copy.deepcopy(reference), chunk_tokens=16)
     assert check_chunked_loss(model, CPU) == ""
     expected, gradients = own_loss_and_gradients(reference, batch)
@@ -50,8 +51,23 @@ def test_loss_and_gradients_equal_the_models_own(kind, dtype):
     loss.backward()
     exact = dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6 if exact else 1e-4, atol=0)
-    for ours, theirs in zip((p.grad for p in model.parameters()), gradients, strict=True):
-        assert (ours - theirs).norm() <= (2e-6 if exact else 2e-2) * theirs.norm()
+    ours = [p.grad for p in model.parameters()]
+    if exact:
+        assert (distances(ours, gradients) <= 2e-6 * lengths(gradients)).all()
+        return
+    # What bf16 rounds away differs by CPU, so each tensor's measure is how near float32 transformers' own is.
+    _, truth = own_loss_and_gradients(in_float32, batch)
+    assert distances(ours, gradients).norm() <= 0.02 * lengths(gradients).norm()
+    assert (distances(ours, truth) <= 2 * distances(gradients, truth)).all()
+
+
+def distances(some, others):
+    """How far each tensor is from the other list's."""
+    return lengths([a.float() - b.float() for a, b in zip(some, others, strict=True)])
+
+
+def lengths(tensors):
+    return torch.stack([tensor.float().norm() for tensor in tensors])
 
 
 def test_the_routers_loss_is_part_of_it():
