@@ -63,6 +63,9 @@ class Config:
     def __post_init__(self):
         check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, grad_accum=1)
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: --gpu_memory 24)")
+        machines = self.gpus <= self.gpus_per_machine or self.gpus % self.gpus_per_machine == 0
+        fix = "a multiple of it, or another --gpus_per_machine"
+        check(machines, f"--gpus {self.gpus}: machines have {self.gpus_per_machine} (fix: {fix})")
         frozen = self.lora_rank or self.quantization == "none"
         check(frozen, f"--quantization {self.quantization} trains nothing (fix: --lora_rank 16)")
 
@@ -80,25 +83,32 @@ def main(cfg: Config) -> dict:
     need = planner.need(asked)
     rows = [] if need.why else strategies(planner, asked, room)
     best = None if need.why else planner.fastest(asked, *room, any_method=True)
-    command = f"torchrun --nproc_per_node {options['local']} recipes/finetune.py --model {cfg.model}"
-    command += f" --dataset FILE --seq_len {cfg.seq_len} {best.flags(Knobs())}" if best else ""
-    command += "".join(
-        f" --{name} {getattr(cfg, name)}"
-        for name in ("param_dtype", "optimizer")
-        if getattr(cfg, name) != getattr(Config, name)
-    )
-    command += " --packing" * cfg.packing
     told = {
         "settings": asdict(cfg), "parameters": sum(p.numel() for p in planner.model(Knobs()).parameters()),
         "states": asdict(need.states), "peak": need.peak and {**asdict(need.peak), "total": need.peak.total},
         "why": need.why, "gpu_bytes": need.device, "host_bytes": need.host * planner.local,
         "fits": None if need.why else planner.fits(need, *room),
-        "strategies": rows, "recommended": asdict(best) if best else None, "command": command if best else "",
+        "strategies": rows, "recommended": best and asdict(best),
+        "command": command(cfg, best) if best else "",
     }  # fmt: skip
     if cfg.plot:
         plot(rows, cfg)
     say(json.dumps(told, indent=2) if cfg.json else report(cfg, need, planner, told))
     return told
+
+
+def command(cfg: Config, best: Knobs) -> str:
+    """The line to type, but for what only the user knows: DIR (where --model is no folder), FILE and HOST."""
+    machines = cfg.gpus // cfg.gpus_per_machine
+    meeting = f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " if machines > 1 else ""
+    flags = [f"--model {cfg.model if '/' in cfg.model or Path(cfg.model).exists() else 'DIR'}"]
+    flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}", best.flags(Knobs())]
+    for name in ("dtype", "param_dtype", "optimizer", "attn", "packing", "trust_remote_code"):
+        value = getattr(cfg, name)
+        if value != getattr(Config, name):
+            flags.append(f"--{name}" if value is True else f"--{name} {value}")
+    ranks = min(cfg.gpus, cfg.gpus_per_machine)
+    return f"torchrun {meeting}--nproc_per_node {ranks} recipes/finetune.py {' '.join(filter(None, flags))}"
 
 
 def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedConfig:

@@ -4,6 +4,7 @@ Nothing is allocated and nothing read: models are on meta. A model that cannot b
 and no total.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -255,12 +256,7 @@ class Planner:
     def largest_batch(self, knobs: Knobs, device_bytes: float, host_bytes: float) -> int:
         """The most rows of a micro-batch that fit, 0 where one does not; from one row and two."""
         known = {rows: self.trace(replace(knobs, batch_size=rows), self.seq_len) for rows in (1, 2)}
-
-        def fits(rows: int) -> bool:
-            need = self.need(knobs, trace=extrapolate(known, rows))
-            return self.fits(need, device_bytes, host_bytes)
-
-        return most(fits)
+        return self.most(knobs, partial(extrapolate, known), device_bytes, host_bytes)
 
     def longest(self, knobs: Knobs, device_bytes: float, host_bytes: float) -> int:
         """The longest row that fits alone, in steps of 64 tokens; 0 where none does. From two lengths, and
@@ -270,27 +266,19 @@ class Planner:
         one, two = (self.trace(replace(knobs, batch_size=rows), length) for rows in (1, 2))
         half = self.trace(replace(knobs, batch_size=1), length // 2)
         known = {0: extrapolate({1: one, 2: two}, 0), length // 2: half, length: one}
+        return 64 * self.most(knobs, lambda n: extrapolate(known, 64 * n), device_bytes, host_bytes)
 
-        def fits(steps: int) -> bool:
-            need = self.need(knobs, trace=extrapolate(known, 64 * steps))
-            return self.fits(need, device_bytes, host_bytes)
+    def most(self, knobs: Knobs, trace: Callable[[int], Trace], *room: float) -> int:
+        """The largest number, of at most 2**16, whose trace fits; 0 where 1 does not."""
 
-        return 64 * most(fits)
+        def too_much(number: int) -> bool:
+            return not self.fits(self.need(knobs, trace(number)), *room)
+
+        return bisect_left(range(1, 2**16 + 1), True, key=too_much)
 
     def holds(self, knobs: Knobs, device_bytes: float, host_bytes: float) -> bool:
         need = self.need(knobs)
         return need.peak is not None and self.fits(need, device_bytes, host_bytes)
-
-
-def most(fits: Callable[[int], bool]) -> int:
-    """The largest number, of at most 2**16, that fits; 0 where 1 does not."""
-    low, high = 0, 1
-    while high <= 2**16 and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def pinned(model: nn.Module, states: States, shards: int) -> int:
