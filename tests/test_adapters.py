@@ -62,7 +62,7 @@ def numbers(out):
     return read_metrics(out / "metrics.jsonl")
 
 
-@pytest.fixture(scope="module", params=BASES)
+@pytest.fixture(scope="module", params=["16bit", pytest.param("8bit", marks=pytest.mark.slow), "4bit"])
 def base(request):
     return BASES[request.param]
 
@@ -72,7 +72,7 @@ def one_rank(files, base, tmp_path_factory):
     return train(files, tmp_path_factory.mktemp("one") / "out", 1, **base)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.slow) for more in (3, 4))])
 def test_any_number_of_ranks_gives_the_losses_of_one(files, base, one_rank, tmp_path, ranks):
     flags = {"batch_size": 1, "global_batch_size": 6} if ranks == 3 else {}
     expected = train(files, tmp_path / "one", 1, **base, **flags) if flags else one_rank

@@ -209,6 +209,7 @@ def test_18_20_what_is_no_file_is_refused_without_hanging(said):
         assert "secret.jsonl: Permission denied" in said("secret.jsonl")
 
 
+@pytest.mark.slow
 def test_15_a_line_of_a_gigabyte_is_refused_without_reading_it(said):
     with open("a.jsonl", "wb") as file:
         file.truncate(2**30)  # sparse

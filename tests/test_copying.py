@@ -90,6 +90,7 @@ def test_a_renamed_folder_and_one_sed_without_the_optional_files(tmp_path, flags
     trains("train.py", flags, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_copy_without_the_tiny_model_says_so(tmp_path):
     shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=NOTHING)
     shutil.copy(ROOT / "recipes" / "finetune.py", tmp_path)

@@ -27,7 +27,7 @@ LEVERS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def setting(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("levers")
     folder = tiny_model_folder(root / "model", request.param, vocab_size=271)

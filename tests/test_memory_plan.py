@@ -60,13 +60,10 @@ def off(cases: list[dict]) -> list[float]:
     return [a / int(b) - 1 for a, b in zip(planned, ended.stdout.split(), strict=True)]
 
 
-def test_the_peak_of_a_step_is_what_torchs_tracker_counts():
-    assert max(map(abs, off([case(activation_checkpointing="full", grad_accum=2)]))) < 0.005
-
-
 LEVERS = [
     {}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}, {"grad_accum": 3},
     {"reshard_after_forward": False, "shards": 8}, {"shards": 1}, {"dtype": "fp32"}, {"param_dtype": "bf16"},
+    {"activation_checkpointing": "full", "grad_accum": 2},
     {"batch_size": 4, "seq_len": 64}, {"batch_size": 1, "seq_len": 16},
     LORA, {**LORA, "activation_checkpointing": "full"}, {**LORA, "quantization": "8bit"},
     {**LORA, "quantization": "4bit"}, {**LORA, "quantization": "4bit", "activation_checkpointing": "full"},
@@ -74,7 +71,7 @@ LEVERS = [
 
 
 @slow
-def test_so_it_is_with_every_lever():
+def test_the_peak_of_a_step_is_what_torchs_tracker_counts_with_every_lever():
     cases = [case(**levers) for levers in LEVERS]
     wrong = {str(lever): e for lever, e in zip(LEVERS, off(cases), strict=True) if abs(e) > 0.005}
     assert not wrong

@@ -87,7 +87,7 @@ def _call(world, flags):
     return train(world, **flags)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.slow), "gemma2"])
 def setting(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("parity")
     folder = tiny_model_folder(root / "model", request.param, vocab_size=271)
