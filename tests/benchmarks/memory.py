@@ -122,16 +122,6 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     }  # fmt: skip
 
 
-def planned(shape: str, seq_len: int, param_dtype: str, knobs: dict, gpu: bool) -> tuple[Planner, Knobs]:
-    from transformers import LlamaConfig
-
-    from recipes.plan import DTYPES, find_config
-
-    config = find_config(shape, False) if shape else LlamaConfig(**TINY)
-    structure = (config, DTYPES[param_dtype], "auto", False)
-    return Planner(structure, torch.bfloat16, 1, seq_len, gpu=gpu), Knobs(**knobs)
-
-
 def settled(gpu: bool) -> int:
     """Give a GPU's free memory back, and count its peak from here; bytes in use."""
     gc.collect()
