@@ -80,15 +80,9 @@ def contend(worker: Worker) -> dict:
 
 def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -> dict:
     """Two steps of a setting, beside its plan."""
-    from transformers import LlamaConfig
-
-    from recipes.plan import DTYPES, find_config
-
     device = world.device
     gpu = device.type == "cuda"
-    config = find_config(shape, False) if shape else LlamaConfig(**TINY, num_attention_heads=4)
-    structure = (config, DTYPES[param_dtype], "auto", False)
-    planner, chosen = Planner(structure, torch.bfloat16, world.size, seq_len, gpu=gpu), Knobs(**knobs)
+    planner, chosen = planned(shape, seq_len, param_dtype, knobs, gpu)
     need = planner.need(chosen)
     before = settled(gpu)
     model = planner.model(chosen)
@@ -120,6 +114,17 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
         "planned_bytes": need.peak.total, "measured_bytes": measured, "reserve_bytes": need.device,
         "taken_bytes": total - free,
     }  # fmt: skip
+
+
+def planned(shape: str, seq_len: int, param_dtype: str, knobs: dict, gpu: bool) -> tuple[Planner, Knobs]:
+    """What plans a setting on one rank, and the setting."""
+    from transformers import LlamaConfig
+
+    from recipes.plan import DTYPES, find_config
+
+    config = find_config(shape, False) if shape else LlamaConfig(**TINY, num_attention_heads=4)
+    structure = (config, DTYPES[param_dtype], "auto", False)
+    return Planner(structure, torch.bfloat16, 1, seq_len, gpu=gpu), Knobs(**knobs)
 
 
 def settled(gpu: bool) -> int:
