@@ -235,7 +235,7 @@ def workers(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["load", "save"])
+@pytest.mark.parametrize("what", ["load", "save --only ours,raw_write,full_gather,dcp_hf_writer"])
 def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(what, tmp_path):
     done, results = ran(tmp_path, f"{what} --repeats 1", seconds=1500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -243,7 +243,7 @@ def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(w
     assert [run["contender"] for run in results["runs"]] == names
     rows = {row["contender"]: row for row in results["tables"][0]["rows"]}
     assert not {name: row["error"] for name, row in rows.items() if row["error"]}
-    others = [name for name in names if not name.startswith(("raw", "checkpoint"))]
+    others = [name for name in names if not name.startswith("raw")]
     peaks = {name: rows[name]["values"]["peak_bytes"][0] for name in others}
     ours = peaks.pop("ours")
     assert all(ours <= 1.1 * peak for peak in peaks.values()), (ours, peaks)
