@@ -41,10 +41,10 @@ gpu: $(READY)   ## what needs a GPU: its tests, and the tables configs/measured_
 		$(BIN)/python recipes/bench.py memory --repeats 1; \
 	else echo "no GPU here: nothing was run"; fi
 
-lines: $(READY) ## the promise, counted
-	$(BIN)/python tests/test_lines.py
+house: $(READY) ## figures of the code: tokens, lines, density, imports
+	$(BIN)/python tests/test_house.py
 
 tiny: $(READY)  ## make recipes/tiny again: text, tokenizer, model, task
 	$(BIN)/python recipes/tiny/make.py
 
-.PHONY: help setup demo test test-all lint format bench gpu lines tiny
+.PHONY: help setup demo test test-all lint format bench gpu house tiny

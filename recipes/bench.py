@@ -33,8 +33,8 @@ HERE = Path(__file__).resolve().parent
 BENCHMARKS = HERE.parent / "tests" / "benchmarks"
 sys.path[1:1] = [str(HERE.parent), str(BENCHMARKS)]  # utils/ is beside recipes/
 
-from utils.config import parse_cli
-from utils.errors import act, check, report_errors
+from utils.run.errors import act, check, report_errors
+from utils.run.settings import parse_cli
 
 GIB, MIB = 2**30, 2**20
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "peft")

@@ -11,10 +11,10 @@ of a LoRA run holds only what trained, and becomes an adapter folder.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,27 +28,31 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from utils.config import parse_cli
-from utils.distributed import World, init_distributed, stop_distributed, together
-from utils.errors import act, check, first_five, print0, report_errors
-from utils.hf_format import Piece, check_space, save_folder, save_model, transfer
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.lora import LoraConfig, LoraLayer, ModulesToSaveWrapper, inject_adapter_in_model, save_adapter
-from utils.memory import MIB, estimate_states
-from utils.mesh import build_mesh
-from utils.model_folder import INDEX, check_model_config, file_inside, find_model, open_weights, read_json
-from utils.parts import plan_parts
-from utils.planned import MemoryPlan
-from utils.run_folder import releases_output
-from utils.sharding import shard_model
-from utils.tokens import end_of_turn_ids, load_tokenizer
-from utils.trained_run import add_run_adapter, check_weights, find_run, load_weights
+from utils.data.tokens import end_of_turn_ids, load_tokenizer
+from utils.model.adapter_file import SETTINGS, TENSORS, base_of, check_finite, read_lora_config, stored_shapes
+from utils.model.folder import INDEX, find_model, open_weights, read_config, read_json
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.lora import LoraLayer, ModulesToSaveWrapper, inject, save_adapter
+from utils.model.pieces import Piece, transfer
+from utils.model.saving import save_folder, save_model
+from utils.model.sharding import DTYPES, shard_model
+from utils.plan.parts import plan_parts
+from utils.plan.planned import MemoryPlan
+from utils.plan.states import estimate_states
+from utils.run.disk import check_space
+from utils.run.distributed import World, init_distributed, stop_distributed, together
+from utils.run.errors import act, check, first_five, print0, report_errors
+from utils.run.files import file_inside
+from utils.run.folder import releases_output
+from utils.run.mesh import build_mesh
+from utils.run.settings import parse_cli
+from utils.run.signals import stop_at_once
+from utils.run.units import MIB
+from utils.train.trained_run import add_run_adapter, check_weights, find_run, load_weights
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "original": None}
 WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER += ("generation_config.json",)
-UNMERGEABLE = ("target_parameters", "trainable_token_indices", "layer_replication")
 
 
 @dataclass
@@ -84,21 +88,20 @@ def main(cfg: Config) -> Path:
     with together(world):
         free = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
         check(free, f"--output_dir {out} holds something, and is not overwritten (fix: another one)")
-        checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
+    checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
+    with together(world):
         base = cfg.model or run.get("model")
         if cfg.adapter:
-            base = base or read_json(Path(cfg.adapter) / "adapter_config.json").get("base_model_name_or_path")
+            base = base or base_of(Path(cfg.adapter))
         check(base, "nothing says which model it is for (fix: --model FOLDER)")
     folder = find_model(base, world, trust)
     tokenizer_folder = find_model(run["tokenizer"], world, trust) if run.get("tokenizer") else folder
     with together(world):
-        check_model_config(folder, trust)
+        config = read_config(folder, trust)
         weights = open_weights(folder)
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
         model = build_model(config, DTYPES[run.get("param_dtype", "fp32")], "auto", trust)  # on meta
         pieces = plan_pieces(model, weights, folder)
-        there = next(path for path in out.parents if path.is_dir())
-        check_space(there, sum(os.stat(file).st_size for file in {info.file for info in weights.values()}))
+        size = sum(os.stat(file).st_size for file in {info.file for info in weights.values()})
         lora_run = run.get("lora_rank") or run.get("adapter")
         if cfg.adapter:
             merge = plan_merge(model, pieces, Path(cfg.adapter))
@@ -107,6 +110,7 @@ def main(cfg: Config) -> Path:
             tokenizer = load_tokenizer(tokenizer_folder, run.get("chat_template", ""), trust)
         if checkpoint:
             check_weights(checkpoint, model)
+    check_space(next(path for path in out.parents if path.is_dir()), size, world)
     print0(f"model     {base}: {len(weights)} tensors")
     with together(world):
         name = "merge" if cfg.adapter else "adapter" if lora_run else "save"
@@ -201,28 +205,27 @@ def load_peft(model: nn.Module, folder: Path) -> None:
     """Inject the adapter as peft does, and give memory to what its file holds; the base stays on meta."""
     from peft import set_peft_model_state_dict
 
-    settings = read_json(file_inside(folder, "adapter_config.json"))
-    kind, init = settings.get("peft_type"), settings.get("init_lora_weights", True)
-    odd = [name for name in UNMERGEABLE if settings.get(name)]
-    odd += [f"peft_type {kind}"] * (kind != "LORA")
-    odd += [f"init_lora_weights {init}"] * (init not in (True, False, "gaussian", "orthogonal"))
-    check(not odd, f"{folder}: {', '.join(odd)} cannot be merged file by file (fix: merge it with peft)")
-    file = file_inside(folder, "adapter_model.safetensors")
+    settings, file = (file_inside(folder, name) for name in (SETTINGS, TENSORS))
+    config, shapes = read_lora_config(folder, merge=True), stored_shapes(file)
+    inject(model, config, str(settings))
+    stored = {name.removeprefix("base_model.model.") for name in shapes}
+    names = [n for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, nn.Parameter)]
+    here = [n for n in names if n in stored or ".lora_" in n or ".modules_to_save." in n]
+    fix = "(fix: the base that it was trained on)"
+    wants = sum(model.get_parameter(name).numel() for name in here)
+    holds = sum(math.prod(shape) for shape in shapes.values())
+    far = f"{folder} does not fit this base: it holds {holds:,} numbers, and its settings ask for {wants:,}"
+    check(max(wants, holds) <= 16 * max(1, min(wants, holds)), f"{far} {fix}")
     try:
         tensors = {name.removeprefix("base_model.model."): t for name, t in load_file(file).items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tied weights and Conv1D: both are seen to
-            with torch.device("meta"):
-                inject_adapter_in_model(LoraConfig.from_pretrained(folder), model)
-            names = [n for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, nn.Parameter)]
-            here = [n for n in names if n in tensors or ".lora_" in n or ".modules_to_save." in n]
-            allocate(model, here)
-            result = set_peft_model_state_dict(model, tensors)
+        for name, tensor in tensors.items():
+            check_finite(file, name, tensor)
+        allocate(model, here)
+        result = set_peft_model_state_dict(model, tensors)
         wrong = first_five(result.unexpected_keys + [n for n in result.missing_keys if n in here])
     except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
         wrong = " ".join(str(error).split())[:300]
-    fix = "the base that it was trained on"
-    check(not wrong, f"{folder} does not fit this base: {wrong} (fix: {fix})")
+    check(not wrong, f"{folder} does not fit this base: {wrong} {fix}")
 
 
 @torch.no_grad()
@@ -331,5 +334,6 @@ def allocate(model: nn.Module, names: list[str]) -> None:
 if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts ---------
     with report_errors():
+        stop_at_once()
         main(parse_cli(Config))
         stop_distributed()

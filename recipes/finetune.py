@@ -19,36 +19,64 @@ from typing import Literal
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
 import torch
-import transformers
 
-from utils.batches import GlobalBatches, divide_global_batch
-from utils.checkpoint import CheckpointSaver, set_seed
-from utils.config import check_least, parse_cli
-from utils.data import load_examples
-from utils.distributed import agree, all_reduce_sum, init_distributed, set_timeout, stop_distributed, together
-from utils.errors import act, check, fault, print0, report_errors
-from utils.hf_format import check_space, save_model
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
-from utils.mesh import build_mesh, mesh_axes, mesh_sentence
-from utils.metrics import RunLog, peak_memory_bytes
-from utils.model_folder import check_model_config, check_vocab, find_model, open_weights, run_facts
-from utils.optim import build_optimizer, clip_gradients, learning_rate, stop_if_not_finite
-from utils.planned import estimate_disk, plan_memory
-from utils.run_folder import claim_output, holds_run, releases_output, start_run, write_plan
-from utils.sharding import decoder_layers, shard_model, sync_gradients
-from utils.signals import stop_after_step, stop_asked, stop_at_once, warn_of_grace
-from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
+from utils.data.batches import GlobalBatches
+from utils.data.examples import load_data, print_data, write_bad_rows
+from utils.data.packing import PackedBatches
+from utils.data.positions import check_positions
+from utils.data.show_data import show_data, show_masks
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
+from utils.model.activations import recompute_activations
+from utils.model.attention import check_packing, wants_flat_packs
+from utils.model.folder import (
+    check_vocab,
+    find_model,
+    open_weights,
+    quiet_transformers,
+    read_config,
+    run_facts,
+)
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.loss import add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
+from utils.model.saving import save_model
+from utils.model.sharding import DTYPES, decoder_layers, settle_dtype, shard_model, sync_gradients
+from utils.model.verify import check_hashes
+from utils.plan.planned import estimate_disk, plan_memory
+from utils.run.disk import check_space
+from utils.run.distributed import (
+    agree,
+    all_reduce_sum,
+    init_distributed,
+    set_timeout,
+    stop_distributed,
+    together,
+)
+from utils.run.errors import act, check, fault, print0, report_errors
+from utils.run.folder import claim_output, holds_run, releases_output, start_run, write_plan
+from utils.run.log import RunLog
+from utils.run.memory import peak_memory_bytes
+from utils.run.mesh import build_mesh, mesh_axes, mesh_sentence
+from utils.run.settings import check_adapter_flags, check_least, divide_global_batch, parse_cli
+from utils.run.signals import stop_after_step, stop_asked, stop_at_once, warn_of_grace
+from utils.run.units import IGNORE
+from utils.train.checkpoint import CheckpointSaver, set_seed
+from utils.train.flops import mfu
+from utils.train.optim import (
+    OptimizerName,
+    build_optimizer,
+    check_packages,
+    clip_gradients,
+    learning_rate,
+    stop_if_not_finite,
+)
+from utils.train.profiling import start_profiler
+from utils.train.resume import load_checkpoint, previous_run
 
 TINY = Path(__file__).resolve().parent / "tiny"
 LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
 FIXED = ("seed", "param_dtype", "packing", *LORA)  # settings that a resume may not change
 QUANTIZED = ("int8_mode", "quantize_head", "keep_experts_16bit")
 TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # for flags left at their defaults
-Optim = Literal[
-    "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
-]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 
 @dataclass
@@ -61,11 +89,13 @@ class Config:
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
     dataset: str = ""  # file, folder, pattern, data set; several: a.jsonl:0.7,b.csv:0.3; empty: the tiny task
     format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text", "tokens"] = "auto"  # of rows
+    columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
+    bad_rows: Literal["error", "drop"] = "error"  # drop: leave them out, and list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose words are taught
     check: bool = False  # check all that needs no weights, on one process, say what the data holds, and stop
     show_masks: int = 0  # print so many rows, what is taught in brackets or colour, and stop
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
-    max_rows: int = 0  # read only the first rows; 0: all
+    max_rows: int = 0  # read only the first rows of each source; 0: all
     eval_dataset: str = ""  # held-out rows, named like --dataset
     eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
     eval_every: int = 0  # steps between held-out losses; 0: at the end only
@@ -89,7 +119,7 @@ class Config:
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer; bf16 halves them
-    optimizer: Optim = "adamw"  # 8-bit and paged ones are bitsandbytes'; 8 bit: 2 bytes of state, not 8
+    optimizer: OptimizerName = "adamw"  # 8-bit and paged: bitsandbytes'; 8 bit: 2 bytes of state, not 8
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
     lora_alpha: float = 16.0  # what adapters add counts alpha / rank
     lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression for whole names
@@ -137,10 +167,7 @@ class Config:
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         changed = [n for n in (*LORA, *QUANTIZED) if getattr(self, n) != getattr(Config, n)]
-        if changed or self.adapter or self.quantization != "none":
-            from utils.diagnose import check_adapter_flags
-
-            check_adapter_flags(asdict(self), changed, LORA)
+        check_adapter_flags(asdict(self), changed, LORA)
         check(not (self.eval_dataset and self.eval_share), "--eval_dataset or --eval_share? (fix: give one)")
         here = self.model and self.dataset or (TINY / "config.json").exists()
         check(here, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
@@ -149,8 +176,7 @@ class Config:
 @releases_output
 def main(cfg: Config) -> Path | None:
     """Fine-tune; returns the run folder, None where there was only something to show."""
-    transformers.utils.logging.set_verbosity_error()  # its notices would come once per rank
-    transformers.utils.logging.disable_progress_bar()
+    quiet_transformers()
 
     # --- world: who am I, who are the others ----------------------------------------------------------
     act("world")
@@ -159,90 +185,74 @@ def main(cfg: Config) -> Path | None:
     # --- plan: everything that can fail cheaply fails here --------------------------------------------
     act("plan")
     with together(world):
-        axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
+        axes = mesh_axes(world.ranks, cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
     folder = find_model(cfg.model, world, cfg.trust_remote_code)
     other = cfg.tokenizer and find_model(cfg.tokenizer, world, cfg.trust_remote_code)
     with together(world, patient=True):
-        check_model_config(folder, cfg.trust_remote_code)
+        config = read_config(folder, cfg.trust_remote_code)
         weights = open_weights(folder)
         if cfg.verify:
-            from utils.verify import check_hashes
-
             check_hashes({info.file for info in weights.values()}, cfg.verify, world)
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        how = {"seq_len": cfg.seq_len, "max_rows": cfg.max_rows, "progress": world.rank == 0}
-        how |= {"form": cfg.format.removeprefix("auto"), "train_on": cfg.train_on, "too_long": cfg.too_long}
-        examples, held_out = load_examples(cfg.dataset, tokenizer, **how), None
-        if cfg.eval_dataset or cfg.eval_share:
-            from utils.held_out import hold_out
-
-            examples, held_out = hold_out(examples, cfg.eval_dataset, cfg.eval_share, tokenizer, **how)
+        examples, held_out = load_data(vars(cfg), tokenizer, progress=world.rank == 0)
         structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
         model = build_model(*structure)  # on meta
         pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
-    if cfg.check or cfg.show_masks:
-        from utils.show_data import show_data
-
-        size = cfg.global_batch_size or cfg.batch_size * max(1, cfg.grad_accum)
-        return show_data(examples, held_out, tokenizer, cfg.show_masks, size, cfg.packing * cfg.seq_len)
+        check_positions(model, cfg.seq_len, examples, held_out)
+    if cfg.show_masks:
+        return show_masks(examples, tokenizer, cfg.show_masks)
     with together(world):
         plan = plan_memory(structure, DTYPES[cfg.dtype], axes["shard"], world, vars(cfg), examples, held_out)
     cfg = replace(cfg, **plan.chosen)
     lora = bool(cfg.lora_rank or cfg.adapter)
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
     agree(world, facts, "files")
-    out = claim_output(cfg.output_dir, "finetune", world, folder)
+    out = claim_output(cfg.output_dir, "finetune", world, folder, watch=not cfg.check)
     checkpoint, state, finished, names = None, {}, 0, None  # names: of what adapters have renamed
     if holds_run(out) or cfg.resume not in ("auto", "none"):
-        from utils.resume import load_checkpoint, previous_run
-
         checkpoint, state, finished = previous_run(cfg, out, facts, world)
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
         return out
     with together(world):
         wanted = state.get("global_batch_size") or cfg.global_batch_size
-        global_batch, micro_batches = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.size)
+        global_batch, micro_batches = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.ranks)
         shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
         if cfg.packing:
-            from utils.packing import PackedBatches, check_packing
-
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         disk = 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
-        check_space(out, disk)
+    check_space(out, disk, world)
     warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
     print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
     print_template_notes(tokenizer)
-    evaluated = f"; held out: {held_out.summary()}" if held_out else ""
-    print0(f"data      {cfg.dataset}: {loader.summary()}{evaluated}")
+    print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
-    print0(plan.text)
+    print0(plan.text, ready=True)
 
     # --- build: the structure that is trained ---------------------------------------------------------
     act("build")
-    if not cfg.low_cpu_fsdp:
+    if not cfg.low_cpu_fsdp and not cfg.check:
         model = build_model(*structure, whole=folder)
     if lora:
-        from utils.lora import adapt, fill_adapters, save_adapter
+        from utils.model.lora import adapt, fill_adapters, save_adapter
 
         flags = {name: (getattr(cfg, name), getattr(Config, name)) for name in LORA}
         how = {"int8_mode": cfg.int8_mode, "head": cfg.quantize_head}
         how |= {"quantization": cfg.quantization, "keep_experts_16bit": cfg.keep_experts_16bit}
         with together(world):
             adapters, names = adapt(model, cfg.adapter, flags, DTYPES[cfg.dtype], **how)
+    if cfg.check:
+        return show_data(examples, held_out, loader)
     add_chunked_loss(model)
     if cfg.activation_checkpointing != "none":
-        from utils.activations import recompute_activations
-
         recompute_activations(model, cfg.activation_checkpointing)
     if cfg.compile:
         for layer in decoder_layers(model):
@@ -253,7 +263,7 @@ def main(cfg: Config) -> Path | None:
 
     # --- shard: every parameter cut over the ranks ----------------------------------------------------
     act("shard")
-    mesh = build_mesh(world, axes)  # on GPUs, NCCL and the CUDA context begin here
+    mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     shard_model(model, mesh, DTYPES[cfg.dtype], cfg.reshard_after_forward, cfg.cpu_offload)
 
     # --- load: the first act that costs memory --------------------------------------------------------
@@ -268,7 +278,8 @@ def main(cfg: Config) -> Path | None:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     if cfg.packing:
-        check_packing(model, loader, DTYPES[cfg.dtype], world.device)
+        loader.flat = wants_flat_packs(model)
+        check_packing(model, 1 if loader.flat else cfg.batch_size, DTYPES[cfg.dtype], world.device)
 
     # --- optimizer ------------------------------------------------------------------------------------
     act("optimizer")
@@ -291,16 +302,12 @@ def main(cfg: Config) -> Path | None:
     # --- train ----------------------------------------------------------------------------------------
     act("train")
     model.train()
-    mfu = None  # known where the device's peak is
-    if world.device.type == "cuda":
-        from utils.flops import mfu
     saver = CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save)
     run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # until here nothing was written
+    write_bad_rows(out, world.rank, examples, held_out)
     log = RunLog(out if run else None, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run)
     profiler = None
     if cfg.profile:
-        from utils.profiling import start_profiler
-
         profiler = start_profiler(out / "profile", world, first, steps)
     stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
     for step in range(first, steps):
@@ -334,14 +341,12 @@ def main(cfg: Config) -> Path | None:
         log.step(
             step=done, loss=loss, grad_norm=grad_norm, lr=lr, taught_tokens=int(taught), tokens=int(tokens),
             skipped=int(skipped > 0), seconds=seconds, tokens_per_second=tokens / seconds,
-            mfu=mfu and mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
+            mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
             peak_memory_gib=peak / 2**30,
         )  # fmt: skip
         if profiler:
             profiler.step()
         if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
-            from utils.held_out import held_out_loss
-
             log.step(step=done, eval_loss=held_out_loss(model, eval_loader, world))
         if step == first:
             set_timeout(cfg.timeout)  # the first step may compile
@@ -366,7 +371,7 @@ def main(cfg: Config) -> Path | None:
         options = {"save_dtype": DTYPES[cfg.save_dtype], "tokenizer": tokenizer, "source": folder}
         save_model(out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options)
     measured = plan.compare(world)  # and print both
-    write_plan(out, plan.planned, {"steps": steps, **measured}, world)
+    write_plan(out, plan.planned, {"steps": steps, "global_batch_size": global_batch, **measured}, world)
     print0(f"finished  {steps} steps; {out / ('adapter' if lora else 'model') if cfg.save_model else out}")
     return out
 
@@ -377,16 +382,10 @@ def settle(cfg: Config, world) -> Config:
         open_values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
         cfg = replace(cfg, model=str(TINY), **open_values)
     cfg = replace(cfg, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
-    cuda = world.device.type == "cuda"
-    has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if cfg.dtype == "auto":
-        cfg = replace(cfg, dtype="bf16" if has_bf16 else "fp32")
-    gpu = torch.cuda.get_device_name(world.device) if cuda else ""
-    check(cfg.dtype != "bf16" or has_bf16 or not cuda, f"--dtype bf16: {gpu} has none (fix: --dtype fp16)")
-    if cfg.attn == "flash_attention_2" or cfg.optimizer != "adamw" or cfg.tensorboard or cfg.wandb:
-        from utils.diagnose import check_packages
-
-        check_packages(cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb, cfg.dtype, gpu)
+    if cfg.check:  # the run may be meant for other machines: what it needs is told, and not refused
+        cfg = replace(cfg, fit="", force=True)
+    cfg = replace(cfg, dtype=settle_dtype(cfg.dtype, world.device))
+    check_packages(cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb, cfg.dtype, world.gpu_name)
     return cfg
 
 
@@ -394,5 +393,5 @@ if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts ---------
     with report_errors():
         stop_at_once()
-        main(parse_cli(Config, aliases="llama_recipes"))
+        main(parse_cli(Config, aliases="foreign_flags"))
         stop_distributed()

@@ -13,33 +13,36 @@ number of ranks, so neither do the answers.
 import json
 import math
 import os
+import secrets
 import select
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
 import torch
 import transformers
 
-from utils.config import parse_cli
-from utils.containers import read_rows
-from utils.distributed import World, broadcast, gather, init_distributed, stop_distributed, together
-from utils.errors import ConfigError, act, check, print0, report_errors
-from utils.fit import room
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.mesh import build_mesh
-from utils.model_folder import check_model_config, check_vocab, find_model, open_weights, read_json
-from utils.parts import estimate_generation, needed, plan_parts
-from utils.planned import MemoryPlan
-from utils.run_folder import releases_output
-from utils.sharding import shard_model
-from utils.tokens import end_of_turn_ids, load_tokenizer, pad_id
-from utils.trained_run import add_run_adapter, check_weights, find_run, load_weights
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from utils.data.chats import prompt_ids
+from utils.data.containers import read_rows
+from utils.data.messages import to_messages
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
+from utils.model.folder import check_vocab, find_model, open_weights, read_config, read_json
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.sharding import DTYPES, compute_alone, shard_model
+from utils.plan.parts import estimate_generation, needed, plan_parts
+from utils.plan.planned import MemoryPlan
+from utils.plan.reserve import room
+from utils.run.distributed import World, broadcast, gather, init_distributed, stop_distributed, together
+from utils.run.errors import ConfigError, act, check, escaped, others_code, print0, report_errors
+from utils.run.files import TEXT_BYTES, open_own, read_small_text
+from utils.run.folder import releases_output
+from utils.run.mesh import build_mesh
+from utils.run.settings import parse_cli
+from utils.run.signals import stop_at_once
+from utils.train.trained_run import add_run_adapter, check_weights, find_run, load_weights
 
 
 @dataclass
@@ -103,28 +106,30 @@ def main(cfg: Config) -> None:
             writable = parent.is_dir() and os.access(parent, os.W_OK)
             check(writable, f"--output {cfg.output}: {parent} is no folder to write to (fix: another)")
         prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system) if cfg.prompts else []
-        checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
+    checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
+    with together(world):
         base, tokenizer_of = cfg.model or run.get("model"), run.get("tokenizer")
         if cfg.adapter:
-            base = base or read_json(Path(cfg.adapter) / "adapter_config.json").get("base_model_name_or_path")
+            from utils.model.adapter_file import base_of
+
+            base = base or base_of(Path(cfg.adapter))
             own = (Path(cfg.adapter) / "tokenizer_config.json").exists()
             tokenizer_of = cfg.adapter if own else ""
         check(base, "nothing says which model it is for (fix: --model FOLDER)")
     folder = find_model(base, world, trust)
     tokenizer_folder = find_model(tokenizer_of, world, trust) if tokenizer_of else folder
     with together(world):
-        check_model_config(folder, trust)
+        config = read_config(folder, trust)
         weights = open_weights(folder)
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
         tokenizer = load_tokenizer(tokenizer_folder, run.get("chat_template", ""), trust)
         check_vocab(len(tokenizer), config.get_text_config().vocab_size)
         dtype = compute_dtype(cfg.dtype, world)
         model = build_model(config, dtype, "auto", trust)  # on meta
         pieces, names = plan_pieces(model, weights, folder), None
         settings = generation_settings(cfg, model, folder, tokenizer, world)
-        encoded = [encode(cfg, model, tokenizer, prompt, where) for where, prompt in prompts]
+        encoded = [encode(cfg, model, tokenizer, prompt) for prompt in prompts]
         if cfg.adapter or run.get("lora_rank") or run.get("adapter"):
-            from utils.lora import base_names, load_adapter
+            from utils.model.lora import base_names, load_adapter
 
             add_run_adapter(model, cfg.adapter, run)
             names = base_names(model)
@@ -140,6 +145,8 @@ def main(cfg: Config) -> None:
     if world.size > 1:
         act("shard")
         shard_model(model, build_mesh(world), dtype)
+    else:
+        compute_alone(model, dtype)
 
     # --- load: the first act that costs memory --------------------------------------------------------
     act("load")
@@ -162,9 +169,11 @@ def main(cfg: Config) -> None:
     answers = answer(cfg, model, tokenizer, encoded, settings, world)
     with together(world):
         if world.rank == 0:
-            rows = [{"prompt": p, "answer": text} for (_, p), text in zip(prompts, answers, strict=True)]
+            rows = [{"prompt": p.said, "answer": text} for p, text in zip(prompts, answers, strict=True)]
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            write_new(Path(cfg.output), text) if cfg.output else print0(text.rstrip("\n"))
+            write_new(Path(cfg.output), text) if cfg.output else print0(
+                escaped(text[:-1], keep="\n"), ready=True
+            )
     plan.compare(world)
     print0(f"finished  {len(answers)} answers{f' in {cfg.output}' if cfg.output else ''}")
 
@@ -178,7 +187,7 @@ def plan_memory(cfg: Config, model, dtype: torch.dtype, encoded: list, world: Wo
 
     rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
     there, fewer = room(world)[0], rows
-    while fewer and needed(parts(fewer), world) > there:
+    while fewer and needed(parts(fewer), world)[0] > there:
         fewer //= 2
     more = f"--nproc_per_node {2 * world.size}, on more GPUs, or a smaller --max_new_tokens"
     fix = f"--batch_size {fewer}" if fewer else more
@@ -215,18 +224,25 @@ def chat(cfg: Config, model, tokenizer, settings: dict, world: World) -> None:
     """Turns until a line is empty. Every rank computes the same turn; rank 0 reads and prints."""
     heard = {}
     if world.rank == 0:
-        heard["streamer"] = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        heard["streamer"] = EscapedText(tokenizer, skip_prompt=True, skip_special_tokens=True)
     messages = [{"role": "system", "content": cfg.system}] if cfg.system else []
     print0("an empty line or Ctrl-D ends the chat")
     while line := typed_line(world):
         messages.append({"role": "user", "content": line})
         with together(world):
-            ids = encode(cfg, model, tokenizer, messages, "this chat")
+            ids = encode(cfg, model, tokenizer, Prompt("this chat", messages))
         ids = torch.tensor([ids], device=world.device)  # (1, T)
         torch.manual_seed(cfg.seed + len(messages))
         output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **heard)
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
         messages.append({"role": "assistant", "content": broadcast(world, text)})
+
+
+class EscapedText(transformers.TextStreamer):
+    """Prints an answer word by word. A model may say control characters, which the terminal would obey."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(escaped(text, keep="\n"), stream_end)
 
 
 def typed_line(world: World) -> str:
@@ -247,55 +263,62 @@ def typed_line(world: World) -> str:
             return line
 
 
-def read_prompts(path: Path, raw: bool, system: str) -> list[tuple[str, object]]:
-    """(where it stands, text or messages) of every prompt."""
+class Prompt(NamedTuple):
+    where: str  # it stands
+    said: str | list[dict]  # a text, or messages
+    tools: list | None = None
+
+
+def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
+    """Every prompt of a file."""
     if path.suffix != ".txt":
-        found = [(row.where, row_prompt(row, raw)) for row in read_rows(path)]
+        found = [row_prompt(row, raw) for row in read_rows(path)]
     else:
-        try:
-            lines = path.read_text("utf-8-sig").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--prompts {path}: {getattr(error, 'strerror', '') or error}") from None
-        found = [(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+        lines = read_small_text(path, TEXT_BYTES, f"--prompts {path}", "utf-8-sig").splitlines()
+        found = [Prompt(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
         check(found, f"--prompts {path}: no prompts; a .txt file holds one a line")
-    for i, (where, prompt) in enumerate(found):
-        if system:
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            check(turns[0]["role"] != "system", f"{where}: has a system turn, and --system is given too")
-            found[i] = (where, [{"role": "system", "content": system}, *turns])
-    return found
+    return [with_system(prompt, system) for prompt in found] if system else found
 
 
-def row_prompt(row, raw: bool):
+def with_system(prompt: Prompt, system: str) -> Prompt:
+    turns = [{"role": "user", "content": prompt.said}] if isinstance(prompt.said, str) else prompt.said
+    check(turns[0]["role"] != "system", f"{prompt.where}: has a system turn, and --system is given too")
+    return prompt._replace(said=[{"role": "system", "content": system}, *turns])
+
+
+def row_prompt(row, raw: bool) -> Prompt:
+    """A row's prompt; messages are read as finetune.py reads them, and their tools too."""
     prompt, messages = row.data.get("prompt"), row.data.get("messages")
     if isinstance(prompt, str) and prompt and messages is None:
-        return prompt
+        return Prompt(row.where, prompt)
     fix = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
     check(isinstance(messages, list) and prompt is None, f"{row.where}: no prompt to answer; {fix}")
     check(not raw, f"{row.where}: --raw completes text, and these are messages (fix: without --raw)")
-    fields = [m.get(key) for m in messages for key in ("role", "content") if isinstance(m, dict)]
-    turn = len(fields) == 2 * len(messages) and all(isinstance(field, str) for field in fields)
-    check(turn, f"{row.where}: a message lacks its role or content; {fix}")
-    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    check(asked, f"{row.where}: no turn to answer; {fix}")
-    return asked
+    check(all(isinstance(m, dict) for m in messages), f"{row.where}: a message is no object; {fix}")
+    answered = messages and messages[-1].get("role") == "assistant"
+    turns = messages if answered else [*messages, {"role": "assistant", "content": "to come"}]
+    check(len(turns) > 1, f"{row.where}: no turn to answer; {fix}")
+    try:
+        turns, tools = to_messages(row.data | {"messages": turns}, "chat")
+    except ValueError as error:
+        raise ConfigError(f"{row.where}: {error}; {fix}") from None
+    return Prompt(row.where, turns[:-1], tools)
 
 
-def encode(cfg: Config, model, tokenizer, prompt, where: str) -> list[int]:
+def encode(cfg: Config, model, tokenizer, prompt: Prompt) -> list[int]:
     """The ids of a prompt, as the model was trained to see it; ConfigError where the answer would not fit."""
     if cfg.raw:
-        ids = tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt.said)["input_ids"]
     else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        turns = [{"role": "user", "content": prompt.said}] if isinstance(prompt.said, str) else prompt.said
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is someone else's program: it may raise anything
-            raise ConfigError(f"{where}: the chat template refuses it: {error}") from None
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    check(ids, f"{where}: no token is left of it")
+            ids = prompt_ids(tokenizer, turns, prompt.tools)
+        except ValueError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+    check(ids, f"{prompt.where}: no token is left of it")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     what = f"{len(ids)} tokens and --max_new_tokens {cfg.max_new_tokens} exceed the model's {limit} positions"
-    check(len(ids) + cfg.max_new_tokens <= limit, f"{where}: {what} (fix: a shorter prompt or answer)")
+    check(len(ids) + cfg.max_new_tokens <= limit, f"{prompt.where}: {what} (fix: a shorter prompt or answer)")
     return ids
 
 
@@ -312,7 +335,8 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
     """
     file = folder / "generation_config.json"
     if file.exists():
-        model.generation_config = transformers.GenerationConfig.from_dict(read_json(file))
+        with others_code(str(file), "the generation_config.json that came with the model"):
+            model.generation_config = transformers.GenerationConfig.from_dict(read_json(file))
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     if (cfg.adapter or cfg.checkpoint) and not cfg.raw:
@@ -327,9 +351,10 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
 
 def write_new(path: Path, text: str) -> None:
     """A file that is complete or absent, and never in the place of another."""
-    temporary = path.with_name(f".tmp_{path.name}_{os.getpid()}")
+    temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
     try:
-        temporary.write_text(text, "utf-8")
+        with open_own(temporary, "x") as file:
+            file.write(text)
         check(not os.path.lexists(path), f"--output {path} came into being meanwhile; {temporary} is ours")
         os.replace(temporary, path)
     except OSError as error:
@@ -339,5 +364,6 @@ def write_new(path: Path, text: str) -> None:
 if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts ---------
     with report_errors():
+        stop_at_once()
         main(parse_cli(Config))
         stop_distributed()

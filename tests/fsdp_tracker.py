@@ -22,18 +22,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
-from utils.activations import recompute_activations
-from utils.fit import Knobs, Planner
-from utils.optim import build_optimizer
-from utils.sharding import shard_model, sync_gradients
+from utils.model.activations import recompute_activations
+from utils.model.sharding import shard_model, sync_gradients
+from utils.plan.fit import Knobs, Planner
+from utils.train.optim import build_optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def planner(case: dict) -> tuple[Planner, Knobs]:
-    """kind and sizes of a model, shards, batch, seq_len, dtype, param_dtype, knobs."""
+    """kind and sizes of a model, shards, replicate, batch, seq_len, dtype, param_dtype, knobs. The kernels
+    are those of a CPU, on which the tracker counts.
+    """
     structure = (tiny_config(case["kind"], **case["sizes"]), DTYPES[case["param_dtype"]], "auto", False)
-    made = Planner(structure, DTYPES[case["dtype"]], case["shards"], case["seq_len"])
+    how = {"gpu": False, "replicate": case["replicate"], "sync_each": case["sync_each"]}
+    made = Planner(structure, DTYPES[case["dtype"]], case["shards"], case["seq_len"], **how)
     return made, Knobs(**case["knobs"])
 
 
@@ -50,8 +53,10 @@ def peak(case: dict) -> int:
     if knobs.activation_checkpointing != "none":
         recompute_activations(model, knobs.activation_checkpointing)
     masking_utils.find_packed_sequence_indices = lambda positions: None  # it looks at values too
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case["shards"])
-    mesh = init_device_mesh("cpu", (case["shards"],))
+    axes = {"replicate": plan.replicate} if plan.replicate > 1 else {}
+    axes["shard"] = plan.shards
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.replicate * plan.shards)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         model.tie_weights()
@@ -65,7 +70,7 @@ def peak(case: dict) -> int:
             for i in range(knobs.grad_accum):
                 if tracker:
                     tracker.reset_mod_stats()
-                sync_gradients(model, i == knobs.grad_accum - 1)
+                sync_gradients(model, plan.sync_each or i == knobs.grad_accum - 1)
                 model(ids, labels=ids).backward()
 
         step()

@@ -14,10 +14,12 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "recipes")]
 
 import finetune
 
-from utils import checkpoint, distributed, explain, hf_format  # noqa: F401 - explain: while it may be read
-from utils.config import parse_cli
-from utils.errors import report_errors
-from utils.signals import stop_at_once
+from utils.model import saving  # noqa: F401 - explain: while it may be read
+from utils.run import distributed
+from utils.run.errors import report_errors
+from utils.run.settings import parse_cli
+from utils.run.signals import stop_at_once
+from utils.train import checkpoint
 
 
 def die(*_, **__):
@@ -42,7 +44,7 @@ def no_threads(*args, **options):
 
 FAULTS = {  # kind -> (where, name, what happens instead)
     "retire": (checkpoint.shutil, "rmtree", die),  # half of an old checkpoint's removal
-    "export": (hf_format, "verify_chunks", die),  # the final model is written, and not yet renamed
+    "export": (saving, "verify_chunks", die),  # the final model is written, and not yet renamed
     "collective": (finetune, "all_reduce_sum", leave_out),
     "threads": (finetune, "init_distributed", no_threads),
     "data": (finetune.GlobalBatches, "batches", fail),

@@ -90,7 +90,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from utils.distributed import init_distributed
+    from utils.run.distributed import init_distributed
 
     world = init_distributed()
     while True:

@@ -17,11 +17,12 @@ from shell import shell
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
-from utils import errors
-from utils.acts import host_memory, last_words, memory, newest_run
-from utils.distributed import ALONE
-from utils.errors import ConfigError, act
-from utils.run_folder import claim_output, releases_output
+from utils.run import errors
+from utils.run.distributed import ALONE
+from utils.run.errors import ConfigError, act
+from utils.run.folder import claim_output, releases_output
+from utils.run.memory import host_memory, memory
+from utils.run.watch import last_words, newest_run
 
 ACTS = ["build", "shard", "load", "optimizer", "data", "resume", "train", "save"]
 DMESG = "; not for memory, as far as can be seen (fix: look at the kernel's log, dmesg, and the scheduler's)"

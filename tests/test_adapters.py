@@ -18,12 +18,12 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM
 
-from utils.batches import GlobalBatches
-from utils.data import load_examples
-from utils.errors import ConfigError
-from utils.resume import Reader
-from utils.tokens import load_tokenizer
-from utils.trained_run import read_metrics
+from utils.data.batches import GlobalBatches
+from utils.data.examples import load_examples
+from utils.data.tokens import load_tokenizer
+from utils.run.errors import ConfigError
+from utils.train.resume import Reader
+from utils.train.trained_run import read_metrics
 
 FILE = "adapter_model.safetensors"
 BASES = {"16bit": {}, "8bit": {"quantization": "8bit"}, "4bit": {"quantization": "4bit"}}
@@ -141,6 +141,7 @@ def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(files, ba
     flags = {**base, "optimizer": optimizer, "lora_rank": 64, "save_every": 2}  # (64, 64): enough for 8 bits
     curve = train(files, tmp_path / "whole", **flags)
     names = Reader(tmp_path / "whole" / "checkpoints" / "step_00000002").read_metadata().state_dict_metadata
+    assert any(".lora_" in name for name in names)
     assert all(".lora_" in name or name.startswith("rng.") for name in names)
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # as a kill after the second step leaves it
     (tmp_path / "killed" / "plan.json").unlink()

@@ -9,15 +9,24 @@ The first column counts as the project's list of hard cases does. What is accept
 import gzip
 import json
 import os
+import re
 import socket
+from dataclasses import replace
 
 import finetune
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tiny import tiny_model_folder
+import torch
+from test_data import examples_of
+from tiny import tiny_config, tiny_model_folder
+from transformers import AutoModelForCausalLM
 
-from utils.errors import ConfigError
+from utils.data.containers import read_rows
+from utils.data.encode import Part
+from utils.data.positions import check_positions
+from utils.run.distributed import stop_distributed
+from utils.run.errors import ConfigError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = {"messages": [USER, ANSWER]}
@@ -52,11 +61,15 @@ def alpaca(**changes) -> dict:
     return {key: value for key, value in row.items() if value is not ...}
 
 
-TABLE = [  # number, file's name, its content, what is said
+class Taken(str):
+    """What the plan says of rows that are accepted."""
+
+
+TABLE = [  # number, file's name, its content, what is said: Taken(...), else the refusal
     (1, "a.jsonl", lines(LINE, LINE) + '{"messages": [{"ro', "a.jsonl:3: Unterminated string"),
-    (2, "a.jsonl", lines(LINE, '{"messages": [],}'), "a.jsonl:2: "),
-    (2, "a.jsonl", lines(LINE, "{'messages': []}"), "a.jsonl:2: "),
-    (2, "a.jsonl", lines(LINE, str(chat(USER, ANSWER, x=None))), "a.jsonl:2: "),
+    (2, "a.jsonl", lines(LINE, '{"messages": [],}'), "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 17"),
+    (2, "a.jsonl", lines(LINE, "{'messages': []}"), "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2"),
+    (2, "a.jsonl", lines(LINE, str(chat(USER, ANSWER, x=None))), "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2"),
     (2, "a.jsonl", lines("// chats", LINE), "a.jsonl:1: Expecting value"),
     (3, "a.jsonl", lines(LINE, LINE + LINE), "a.jsonl:2: Extra data"),
     (4, "a.jsonl", json.dumps([CHAT], indent=1), "a.jsonl:1: not one object a line; an array belongs in a .json file"),
@@ -67,48 +80,48 @@ TABLE = [  # number, file's name, its content, what is said
     (6, "a.jsonl", lines(LINE, '"x"'), "a.jsonl:2: expected object, got text"),
     (6, "a.jsonl", lines(LINE, "5"), "a.jsonl:2: expected object, got number"),
     (6, "a.jsonl", lines(LINE, "null"), "a.jsonl:2: expected object, got null"),
-    (7, "a.jsonl", f"\n{LINE}\r\n \n{LINE}", "data      2 rows"),
-    (7, "a.jsonl", f"\n{LINE}\r\n \n5", "a.jsonl:4: "),
+    (7, "a.jsonl", f"\n{LINE}\r\n \n{LINE}", Taken(": 2 rows")),
+    (7, "a.jsonl", f"\n{LINE}\r\n \n5", "a.jsonl:4: expected object, got number"),
     (8, "a.jsonl", lines(LINE, '{"x": NaN}'), "a.jsonl:2: the number NaN"),
     (8, "a.jsonl", lines(LINE, '{"x": -Infinity}'), "a.jsonl:2: the number -Infinity"),
     (8, "a.jsonl", lines(LINE, '{"x": 1e999}'), "a.jsonl:2: the number 1e999"),
     (9, "a.jsonl", lines(LINE, '{"x": 1, "x": 2}'), "a.jsonl:2: the key 'x' stands twice"),
-    (10, "a.jsonl", "\ufeff" + lines(LINE), "data      1 rows"),
-    (10, "a.jsonl", lines(LINE, "\ufeff" + LINE), "a.jsonl:2: "),
+    (10, "a.jsonl", "\ufeff" + lines(LINE), Taken(": 1 rows")),
+    (10, "a.jsonl", lines(LINE, "\ufeff" + LINE), "a.jsonl:2: Expecting value: line 1 column 1"),
     (11, "a.jsonl", LINE.encode("utf-16"), "a.jsonl:1: not UTF-8: "),
     (11, "a.jsonl", lines(LINE).encode() + b'{"x": "caf\xe9"}', "a.jsonl:2: not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 10"),
-    (12, "a.jsonl", lines(LINE, '{"x": "\\ud800"}'), "a.jsonl:2: "),
-    (13, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\0b"})), "data      1 rows"),
+    (12, "a.jsonl", lines(LINE, '{"x": "\\ud800"}'), "a.jsonl:2: 'utf-8' codec can't encode character '\\ud800'"),
+    (13, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\0b"})), Taken(": 1 rows")),
     (13, "a.jsonl", lines(LINE, '{"x": "a\0b"}'), "a.jsonl:2: Invalid control character"),
-    (14, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\u2028b\x85👩\u200d👩\u202eZ̸͕"})), "data      1 rows"),
-    (15, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "word " * 400_000})), "1 cut at --seq_len"),
+    (14, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\u2028b\x85👩\u200d👩\u202eZ̸͕"})), Taken(": 1 rows")),
+    (15, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "word " * 400_000})), Taken("1 cut at --seq_len")),
     (16, "a.jsonl", lines(LINE, '{"x": ' + "[" * 100_000), "a.jsonl:2: nested too deeply"),
     (17, "a.jsonl", "", "a.jsonl: no rows"),
     (17, "a.jsonl", " \n\n", "a.jsonl: no rows"),
     (17, "a.json", "[]", "a.json: no rows"),
     (19, "b.jsonl", LINE, "a.jsonl: No such file or directory; did you mean b.jsonl?"),
-    (21, "a.jsonl.gz", gzip.compress(lines(LINE).encode()), "data      1 rows"),
+    (21, "a.jsonl.gz", gzip.compress(lines(LINE).encode()), Taken(": 1 rows")),
     (22, "a.jsonl.gz", gzip.compress(lines(LINE).encode())[:-12], "not gzip, or cut short"),
     (22, "a.jsonl.gz", lines(LINE), "not gzip, or cut short"),
     (22, "a.jsonl.gz", gzip.compress(b" " * 2**27), "a.jsonl.gz:1: a line of more than 64 MiB"),
     (23, "a.jsonl", LFS, "git lfs pull"),
     (24, "a.json", HTML, "an HTML page"),
-    (25, "a.csv", 'instruction,output\n"Say\nblue",blue\n', "data      1 rows"),
+    (25, "a.csv", 'instruction,output\n"Say\nblue",blue\n', Taken(": 1 rows")),
     (25, "a.csv", "instruction,output\na,b\nc\n", "a.csv row 3: 1 fields"),
     (25, "a.csv", "instruction;output\na;b\n", "fields are separated by commas"),
-    (26, "a.parquet", parquet([ALPACA]), "data      1 rows"),
+    (26, "a.parquet", parquet([ALPACA]), Taken(": 1 rows")),
     (26, "a.parquet", parquet([{"question": "a", "answer": "b"}]), "a.parquet row 1: its keys are 'question', 'answer'; the rows that can be read have messages"),
     (26, "a.parquet", parquet([ALPACA] * 99)[:500], "a.parquet: not parquet, or damaged"),
     (26, "a.parquet", "a,b\n1,2\n", "a.parquet: not parquet, or damaged"),
-    (28, "a.jsonl", lines(LINE, LINE), "1 the same as a row before"),
+    (28, "a.jsonl", lines(LINE, LINE), Taken("1 the same as a row before")),
     (29, "a.jsonl", lines(ALPACA, alpaca(instruction=..., text_="x")), "a.jsonl:2: its keys are"),
     (30, "a.jsonl", lines(ALPACA, alpaca(output=...)), "a.jsonl:2: output: missing"),
     (30, "a.jsonl", lines(ALPACA, alpaca(output="")), "a.jsonl:2: output: empty"),
     (30, "a.jsonl", lines(ALPACA, alpaca(output=None)), "a.jsonl:2: output: expected text, got null"),
-    (31, "a.jsonl", lines(ALPACA, alpaca(input=...), alpaca(input=None), alpaca(input="")), "data      4 rows"),
+    (31, "a.jsonl", lines(ALPACA, alpaca(input=...), alpaca(input=None), alpaca(input="")), Taken(": 4 rows")),
     (32, "a.jsonl", lines(ALPACA, alpaca(instruction=["a"])), "a.jsonl:2: instruction: expected text, got list"),
     (32, "a.jsonl", lines(ALPACA, alpaca(instruction=5)), "a.jsonl:2: instruction: expected text, got number"),
-    (33, "a.jsonl", lines(ALPACA | {"id": 5, "source": {}}), "data      1 rows"),
+    (33, "a.jsonl", lines(ALPACA | {"id": 5, "source": {}}), Taken(": 1 rows")),
     (34, "a.jsonl", lines(*[ALPACA] * 8, GPT), "a.jsonl:9: a row in sharegpt form, and the file's first row is alpaca"),
     (35, "a.jsonl", lines(GPT, {"conversations": None}), "a.jsonl:2: conversations: expected list, got null"),
     (35, "a.jsonl", lines(GPT, {"conversations": {}}), "a.jsonl:2: conversations: expected list, got object"),
@@ -118,33 +131,33 @@ TABLE = [  # number, file's name, its content, what is said
     (37, "a.jsonl", lines(gpt(("bot", "Hi"))), "conversations[0].from: 'bot' is not one of human, user"),
     (37, "a.jsonl", lines(gpt(("HUMAN", "Hi"))), "conversations[0].from: 'HUMAN' is not one of"),
     (37, "a.jsonl", lines(gpt((5, "Hi"))), "conversations[0].from: expected text, got number"),
-    (38, "a.jsonl", lines(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))), "1 turns of the assistant before the first"),
-    (38, "a.jsonl", lines(gpt(("human", "b"), ("gpt", "c"), ("human", "d"))), "data      1 rows"),
+    (38, "a.jsonl", lines(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))), Taken("1 turns of the assistant before the first")),
+    (38, "a.jsonl", lines(gpt(("human", "b"), ("gpt", "c"), ("human", "d"))), Taken(": 1 rows")),
     (39, "a.jsonl", lines(gpt(("human", "a"), ("human", "b"))), "conversations[1].from: expected assistant, got human"),
     (39, "a.jsonl", lines(gpt(("human", "a"), ("gpt", "b"), ("gpt", "c"))), "conversations[2].from: expected user, got gpt"),
     (40, "a.jsonl", lines(gpt(("human", "a"), ("system", "b"))), "conversations[1].from: expected assistant, got system"),
     (40, "a.jsonl", lines(gpt(("system", "a"), ("system", "b"))), "conversations[1].from: expected user, got system"),
     *((41, "a.jsonl", lines(gpt(("human", value))), f"conversations[0].value: {said}") for value, said in (("", "empty"), (" \n", "empty"), (None, "expected text, got null"), (5, "expected text, got number"), ({}, "expected text, got object"))),
     (42, "a.jsonl", lines(chat({"role": "system", "content": "x"})), "messages: no assistant turn, so there is nothing to learn"),
-    (43, "a.jsonl", lines(gpt(("human", "a"), ("function_call", '{"name": "add", "arguments": {}}'), ("observation", "3"), ("gpt", "3")) | {"tools": "[]"}), "data      1 rows"),
-    (44, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "2"}, ANSWER)), "data      1 rows"),
+    (43, "a.jsonl", lines(gpt(("human", "a"), ("function_call", '{"name": "add", "arguments": {}}'), ("observation", "3"), ("gpt", "3")) | {"tools": "[]"}), Taken(": 1 rows")),
+    (44, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "2"}, ANSWER)), Taken(": 1 rows")),
     (45, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, ANSWER)), "messages[2].tool_call_id: missing"),
     (45, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "9", "content": "2"}, ANSWER)), "messages[2].tool_call_id: '9' is no call before it"),
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": "{a: 1}"}}]}, ANSWER)), "messages[1].tool_calls[0].function.arguments: not JSON"),
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": 5}}]}, ANSWER)), "function.arguments: expected an object as JSON, got number"),
     (47, "a.jsonl", lines(chat(USER, ANSWER, tools="add(a, b)")), "a.jsonl:1: tools: not JSON"),
-    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is not text"),
+    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is a picture, video or sound; finetune.py trains rows with one text answer"),
     (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)), "messages[0].content[0].text: missing"),
-    (49, "a.jsonl", lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)), "1 rows in which text spells a special token, which stays text"),
-    (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), "1 dropped: nothing taught in the first 256 tokens"),
+    (49, "a.jsonl", lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)), Taken("1 rows in which text spells a special token, which stays text")),
+    (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), Taken("1 dropped: nothing taught in the first 256 tokens")),
     (52, "a.jsonl", lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)), "all 1 rows were dropped: 1 x nothing taught in the first 256 tokens; raise --seq_len"),
     (63, "a.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "a.txt: not UTF-8"),
     (63, "a.txt", "text\0with a NUL", "a.txt: a NUL character: no text"),
-    (63, "a.txt", "word " * 2200, "data      "),
+    (63, "a.txt", "word " * 2200, Taken(": 43 rows, 11,001 tokens, 100% taught")),
     (63, "a.jsonl", lines({"text": "a"}, {"text": None}), "a.jsonl:2: text: expected text, got null"),
-    (63, "a.jsonl", lines({"text": "some words"}, {"text": " "}), "1 dropped: nothing taught"),
-    (64, "a.jsonl", lines({"input_ids": [5, 6, 7]}), "data      1 rows, 3 tokens, 100% taught"),
-    (64, "a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}), "67% taught"),
+    (63, "a.jsonl", lines({"text": "some words"}, {"text": " "}), Taken("1 dropped: nothing taught")),
+    (64, "a.jsonl", lines({"input_ids": [5, 6, 7]}), Taken(": 1 rows, 3 tokens, 100% taught")),
+    (64, "a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}), Taken("67% taught")),
     (64, "a.jsonl", lines({"input_ids": [5, 6]}, {"input_ids": [5, 99999]}), "a.jsonl:2: input_ids[1]: 99999 is no token; they are 0 to "),
     (64, "a.jsonl", lines({"input_ids": [-1]}), "a.jsonl:1: input_ids[0]: -1 is no token"),
     (64, "a.jsonl", lines({"input_ids": [1.0]}), "a.jsonl:1: input_ids[0]: 1.0 is no token"),
@@ -185,10 +198,18 @@ def write(name: str, content) -> str:
 @pytest.mark.parametrize(("row", "name", "content", "expected"), TABLE)
 def test_a_file_is_read_or_refused_in_one_line(said, row, name, content, expected):
     write(name, content)
-    answer = said("a.jsonl" if row == 19 else name)
+    template = {"chat_template": "chatml"} if row in (43, 44) else {}  # one that writes calls of tools
+    answer = said("a.jsonl" if row == 19 else name, **template)
     assert expected in answer
-    accepted = expected.startswith("data ") or expected[-7:] == " taught" or row in (28, 49)
-    assert answer.startswith("--- world" if accepted or answer.startswith("---") else "refused: ")
+    assert answer.startswith("--- world" if isinstance(expected, Taken) else "refused: ")
+
+
+@pytest.mark.parametrize("row", [43, 44])
+def test_calls_that_the_template_does_not_write_are_refused_by_row_and_template(said, row):
+    """A model was trained to say nothing in their place, in 153 of 153 rows of a real file."""
+    write("a.jsonl", next(content for number, _, content, _ in TABLE if number == row))
+    expected = r"refused: a.jsonl:1: tool_calls of turn 2: the chat template of \S+/model does not write"
+    assert re.match(expected, said("a.jsonl"))
 
 
 def test_18_20_what_is_no_file_is_refused_without_hanging(said):
@@ -204,9 +225,19 @@ def test_18_20_what_is_no_file_is_refused_without_hanging(said):
     assert "empty: no .jsonl" in said("empty")
     assert "dangling.jsonl: No such file" in said("dangling.jsonl")
     assert "loop.jsonl: Too many levels" in said("loop.jsonl")
-    if os.geteuid():
-        os.chmod(write("secret.jsonl", LINE), 0)
-        assert "secret.jsonl: Permission denied" in said("secret.jsonl")
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.chmod(write("secret.jsonl", LINE), 0)
+    tmp_path.chmod(0o755)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root, whom no mode stops, becomes somebody else for a moment
+    try:
+        with pytest.raises(ConfigError, match="^secret.jsonl: Permission denied"):
+            read_rows("secret.jsonl")
+    finally:
+        os.seteuid(user)
 
 
 @pytest.mark.slow
@@ -222,7 +253,7 @@ def test_27_patterns_that_match_nothing_and_folders_of_several_kinds(said):
     write("data/a.jsonl", LINE)
     write("data/b.csv", "instruction,output\na,b\n")
     assert "data: files of several kinds, .csv, .jsonl" in said("data")
-    assert "data      1 rows" in said("data/*.jsonl")
+    assert ": 1 rows" in said("data/*.jsonl")
 
 
 def test_28_the_same_file_twice_is_counted(said):
@@ -234,7 +265,7 @@ def test_data_sets_of_several_forms_may_be_mixed(said):
     write("a.jsonl", lines(LINE))
     write("b.jsonl", lines(ALPACA))
     write("c.txt", "plain text")
-    assert "data      3 rows" in said("a.jsonl,b.jsonl,c.txt")
+    assert ": 3 rows" in said("a.jsonl,b.jsonl,c.txt")
 
 
 @pytest.mark.parametrize(
@@ -257,3 +288,114 @@ def test_50_51_a_template_that_fails_is_named_with_the_role(said, row, template,
 def test_65_rows_that_are_held_out_and_trained_on_are_counted(said):
     write("a.jsonl", lines(LINE, chat(USER, {"role": "assistant", "content": "Ho"})))
     assert "warning: 2 of 2 held-out rows are trained on too" in said("a.jsonl", eval_dataset="a.jsonl")
+
+
+def test_more_ways_in_which_rows_are_no_text_answers(said):
+    write("kto.jsonl", lines(*[ALPACA | {"kto_tag": i % 2 == 0} for i in range(150)]))
+    assert said("kto.jsonl").startswith(
+        "refused: kto.jsonl:1: kto_tag: these are answers that are marked as good or bad"
+    )
+    assert said("kto.jsonl").endswith("(and 149 more rows)")
+    write("seen.jsonl", lines(chat({"role": "user", "content": "<image>What is it?"}, ANSWER)))
+    assert "1 rows whose text has <image>, <video> or <audio>, which stays text" in said("seen.jsonl")
+
+
+def test_one_object_and_a_list_in_an_object_are_rows(said):
+    write("one.json", json.dumps(CHAT, indent=1))
+    assert ": 1 rows" in said("one.json")
+    write("several.json", json.dumps({"version": 1, "data": [ALPACA, ALPACA | {"output": "4"}]}))
+    assert ": 2 rows" in said("several.json")
+    write("two_lists.json", json.dumps({"train": [ALPACA], "test": [ALPACA]}))
+    assert "two_lists.json row 1: its keys are 'train', 'test'" in said("two_lists.json")
+
+
+def test_the_form_and_dropped_rows_are_told(said):
+    write("a.jsonl", lines(LINE, "{]", "{]", LINE))
+    write("b.jsonl", lines(ALPACA))
+    answer = said("a.jsonl,b.jsonl", bad_rows="drop")
+    assert "form      a.jsonl: chat, 66.7% of rows, " in answer
+    assert "form      b.jsonl: alpaca, 33.3% of rows, " in answer
+    assert "2 dropped: bad rows" in answer
+    assert "warning: 2 bad rows are left out; the first is a.jsonl:2: Expecting property name" in answer
+
+
+def test_columns_of_the_command_line(said):
+    write("a.csv", "question,answer\n1 + 1?,2\n")
+    assert "form      a.csv: completion" in said("a.csv", columns="prompt=question,completion=answer")
+    assert "no row has 'anser'; the first row has 'question', 'answer'" in said(
+        "a.csv", columns="output=anser"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"adapter": "nowhere"}, "nowhere: no adapter_config.json"),
+        ({"global_batch_size": 7, "batch_size": 2}, "--global_batch_size 7 is no multiple"),
+        ({"lora_rank": 4, "lora_targets": "no_such_proj"}, "--lora_targets"),
+        ({"lora_rank": 4, "modules_to_save": "nothing"}, "--modules_to_save"),
+        ({"output_dir": "a.jsonl/out"}, "a.jsonl"),
+        ({"output_dir": "out", "resume": "nowhere"}, "nowhere"),
+        ({"shard": 3}, "--shard 3 does not divide 1 ranks"),
+        ({"columns": "foo=bar"}, "'foo' is none of"),
+    ],
+)
+def test_the_check_refuses_what_the_run_refuses_and_leaves_nothing(said, model, flags, expected):
+    write("a.jsonl", lines(LINE))
+    before = sorted(os.listdir())
+    answer = said("a.jsonl", **flags)
+    assert answer.startswith("refused: ")
+    assert expected in answer
+    try:
+        with pytest.raises(ConfigError) as refused:
+            finetune.main(finetune.Config(dataset="a.jsonl", model=str(model), seq_len=256, **flags))
+    finally:
+        stop_distributed()
+    assert f"refused: {refused.value}" == answer
+    assert sorted(os.listdir()) == before
+
+
+def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, model):
+    write("a.jsonl", lines(*[chat(USER, {"role": "assistant", "content": "a" * i}) for i in range(1, 8)]))
+    before = sorted(os.listdir())
+    answer = said("a.jsonl", lora_rank=4, quantization="8bit", output_dir="out/deep", global_batch_size=4)
+    assert "steps     2 an epoch" in answer
+    assert "checked   all that a run checks before it reads weights" in answer
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "expected"),
+    [
+        ("gpt2", None, "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe) (fix: --seq_len 256)"),
+        ("llama", None, "warning: a.jsonl:2 has 300 tokens, and the model 256 positions without rope scaling"),
+        ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, ""),
+    ],
+)  # fmt: skip
+def test_rows_beyond_the_models_positions_are_refused_or_told(
+    tmp_path, monkeypatch, capsys, kind, rope, expected
+):
+    config = tiny_config(kind, **({"rope_parameters": rope} if rope else {}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    part = Part(rows=2)
+    for length in (20, 300):
+        part.add([5] * length, b"\1" * length, f"a.jsonl:{len(part.lengths) + 1}")
+    examples = examples_of(part)
+    if kind == "gpt2":
+        with pytest.raises(ConfigError) as refused:
+            check_positions(model, 512, examples, None)
+        assert str(refused.value) == expected
+    else:
+        check_positions(model, 512, examples, None)
+        out = capsys.readouterr().out
+        assert out.startswith(expected)
+        assert bool(out) == bool(expected)
+    short = replace(examples, rows=torch.tensor([0]))
+    check_positions(model, 512, short, None)
+    said = capsys.readouterr().out
+    assert (
+        "positions the model has 256, less than --seq_len; the longest row has 20 tokens" in said
+    ) == bool(expected)
+    check_positions(model, 128, short, None)
+    assert capsys.readouterr().out == ""

@@ -20,7 +20,7 @@ import pytest
 from measure import Bound  # found by bench
 from shell import ROOT, shell
 
-from utils.errors import ConfigError
+from utils.run.errors import ConfigError
 
 BENCH = "python recipes/bench.py"
 

@@ -3,11 +3,13 @@
 python -m pytest tests/test_cache.py
 """
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -19,18 +21,21 @@ from shell import ROOT
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
-from utils import cache, data, workers
-from utils.data import load_examples
-from utils.distributed import set_timeout, together
-from utils.encode import TWICE, encode_rows
-from utils.errors import ConfigError
-from utils.tokens import load_tokenizer
+from utils.data import cache, workers
+from utils.data import examples as data
+from utils.data.encode import TWICE, check_rows, encode_rows
+from utils.data.examples import load_examples
+from utils.data.rows import Source
+from utils.data.tokens import load_tokenizer
+from utils.run import distributed
+from utils.run.distributed import set_timeout, together
+from utils.run.errors import ConfigError
 
 SCRIPT = """
 import sys
-from utils import data
-from utils.tokens import load_tokenizer
-from utils.errors import report_errors
+from utils.data import examples as data
+from utils.data.tokens import load_tokenizer
+from utils.run.errors import report_errors
 if __name__ == "__main__":
     data.SMALL = 0
     with report_errors():
@@ -129,6 +134,77 @@ def test_bad_rows_are_named_and_nothing_is_kept(files, everything_is_large, tmp_
     assert kept(everything_is_large) == []
 
 
+def test_what_was_refused_once_is_not_read_again_by_other_ranks_and_runs(
+    files, everything_is_large, tmp_path, monkeypatch
+):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(files[1].read_text() + '\n{"messages": 5}')
+    tokenizer, said = load_tokenizer(files[0]), []
+    for _ in range(2):
+        with pytest.raises(ConfigError) as refused:
+            load_examples(bad, tokenizer, 64)
+        said.append(str(refused.value))
+        monkeypatch.setattr(cache, "make", lambda *_: pytest.fail("it is read again"))
+    assert said[0] == said[1] == f"{bad}:701: messages: expected list, got number"
+    monkeypatch.undo()
+    monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bad.write_text(files[1].read_text())  # mended
+    assert len(load_examples(bad, tokenizer, 64)) == 699
+
+
+def test_mixtures_and_dropped_rows_are_the_same_from_the_disk(
+    files, everything_is_large, tmp_path, monkeypatch
+):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(
+        "\n".join([*files[1].read_text().splitlines()[:300], '{"messages": 5}', '{"text": "other form"}'])
+    )
+    tokenizer = load_tokenizer(files[0])
+    options = {"path": f"{bad}:1,{files[1]}:1", "tokenizer": tokenizer, "seq_len": 64, "bad_rows": "drop"}
+    mapped = load_examples(**options)
+    monkeypatch.setattr(data, "SMALL", 2**30)
+    plain = load_examples(**options)
+    assert len(plain.bad) == 2
+    assert [tuple(row) for row in mapped.bad] == plain.bad
+    assert mapped.fingerprint == plain.fingerprint
+    assert mapped.sources() == plain.sources()
+    assert (mapped.dropped, mapped.notes) == (plain.dropped, plain.notes)
+    assert torch.equal(mapped.trained, plain.trained)
+    assert torch.equal(mapped.rows, plain.rows)
+
+
+def test_who_waits_for_the_tokens_says_how_far_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cache, "SAY_SECONDS", 0.1)
+    folder = tmp_path / "key"
+    (tmp_path / ".tmp_key_1").mkdir()
+    (tmp_path / ".tmp_key_1" / "ids").write_bytes(bytes(3 * 2**20))
+    with open(folder.with_suffix(".lock"), "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.6, lambda: fcntl.flock(other, fcntl.LOCK_UN)).start()
+        with cache.locked(folder):
+            pass
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tokens    another process is making them: waiting"
+    assert len(lines) > 1
+    assert lines[1].endswith("for the process that makes them; it has written 3.0 MiB")
+
+
+def test_who_tokenizes_for_long_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(cache, "SAY_SECONDS", 0)
+    progress = cache.Progress("tokenizing rows.jsonl")
+    progress.bar.disable = True
+    progress.add(1200)
+    assert capsys.readouterr().out == "tokens    tokenizing rows.jsonl: 1,200 rows so far\n"
+
+
+def test_who_waits_for_other_ranks_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "SAY_SECONDS", 0.05)
+    with distributed.saying_so("waiting for the other ranks"):
+        time.sleep(0.3)
+    assert capsys.readouterr().out.startswith("waiting for the other ranks, for 0 s now\n")
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(files, monkeypatch, tmp_path):
     monkeypatch.setattr(data, "SMALL", 0)
     (tmp_path / "file").write_text("")
@@ -196,7 +272,9 @@ def test_no_room_half_way_is_one_line_and_leaves_nothing(files, tmp_path):
 def test_data_that_goes_away_meanwhile_is_named(files, everything_is_large):
     gone = everything_is_large / "gone.jsonl"
     with pytest.raises(ConfigError, match=r"gone.jsonl: No such file or directory$"):
-        cache.cached_tokens(gone, [gone], [], partial(encode_rows, tokenizer=None))
+        cache.cached_tokens(
+            gone, [Source("gone", 0.0, [gone], list)], check_rows, partial(encode_rows, tokenizer=None)
+        )
 
 
 @pytest.mark.slow

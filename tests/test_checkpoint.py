@@ -12,11 +12,11 @@ from ranks import run_ranks
 from tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
-from utils.checkpoint import CheckpointSaver
-from utils.errors import ConfigError
-from utils.optim import build_optimizer, clip_gradients
-from utils.resume import load_checkpoint, newest_checkpoint, read_state
-from utils.sharding import shard_model
+from utils.model.sharding import shard_model
+from utils.run.errors import ConfigError
+from utils.train.checkpoint import CheckpointSaver
+from utils.train.optim import build_optimizer, clip_gradients
+from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
 
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 # 1003 rows of vocabulary divide by nothing; of a key projection's 4 rows, the third of 3 ranks holds none.

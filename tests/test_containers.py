@@ -8,15 +8,18 @@ import gzip
 import io
 import json
 import os
+import socket
+import time
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from utils.containers import mix, read_rows
-from utils.errors import ConfigError
+from utils.data.containers import HUB_SECONDS, find_any, read_rows
+from utils.run.errors import ConfigError
 
 ROWS = [{"instruction": f"Add {i}.", "output": 'a, "b"\nc'} for i in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -113,18 +116,14 @@ def test_an_empty_field_of_a_table_is_not_there():
     assert values(write_parquet("a.parquet", messy)) == [{"messages": [{"role": "user", "content": "a"}]}, {}]
 
 
-def test_weights_mix_without_repeating_a_row():
-    write("a.jsonl", "".join(json.dumps({"text": f"a{i}"}) + "\n" for i in range(100)))
-    write("b.jsonl", "".join(json.dumps({"text": f"b{i}"}) + "\n" for i in range(300)))
-    both = [row["text"] for row in values("a.jsonl:0.5,b.jsonl:0.5")]
-    assert sum(text[0] == "a" for text in both) == sum(text[0] == "b" for text in both) == 100
-    assert len(set(both)) == 200
-    assert both == [row["text"] for row in values("a.jsonl:1, b.jsonl:1")]
-    assert len(values("a.jsonl,b.jsonl")) == 400
-    readers = [lambda: iter(range(10)), lambda: iter(range(100, 200))]
-    mixed = list(mix(["a", "b"], readers, [0.1, 0.9]))
-    assert len(set(mixed)) == 100
-    assert set(range(10)) <= set(mixed)
+def test_names_with_commas_and_weights_are_understood_or_refused():
+    write("a.jsonl", LINES)
+    write("b.jsonl", LINES)
+    assert len(values("a.jsonl,b.jsonl")) == len(values("a.jsonl, b.jsonl")) == 2 * len(ROWS)
+    assert [(s.name, s.weight) for s in find_any("a.jsonl:0.7, b.jsonl:.3")] == [
+        ("a.jsonl", 0.7),
+        ("b.jsonl", 0.3),
+    ]
     assert "give every one a weight" in refusal("a.jsonl:0.7,b.jsonl")
     assert "give every one a weight" in refusal("a.jsonl:0,b.jsonl:1")
     assert "one of the names is empty" in refusal("a.jsonl,")
@@ -160,7 +159,7 @@ def test_a_table_cut_short_or_without_rows_is_told_why():
 
 
 def test_a_packed_file_does_not_fill_the_memory(monkeypatch):
-    from utils import containers
+    from utils.data import containers
 
     monkeypatch.setattr(containers, "LONGEST", 2**20)
     space, word = gzip.compress(b"[" + b" " * 2**24), gzip.compress(b'["' + b"a" * 2**24)
@@ -170,7 +169,7 @@ def test_a_packed_file_does_not_fill_the_memory(monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64])
 def test_an_array_reads_the_same_wherever_its_text_is_cut(monkeypatch, block):
-    from utils import containers
+    from utils.data import containers
 
     words = 'a\u00e9\u2028 \\ "[,]'
     whole = [{"text": words}, {"text": "b", "n": [12, -1.5e3, True, None]}, {"text": ""}]
@@ -185,7 +184,28 @@ def test_an_array_reads_the_same_wherever_its_text_is_cut(monkeypatch, block):
         ]
 
 
-def test_a_data_set_that_is_nowhere_is_one_line():
-    assert "--dataset no/such: neither a file nor a data set" in refusal("no/such")
+def test_a_hub_that_takes_the_call_and_says_nothing_is_not_waited_for(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(huggingface_hub.hf_api, "ENDPOINT", address, raising=False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        begun = time.monotonic()
+        assert "does not answer (" in refusal("no/such")
+        assert time.monotonic() - begun < 2 * HUB_SECONDS
+
+
+def test_a_data_set_that_is_nowhere_is_one_line_and_the_hub_is_asked_once(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr(huggingface_hub.hf_api, "ENDPOINT", address, raising=False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is tried again"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert (
+        "--dataset no/such: neither a file nor a data set that can be read: no such file, the hub"
+        in refusal("no/such")
+    )
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
     datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk("splits")
     assert "--dataset splits: it has no split train, but test" in refusal("splits")

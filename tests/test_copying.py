@@ -3,6 +3,7 @@
 python -m pytest tests/test_copying.py
 """
 
+import re
 import shutil
 
 import pytest
@@ -12,41 +13,20 @@ from tiny import tiny_model_folder
 
 NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
-    "acts",
-    "activations",
-    "async_save",
-    "cache",
-    "config_text",
-    "containers",
-    "diagnose",
-    "experts",
-    "explain",
-    "faults",
-    "fit",
-    "flops",
-    "held_out",
-    "hub",
-    "llama_recipes",
-    "logits",
-    "more_formats",
-    "more_tokens",
-    "lora",
-    "memory",
-    "optim_8bit",
-    "packing",
-    "parts",
-    "profiling",
-    "quantize",
-    "replay",
-    "resume",
-    "show_data",
-    "templates",
-    "trace",
-    "trackers",
-    "trained_run",
-    "verify",
-    "workers",
-)  # what the plain path does not import
+    "model/lora",
+    "model/quantize",
+    "plan/fit",
+    "plan/formula",
+    "plan/parts",
+    "plan/replay",
+    "plan/reserve",
+    "plan/speed",
+    "plan/states",
+    "plan/trace",
+    "run/foreign_flags",
+    "train/optim_8bit",
+    "train/trained_run",
+)  # what a plain run does without
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +64,8 @@ def test_a_renamed_folder_and_one_sed_without_the_optional_files(tmp_path, flags
     shutil.copytree(ROOT / "utils", tmp_path / "fsdp_utils", ignore=NOTHING)
     for name in OPTIONAL:
         (tmp_path / "fsdp_utils" / f"{name}.py").unlink()
-    (tmp_path / "fsdp_utils" / "llama_recipes.yaml").unlink()
+    for table in (tmp_path / "fsdp_utils" / "run").glob("*.yaml"):
+        table.unlink()
     text = (ROOT / "recipes" / "finetune.py").read_text().replace("from utils.", "from fsdp_utils.")
     (tmp_path / "train.py").write_text(text)
     trains("train.py", flags, tmp_path)
@@ -97,4 +78,67 @@ def test_a_copy_without_the_tiny_model_says_so(tmp_path):
     result = shell("python finetune.py", tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith("error: recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
+    assert result.stderr.count("\n") == 1
+
+
+WITHOUT = """
+import sys
+from importlib.abc import MetaPathFinder
+sys.path[:0] = [{recipes!r}, {root!r}]
+
+class Missing(MetaPathFinder):
+    name = ""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+missing = Missing()
+sys.meta_path.insert(0, missing)
+for number, missing.name in enumerate({names!r}):
+    for name in [n for n in sys.modules if n.split(".")[0] in ("utils", "finetune")]:
+        del sys.modules[name]
+    import finetune
+    finetune.main(finetune.Config(**{settings!r}, output_dir=f"{out}/{{number}}"))
+"""
+
+
+def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
+    """As in test_a_renamed_folder..., one file at a time, and all in one process."""
+    model, dataset = re.findall(r"--(?:model|dataset) (\S+)", flags)
+    settings = {"model": model, "dataset": dataset, "steps": 1, "batch_size": 2, "save_model": False}
+    names = [f"utils.{name.replace('/', '.')}" for name in OPTIONAL]
+    code = WITHOUT.format(
+        recipes=str(ROOT / "recipes"), root=str(ROOT), names=names, settings=settings, out=tmp_path / "out"
+    )
+    (tmp_path / "without.py").write_text(code)
+    result = shell(f"python {tmp_path / 'without.py'}", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("finished  1 steps") == len(OPTIONAL)
+    not_planned = result.stdout.count("not planned: utils/plan/fit.py or a file that it needs is not here")
+    assert not_planned == len(["fit", "formula", "replay", "reserve", "speed", "states", "trace"])
+
+
+@pytest.mark.parametrize(
+    ("name", "needed_by"),
+    [
+        ("plan/fit", "--fit"),
+        ("model/lora", "--lora_rank 4"),
+        ("model/quantize", "--lora_rank 4 --quantization 4bit"),
+        ("train/optim_8bit", "--optimizer adamw_8bit"),
+        ("run/foreign_flags", "--learning_rate 1e-4"),
+    ],
+)
+@pytest.mark.slow
+def test_a_flag_that_needs_a_file_that_is_left_out_is_refused_in_one_line(tmp_path, flags, name, needed_by):
+    shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=NOTHING)
+    (tmp_path / "utils" / f"{name}.py").unlink()
+    shutil.copy(ROOT / "recipes" / "finetune.py", tmp_path)
+    result = shell(f"python finetune.py {flags} {needed_by}", tmp_path)
+    assert result.returncode == 2, result.stderr
+    expected = (
+        "unknown flag --learning_rate" if name == "run/foreign_flags" else f"utils/{name}.py is not here"
+    )
+    assert result.stderr.startswith("error: ")
+    assert expected in result.stderr
     assert result.stderr.count("\n") == 1

@@ -5,16 +5,26 @@ import os
 
 import pytest
 import torch
+from templates import KINDS
 from test_tokens import byte_level
 
-from utils.batches import GlobalBatches, collate, permutation
-from utils.containers import read_rows
-from utils.data import Example, Examples, load_examples
-from utils.encode import Part
-from utils.errors import ConfigError
-from utils.held_out import hold_out, split_by_hash
-from utils.strict_json import parse_json
-from utils.tokens import IGNORE, load_tokenizer
+from utils.data import encode, rows
+from utils.data.batches import GlobalBatches, collate, permutation
+from utils.data.containers import read_rows
+from utils.data.encode import Part
+from utils.data.examples import (
+    Example,
+    Examples,
+    hold_out,
+    load_examples,
+    print_data,
+    split_by_hash,
+    write_bad_rows,
+)
+from utils.data.strict_json import parse_json
+from utils.data.tokens import load_tokenizer
+from utils.run.errors import ConfigError
+from utils.run.units import IGNORE
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
@@ -115,11 +125,22 @@ def test_whole_surrogate_pairs_and_escaped_nul_are_text():
     assert parse_json(" [1, -2.5e3, true] ") == [1, -2500.0, True]
 
 
-def test_up_to_ten_errors_are_listed(write):
-    lines = refusal(read_rows, write("bad.jsonl", "\n".join([LINE] + ["{]"] * 25))).splitlines()
-    assert len(lines) == 11
-    assert lines[0].startswith("bad.jsonl:2: ")
-    assert lines[-1] == "and perhaps more: nothing was read after that"
+def test_up_to_ten_different_faults_are_listed(write, tokenizer):
+    values = [[], 5, "x", None, True, [5], [{}], [{"role": 5}], [{"role": "bot"}], [{"role": "user"}]]
+    bad = ["{]", *(json.dumps({"messages": value}) for value in values), "5", "[]"]
+    lines = refusal(load_examples, write("bad.jsonl", "\n".join([LINE, *bad])), tokenizer, 64).splitlines()
+    assert [line.split(": ")[0] for line in lines[:10]] == [f"bad.jsonl:{n}" for n in range(2, 12)]
+    assert lines[10:] == ["and perhaps more: nothing was read after that"]
+
+
+def test_the_same_fault_in_many_rows_is_told_once_with_a_count(write, tokenizer):
+    bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "bot", "content": "Hello"}]}
+    rows = [LINE] + [json.dumps(bad)] * 5212 + ["{]", LINE]
+    lines = refusal(load_examples, write("chat.jsonl", "\n".join(rows)), tokenizer, 64).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("chat.jsonl:2: messages[1].role: 'bot' is not one of ")
+    assert lines[0].endswith(" (and 5,211 more rows)")
+    assert lines[1].startswith("chat.jsonl:5214: Expecting")
 
 
 @pytest.mark.parametrize(
@@ -205,9 +226,8 @@ def test_a_form_that_is_given_is_not_guessed(write, tokenizer):
     assert tokenizer.decode(list(plain.ids)) == "Add. 1 and 2. 3</s>"
     assert list(plain.labels) == list(plain.ids)
     assert len(load_examples(file, tokenizer, seq_len=64)[0].ids) > len(plain.ids)
-    assert (
-        refusal(load_examples, file, tokenizer, seq_len=64, form="chat") == "both.jsonl:1: messages: missing"
-    )
+    line = refusal(load_examples, file, tokenizer, seq_len=64, form="chat")
+    assert line.startswith("both.jsonl:1: messages: missing; the row has 'instruction', 'input', 'output'")
 
 
 def test_what_is_left_out_is_counted_in_the_summary(write, tokenizer):
@@ -235,9 +255,12 @@ def numbered(count: int, longest: int = 40) -> Examples:
 
 
 def examples_of(part: Part) -> Examples:
-    bounds, keys = part.close("f")
+    part.close("f")
+    bounds = torch.tensor([0, *part.lengths]).cumsum(0)
     ids = torch.frombuffer(part.ids, dtype=torch.int32)
-    return Examples(ids, torch.frombuffer(part.taught, dtype=torch.uint8), bounds, keys, part.where)
+    taught = torch.frombuffer(part.taught, dtype=torch.uint8)
+    trained = torch.tensor(part.trained)
+    return Examples(ids, taught, bounds, trained, torch.tensor(part.keys), part.where)
 
 
 def test_a_row_is_held_out_whatever_stands_around_it():
@@ -270,6 +293,125 @@ def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
     assert examples.summary().endswith(", 1 the same as a row before")
     hold_out(examples, write("held.jsonl", LINE), 0.0, tokenizer, 64)
     assert capsys.readouterr().out == "warning: 1 of 1 held-out rows are trained on too\n"
+
+
+def test_columns_are_renamed_and_those_that_no_row_has_are_named(write, tokenizer):
+    rows = [{"question": "1 + 1?", "answer": "2", "label_name": "sum"}, {"question": "2?", "answer": "2"}]
+    file = write("sums.jsonl", "\n".join(map(json.dumps, rows)))
+    assert "its keys are 'question', 'answer'" in refusal(load_examples, file, tokenizer, 64)
+    read = load_examples(file, tokenizer, 64, columns="instruction=question, output=answer")
+    assert tokenizer.decode(list(read[0].ids)) == "User:\n1 + 1?\n\nAssistant:\n2</s>\n\n"
+    (line,) = refusal(
+        load_examples, file, tokenizer, 64, columns="prompt=question,completion=anwser"
+    ).splitlines()
+    first = "the first row has 'question', 'answer', 'label_name'"
+    assert line == f"--columns completion=anwser: no row has 'anwser'; {first}"
+    for wrong, why in (
+        ("question", "'question' is no KEY=COLUMN"),
+        ("question=prompt", "'question' is none of messages"),
+        ("prompt=a,prompt=b", "prompt is given twice"),
+    ):
+        assert why in refusal(load_examples, file, tokenizer, 64, columns=wrong)
+
+
+BAD = [
+    '{"messages": [{"role": "user", "content": "Hi"}, {"role": "bot", "content": "Hello"}]}',
+    "{]",
+    json.dumps(ALPACA),
+    json.dumps({**GOOD, "images": ["a.png"]}),
+]
+
+
+def test_bad_rows_are_dropped_counted_and_listed_if_asked(write, tokenizer, tmp_path):
+    file = write("chat.jsonl", "\n".join([BAD[0], LINE, BAD[1], BAD[2], LINE, BAD[3], json.dumps(TURNS)]))
+    assert len(refusal(load_examples, file, tokenizer, 64).splitlines()) == 4
+    examples = load_examples(file, tokenizer, 64, bad_rows="drop")
+    assert [item.where for item in examples] == ["chat.jsonl:2", "chat.jsonl:5", "chat.jsonl:7"]
+    assert examples.dropped == {"bad rows": 4}
+    assert "4 dropped: bad rows" in examples.summary()
+    write_bad_rows(tmp_path, 1, examples, None)
+    assert not (tmp_path / "bad_rows.jsonl").exists()
+    write_bad_rows(tmp_path, 0, examples, None)
+    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    assert [row["where"] for row in listed] == [f"chat.jsonl:{n}" for n in (1, 3, 4, 6)]
+    assert [row["why"].split(":")[0].split(";")[0] for row in listed] == [
+        "messages[1].role",
+        "Expecting property name enclosed in double quotes",
+        "a row in alpaca form, and most of the file's rows are chat",
+        "images",
+    ]
+    only_bad = write("only_bad.jsonl", BAD[0])
+    assert "all 1 rows were dropped: 1 x bad rows; the first: only_bad.jsonl:1: messages[1]" in refusal(
+        load_examples, only_bad, tokenizer, 64, bad_rows="drop"
+    )
+
+
+def test_a_file_that_cannot_be_read_further_is_no_bad_row(write, tokenizer):
+    cut = write("cut.json", f"[{LINE}, {LINE}, {{")
+    line = refusal(load_examples, cut, tokenizer, 64, bad_rows="drop")
+    assert line.startswith("cut.json row 3: Expecting")
+
+
+def shares(examples) -> list[int]:
+    """How many examples count of each source."""
+    rows = torch.arange(len(examples.keys)) if examples.rows is None else examples.rows
+    return [int(((rows >= origin.first) & (rows < origin.last)).sum()) for origin in examples.origins]
+
+
+def test_weights_count_what_is_drawn_after_long_texts_are_cut_or_dropped(write, tokenizer):
+    short = [{"instruction": f"a{i}", "output": "b"} for i in range(99)]
+    long = [{"instruction": "word " * 300 if i % 2 else f"c{i}", "output": "d"} for i in range(60)]
+    write("a.jsonl", "\n".join(map(json.dumps, short)))
+    write("b.jsonl", "\n".join(map(json.dumps, long)))  # half of them are dropped
+    write("c.txt", "one two three four five " * 100)  # cut into many pieces
+    mixed = load_examples("a.jsonl:0.5,b.jsonl:0.5", tokenizer, 64)
+    assert shares(mixed) == [30, 30]
+    assert len({item.where for item in mixed}) == 60  # none twice
+    pieces = load_examples("c.txt", tokenizer, 64)
+    thirds = load_examples("a.jsonl:2,c.txt:1", tokenizer, 64)
+    assert len(pieces) > 10
+    assert shares(thirds) == [2 * len(pieces), len(pieces)]
+    again = load_examples("a.jsonl:2,c.txt:1", tokenizer, 64)
+    assert again.fingerprint == thirds.fingerprint != mixed.fingerprint
+    assert shares(load_examples("a.jsonl,b.jsonl", tokenizer, 64)) == [99, 30]
+    train, held_out = split_by_hash(mixed, 0.3)
+    assert len(train) + len(held_out) == 60  # of those that are drawn
+    write("d.jsonl", json.dumps({"instruction": "word " * 300, "output": "d"}))
+    assert "d.jsonl: no row is left of it" in refusal(load_examples, "a.jsonl:1,d.jsonl:1", tokenizer, 64)
+
+
+def test_the_form_and_each_sources_share_are_told(write, tokenizer):
+    write("a.jsonl", "\n".join([LINE] * 3))
+    write("b.jsonl", json.dumps(ALPACA))
+    assert load_examples("./a.jsonl", tokenizer, 64).sources() == ["./a.jsonl: chat"]
+    examples = load_examples("a.jsonl:3,b.jsonl:1", tokenizer, 64)
+    # Trained tokens: 3 x "Hello</s>", and "3</s>".
+    trained = [int((item.labels != IGNORE).sum()) for item in examples]
+    first = 3 * trained[0] / sum(trained)
+    assert examples.sources() == [
+        f"a.jsonl: chat, 75.0% of rows, {first:.1%} of trained tokens (weight 3)",
+        f"b.jsonl: alpaca, 25.0% of rows, {1 - first:.1%} of trained tokens (weight 1)",
+    ]
+    os.mkdir("both")
+    write("both/1.jsonl", LINE)
+    write("both/2.jsonl", json.dumps(ALPACA))
+    assert load_examples("both", tokenizer, 64).sources() == [
+        "both: chat (both/1.jsonl), alpaca (both/2.jsonl)"
+    ]
+
+
+def test_all_rows_are_checked_before_one_is_tokenized(write, tokenizer, monkeypatch):
+    file = write("late.jsonl", "\n".join([LINE] * 3000 + [BAD[0]]))
+    monkeypatch.setattr(encode, "encode_chats", lambda *_: pytest.fail("a row is tokenized"))
+    assert refusal(load_examples, file, tokenizer, 64).startswith("late.jsonl:3001: messages[1].role")
+
+
+def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypatch):
+    monkeypatch.setattr(rows, "MORE_ROWS", 100)
+    file = write("endless.jsonl", "\n".join([LINE] * 10 + [BAD[0]] * 5000))
+    first, last = refusal(load_examples, file, tokenizer, 64).splitlines()
+    assert first.endswith("(and 100 more rows)")
+    assert last == "and perhaps more: nothing was read after that"
 
 
 # --- examples -> global batches
@@ -337,3 +479,40 @@ def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():
     assert (batch.ids.dtype, batch.labels.dtype, batch.mask.dtype) == (torch.int64, torch.int64, torch.bool)
     assert batch.where == ["a", "f:1"]
     assert batch.to("meta").ids.device.type == "meta"
+
+
+# --- what inference asks for
+
+
+def of_kind(kind):
+    tokenizer = byte_level(False)
+    tokenizer.chat_template = KINDS[kind].template
+    return tokenizer
+
+
+def test_a_row_that_inference_would_ask_for_otherwise_is_told_once(write, capsys):
+    write("a.jsonl", f"{LINE}\n{LINE}\n")
+    opened = load_examples("a.jsonl", of_kind("a prompt that opens thoughts which no answer has"), 256)
+    assert opened.problem.startswith("a.jsonl:1: the chat template of the tokenizer ends its prompt with")
+    print_data("a.jsonl", opened.summary(), opened, None)
+    out = capsys.readouterr().out
+    assert out.count("warning: a.jsonl:1: the chat template") == 1
+    assert load_examples("a.jsonl", of_kind("empty thoughts in the last answer"), 256).problem == ""
+
+
+def test_a_note_names_its_first_row(write):
+    thought = {"messages": [GOOD["messages"][0], GOOD["messages"][1] | {"reasoning_content": "So."}]}
+    write("a.jsonl", "\n".join([LINE, json.dumps(thought), json.dumps(thought)]))
+    summary = load_examples("a.jsonl", of_kind("plain"), 256).summary()
+    template = "the chat template of the tokenizer"
+    assert f"2 rows with reasoning_content, which {template} does not write (the first: a.jsonl:2)" in summary
+
+
+def test_each_answer_of_a_row_may_be_a_sequence_of_its_own(write):
+    turns = [*GOOD["messages"], {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Ho"}]
+    write("a.jsonl", json.dumps({"messages": turns}))
+    tokenizer = of_kind("empty thoughts in the last answer")
+    examples = load_examples("a.jsonl", tokenizer, 256)
+    assert [item.where for item in examples] == ["a.jsonl:1", "a.jsonl:1"]
+    assert "1 rows became several sequences, one an answer" in examples.summary()
+    assert len(load_examples("a.jsonl", tokenizer, 256, train_on="last_assistant")) == 1

@@ -5,22 +5,31 @@ python -m pytest tests/test_errors.py
 
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import finetune
+import generate
 import pytest
+import torch
+from tiny import tiny_tokenizer
 
-from utils.errors import ConfigError, check
+from utils.data.show_data import show_masks
+from utils.run.distributed import ALONE, together
+from utils.run.errors import ConfigError, check, escaped, others_code, report_errors
+from utils.run.units import IGNORE
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def start(body: str, rank: int = 0) -> subprocess.Popen:
     """A process in which `body` stands inside report_errors()."""
-    code = "import errno, os, time\nfrom utils.errors import *\nwith report_errors():\n"
+    code = "import errno, os, time\nfrom utils.run.errors import *\nwith report_errors():\n"
     code += "".join(f"    {line}\n" for line in body.splitlines())
     environment = os.environ | {"RANK": str(rank), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -54,7 +63,119 @@ def test_bad_input_is_one_line_and_exit_code_2():
 
 
 def test_several_errors_are_several_lines():
-    assert run("raise ConfigError('one\\ntwo', agreed=True)") == (2, "", "error: one\nerror: two\n")
+    assert run("raise ConfigError(['one', 'two'], agreed=True)") == (2, "", "error: one\nerror: two\n")
+
+
+FORGED = "x\nerror: forged\r\x1b[2J\x1b]0;title\x07\u2028error: forged\u202egnp.exe\x9b31m\x00\x85\x0b\udcff"
+ESCAPED = r"x\nerror: forged\r\u001b[2J\u001b]0;title\u0007\u2028error: forged\u202egnp.exe"
+ESCAPED += r"\u009b31m\u0000\u0085\u000b\udcff"
+
+
+def test_control_characters_are_escaped_once_and_everything_else_stays():
+    assert escaped(FORGED) == escaped(escaped(FORGED)) == ESCAPED
+    assert len(ESCAPED.splitlines()) == 1
+    assert escaped("a\nb\rc", keep="\n") == "a\nb\\rc"
+    plain = "\ttab, ünïcödé, 数据, עברית, \U0001f468\u200d\U0001f469, C:\\new"
+    assert escaped(plain) == plain
+    for number in [*range(32), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), 0x2066, 0x2069]:
+        assert escaped(chr(number)).isprintable() or chr(number) == "\t"
+
+
+def test_a_name_cannot_forge_a_line_whichever_way_its_error_takes():
+    error = ConfigError(f"{FORGED} is no file")
+    assert str(error) == f"{ESCAPED} is no file"
+    several = ConfigError([f"one {FORGED}", "two"], agreed=True)
+    assert str(several).split("\n") == [f"one {ESCAPED}", "two"]
+    again = pickle.loads(pickle.dumps(several))
+    assert (again.lines, again.agreed) == (several.lines, True)
+    for raised in (error, several):
+        with pytest.raises(ConfigError) as caught, together(ALONE):
+            raise raised
+        assert caught.value.lines == raised.lines
+
+
+def test_an_error_as_long_as_a_book_keeps_its_remedy():
+    text = str(ConfigError(f"{'x' * 10**6} is no name (fix: another)"))
+    assert len(text) < 5000
+    assert text.endswith("(fix: another)")
+
+
+def test_whatever_others_raise_is_one_line_and_ctrl_c_passes():
+    class Panic(BaseException):
+        """As Rust's."""
+
+    for error in (KeyError("x\ny"), Panic("a\n\n  b"), RecursionError(), MemoryError(), StopIteration(3)):
+        with (
+            pytest.raises(ConfigError, match="^config.json: ") as caught,
+            others_code("config.json", "another"),
+        ):
+            raise error
+        assert len(caught.value.lines) == 1
+        assert str(caught.value).endswith(" (fix: another)")
+        assert type(error).__name__ in str(caught.value)
+    for error in (KeyboardInterrupt("SIGINT"), SystemExit(3), ConfigError("mine")):
+        with pytest.raises(type(error)) as caught, others_code("config.json"):
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "raise ConfigError(text)",
+        "print0(text)",
+        "act(text)",
+        "import warnings\nwarnings.warn(text)",
+        "import logging\nlogging.getLogger('other').error('it is %s', text)",
+        "raise KeyError(text)",
+        "raise RuntimeError(text)",
+        "raise OSError(28, os.strerror(28), text)",
+    ],
+)
+def test_nothing_that_a_recipe_prints_obeys_a_name(how):
+    """ConfigErrors, lines, warnings and logs of other packages, tracebacks."""
+    _, out, err = run(f"text = {FORGED!r}\n{how}")
+    assert "forged" in out + err
+    for line in (out + err).split("\n"):
+        assert line.isprintable() or "\t" in line
+        assert not line.startswith("error: forged")
+
+
+def test_masks_keep_the_line_breaks_of_a_row_and_show_other_control_characters(capsys):
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer(f"ab\n{FORGED[:-1]}", add_special_tokens=False)["input_ids"]
+    labels = torch.tensor([IGNORE] + ids[1:])
+    item = SimpleNamespace(ids=torch.tensor(ids), labels=labels, where=f"{FORGED}:3")
+    show_masks([item], tokenizer, 1)
+    out = capsys.readouterr().out
+    where, text = out.split("\n", 1)
+    assert where == f"{ESCAPED}:3"
+    expected = ESCAPED.removesuffix(r"\udcff").replace(r"\n", "\n", 1)
+    assert text == f"a[[b\n{expected}]]\n\n"
+
+
+def test_what_a_model_says_does_not_move_the_cursor(capsys):
+    printed = generate.EscapedText(tiny_tokenizer())
+    printed.on_finalized_text("two\nlines \x1b[2J\rerror: forged\u202e\n", stream_end=True)
+    assert capsys.readouterr().out == "two\nlines \\u001b[2J\\rerror: forged\\u202e\n\n"
+
+
+@pytest.mark.parametrize("flag", ["model", "dataset", "tokenizer", "chat_template", "verify", "eval_dataset"])
+def test_a_flag_cannot_forge_a_line(flag, tmp_path, capsys):
+    """Its value is named in the error that it leads to."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"instruction": "Say.", "output": "Yes."}\n')
+    flags = {"model": str(ROOT / "recipes" / "tiny"), "dataset": str(rows), "check": True}
+    flags[flag] = str(tmp_path / FORGED.replace("\x00", ""))
+    with pytest.raises(SystemExit) as ended, report_errors():
+        finetune.main(finetune.Config(**flags))
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    (line, empty) = err.split("\n")
+    assert line.isprintable()
+    assert "forged" in line
+    assert empty == ""
+    assert all(line.isprintable() for line in out.split("\n"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,9 @@ python -m pytest tests/test_export.py
 """
 
 import json
+import os
+import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import export
 import finetune
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -18,7 +22,8 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.errors import ConfigError
+from utils.run.errors import ConfigError
+from utils.train import checkpoint, trained_run
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -222,6 +227,89 @@ def test_an_older_checkpoint_is_named_by_its_folder_and_another_model_is_refused
         exported(tmp_path / "wrong", checkpoint=run, model=other)
     with pytest.raises(ConfigError, match="there is no complete checkpoint"):
         exported(tmp_path / "wrong", checkpoint=tmp_path)
+
+
+def unfinished(run: Path, folder: Path) -> Path:
+    """A copy of a run that has published its first checkpoint; the second lies aside."""
+    shutil.copytree(run, folder)
+    os.rename(folder / "checkpoints" / "step_00000002", folder / "step_00000002")
+    return folder
+
+
+def export_while_the_run_saves(world, flags, late: bool) -> None:
+    """As on_rank; when rank 0 has looked for the newest checkpoint the run publishes another, and rank 1
+    looks after that, if it looks. The run removes the older one while its weights are read; late: at once.
+    """
+    checkpoints = Path(flags["checkpoint"]) / "checkpoints"
+    newer, look, load = checkpoints / "step_00000002", trained_run.newest_checkpoint, export.load_weights
+
+    def look_and_go_on(folder: Path) -> Path:
+        if world.rank:
+            until = time.monotonic() + 20
+            while not newer.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+        found = look(folder)
+        if world.rank == 0 and not newer.exists():
+            os.rename(checkpoints.parent / newer.name, newer)
+            if late:
+                checkpoint._retire(newer, 1)
+        return found
+
+    def load_and_retire(path: Path, model) -> None:
+        if world.rank == 0:
+            checkpoint._retire(newer, 1)
+        load(path, model)
+
+    trained_run.newest_checkpoint, export.load_weights = look_and_go_on, load_and_retire
+    try:
+        on_rank(world, flags)
+    finally:
+        trained_run.newest_checkpoint, export.load_weights = look, load
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_all_ranks_read_the_checkpoint_that_rank_0_chose_while_the_run_saves(late, run, tmp_path):
+    saving = unfinished(run, tmp_path / "saving")
+    steps = [run / "checkpoints" / f"step_0000000{step}" for step in (1, 2)]
+    older, newer = (contents(exported(tmp_path / path.name, checkpoint=path)) for path in steps)
+    assert older != newer
+    flags = {"checkpoint": str(saving), "output_dir": str(tmp_path / "out")}
+    run_ranks(export_while_the_run_saves, 2, flags, late)
+    assert contents(tmp_path / "out") == (newer if late else older)
+    left = {path.name for path in (saving / "checkpoints").glob("step_*")}
+    assert left == {path.name for path in (steps[1:] if late else steps)}  # what is read stays
+    checkpoint._retire(saving / "checkpoints" / "step_00000002", 1)  # as the save after
+    assert [path.name for path in (saving / "checkpoints").glob("step_*")] == ["step_00000002"]
+
+
+def export_what_is_removed(world, flags) -> str:
+    """The error of an export whose checkpoint goes while it is read, as on a file system without locks."""
+    load = export.load_weights
+
+    def load_too_late(path: Path, model) -> None:
+        if world.rank == 0:
+            shutil.rmtree(path)
+        dist.barrier()
+        load(path, model)
+
+    export.load_weights = load_too_late
+    try:
+        with pytest.raises(ConfigError) as refused:
+            on_rank(world, flags)
+    finally:
+        export.load_weights = load
+    assert refused.value.agreed
+    return str(refused.value)
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_one_line_and_no_model(run, tmp_path):
+    saving = unfinished(run, tmp_path / "saving")
+    flags = {"checkpoint": str(saving), "output_dir": str(tmp_path / "out" / "model")}
+    gone = saving / "checkpoints" / "step_00000001"
+    fix = "start again: the newest is taken; or a larger --keep for that run"
+    line = f"{gone} was removed while it was read: its run keeps only newer checkpoints (fix: {fix})"
+    assert run_ranks(export_what_is_removed, 2, flags) == [line, line]
+    assert not (tmp_path / "out").exists()
 
 
 def lora_run(root: Path, **flags) -> Path:

@@ -24,9 +24,9 @@ from ranks import run_ranks
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
-from utils.errors import ConfigError
-from utils.resume import newest_checkpoint
-from utils.trained_run import read_metrics
+from utils.run.errors import ConfigError
+from utils.train.resume import newest_checkpoint
+from utils.train.trained_run import read_metrics
 
 FLAGS = {"steps": 6, "lr": 1e-3, "warmup": 1, "global_batch_size": 4, "save_every": 2, "keep": 0}
 slow = pytest.mark.slow

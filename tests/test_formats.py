@@ -1,12 +1,13 @@
 """Rows of every form -> messages. Alone: .venv/bin/python -m pytest tests/test_formats.py"""
 
 import json
+import re
 from collections import Counter
 
 import pytest
 
-from utils.formats import plain_messages
-from utils.more_formats import LEADING, READERS, to_messages
+from utils.data.formats import plain_messages
+from utils.data.messages import CATEGORY, LEADING, MOST_KEYS, NOT_TRAINED, READERS, to_messages
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 SUM = {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -115,6 +116,183 @@ def test_a_conversation_may_start_with_system_and_end_with_user():
     assert [message["role"] for message in to_messages(turns(*roles))[0]] == list(roles)
 
 
+def test_every_projects_key_keeps_a_turn_out_of_the_loss():
+    for key, off, on in (
+        ("weight", 0, 1),
+        ("loss_weight", 0.0, 1.0),
+        ("train", False, True),
+        ("training", False, True),
+        ("masked", True, False),
+    ):
+        notes = Counter()
+        row = {"messages": [user(), says(**{key: off}), user("Why?"), says("So.", **{key: on})]}
+        messages, _ = to_messages(row, notes=notes)
+        assert messages == [user(), says(weight=0), user("Why?"), says("So.", weight=1)], key
+        assert not notes
+        share = {
+            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", key: off}]
+        }
+        assert to_messages(share)[0] == [user(), says(weight=0)], key
+
+
+def test_a_turn_of_the_user_that_asks_to_be_trained_is_counted():
+    notes = Counter()
+    row = {"messages": [user(loss_weight=1.0), says(loss_weight=1.0)]}
+    assert to_messages(row, notes=notes)[0] == [user(), says(weight=1)]
+    assert notes == {NOT_TRAINED: 1}
+    assert to_messages({"messages": [user(loss_weight=0.0), says()]}, notes=Counter())[0] == [user(), says()]
+
+
+def test_other_keys_of_a_turn_are_counted_by_name():
+    notes = Counter()
+    row = {"messages": [user(id=3, mood="good", ts=None), says(mood="bad", refusal=None, annotations=[])]}
+    assert to_messages(row, notes=notes)[0] == [user(), says()]
+    assert notes == {
+        "turns with the key 'id', which is not used": 1,
+        "turns with the key 'mood', which is not used": 2,
+    }
+    many = {"messages": [user(**{f"k{i}": 1 for i in range(100)}), says()]}
+    to_messages(many, notes=notes)
+    assert len(notes) <= MOST_KEYS + 1
+    assert notes["turns with other keys, which are not used"] == 100 - MOST_KEYS + 2
+
+
+def test_thoughts_reach_the_template_under_both_names():
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        messages, _ = to_messages({"messages": [user(), says(**{key: "Hm."})]})
+        assert messages[1] == says(**{key: "Hm.", "reasoning_content": "Hm."}), key
+    assert to_messages({"messages": [user(), says(reasoning_content=None)]})[0] == [user(), says()]
+    named = {"messages": [user(name="Ann"), says(name="Bob")]}
+    assert to_messages(named)[0] == named["messages"]
+
+
+def test_the_parts_of_llama_factory():
+    call = json.dumps(SUM)
+    row = {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "value": "S"}], "loss_weight": 0.0},
+            {
+                "role": "user",
+                "content": [{"type": "text", "value": "Hi, "}, {"type": "text", "value": "you"}],
+            },
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "reasoning", "value": "Hm."},
+                    {"type": "text", "value": "Adding."},
+                    {"type": "tool_call", "value": call},
+                ],
+                "loss_weight": 1.0,
+            },
+            {"role": "tool", "content": [{"type": "text", "value": "3"}], "loss_weight": 0.0},
+            {"role": "assistant", "content": [{"type": "text", "value": "Three."}], "loss_weight": 0.0},
+        ],
+        "tools": json.dumps([{"name": "add", "parameters": {}}]),
+    }
+    messages, tools = to_messages(row)
+    assert tools == TOOLS
+    assert messages == [
+        {"role": "system", "content": "S"},
+        user("Hi, you"),
+        says(
+            "Adding.", tool_calls=[{"type": "function", "function": SUM}], reasoning_content="Hm.", weight=1
+        ),
+        {"role": "tool", "content": "3"},
+        says("Three.", weight=0),
+    ]
+    row["messages"][0]["content"].append({"type": "tools", "value": row.pop("tools")})
+    assert to_messages(row) == (messages, tools)
+
+
+def test_bare_tools_and_calls_are_wrapped():
+    bare = {"name": "add", "parameters": {}}
+    for tools in ([bare], bare, json.dumps([bare]), json.dumps(bare), [{"type": "function", **bare}], TOOLS):
+        assert to_messages({**calling(), "tools": tools})[1] == TOOLS
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    row = {"messages": [user(), {"role": "assistant", "tool_calls": [call]}], "functions": [bare]}
+    assert to_messages(row) == ([user(), says("", tool_calls=[{"type": "function", "function": SUM}])], TOOLS)
+    old = {"messages": [user(), {"role": "assistant", "content": None, "function_call": call},
+                        {"role": "function", "name": "add", "content": "3"}, says()]}  # fmt: skip
+    messages, _ = to_messages(old)
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": SUM}]
+    assert messages[2] == {"role": "tool", "content": "3", "name": "add"}
+
+
+def test_tool_turns_of_trl_and_hermes():
+    row = calling(tool_call_id=None, name="add")
+    assert to_messages(row)[0][2] == {"role": "tool", "content": "3", "name": "add"}
+    calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    row = shares(
+        ("system", "S"), ("human", "Hi"), ("gpt", calls), ("tool", "3"), ("gpt", "Hello"), category="x"
+    )
+    assert [m["role"] for m in to_messages(row)[0]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert to_messages(row)[0][2] == says(calls)
+    chat = {"messages": [user(), says(calls), {"role": "tool", "name": "add", "content": "3"}, says()]}
+    assert to_messages(chat)[0] == chat["messages"]
+
+
+def test_a_system_text_and_tools_beside_the_turns_are_not_lost():
+    assert to_messages({"messages": [user(), says()], "system": "S"})[0][0] == {
+        "role": "system",
+        "content": "S",
+    }
+    assert to_messages({**ALPACA, "tools": json.dumps(TOOLS)})[1] == TOOLS
+
+
+def test_rows_that_only_look_like_others_are_taken():
+    nothing = {
+        "images": [],
+        "videos": None,
+        "rejected": None,
+        "chosen": "",
+        "id": 7,
+        "source": "x",
+        "score": 0.5,
+    }
+    assert to_messages({"messages": [user(), says()], **nothing})[0] == [user(), says()]
+    notes = Counter()
+    assert to_messages({**ALPACA, "label": "arithmetic", "weight": 1}, notes=notes)[0][1] == says("3")
+    assert notes == {CATEGORY: 1}
+    notes.clear()
+    to_messages({**ALPACA, "system_prompt": "S", "reasoning": "Hm."}, notes=notes)
+    assert notes == {
+        "rows with the key 'reasoning', which is not used": 1,
+        "rows with the key 'system_prompt', which is not used": 1,
+    }
+
+
+CHAT = {"messages": [user(), says()]}
+PAIR = {"prompt": "a", "completion": "b"}
+FORMS_OF_KTO = [
+    {**row, **mark}
+    for row in (CHAT, shares(("human", "Hi"), ("gpt", "Hello")), ALPACA, PAIR)
+    for mark in (
+        {"label": True},
+        {"label": False},
+        {"label": 0},
+        {"label": "False"},
+        {"kto_tag": False},
+        {"kto_tag": "true"},
+        {"rejected": "bad"},
+    )
+]
+FORMS_OF_PICTURES = [
+    {**row, **more}
+    for row in (CHAT, ALPACA, PAIR, shares(("human", "<image>Hi"), ("gpt", "Hello")))
+    for more in ({"images": ["a.png"]}, {"image": "a.png"}, {"videos": ["a.mp4"]}, {"audios": ["a.wav"]})
+] + [
+    {"messages": [user([{"type": kind, "value": "x"}]), says()]}
+    for kind in ("image", "image_url", "video_url", "audio_url", "input_audio")
+]
+
+
+@pytest.mark.parametrize("row", FORMS_OF_KTO + FORMS_OF_PICTURES)
+def test_labels_and_pictures_in_every_form_are_refused_by_name(row):
+    with pytest.raises(ValueError, match="finetune.py trains rows with one text answer") as refused:
+        to_messages(row)
+    assert re.search("KTO|picture", str(refused.value))
+
+
 BAD = [
     ({"messages": None}, "messages: expected list, got null"),
     ({"messages": ["Hi"]}, "messages[0]: expected object, got text"),
@@ -138,7 +316,7 @@ BAD = [
     (turns("user", "tool"), "messages[1].role: expected assistant, got tool"),
     # Parts, calls, tools and weights.
     ({"messages": [user(["Hi"])]}, "messages[0].content[0]: expected object, got text"),
-    ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content[0].type: 'image_url' is not text"),
+    ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content[0].type: 'image_url' is a picture"),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text: missing"),
     ({"messages": [user([])]}, "messages[0].content: empty"),
     (calling(tool_call_id="c2"), "messages[2].tool_call_id: 'c2' is no call before it"),
@@ -152,6 +330,17 @@ BAD = [
     ({**calling(), "tools": "[{"}, "tools: not JSON"),
     ({**calling(), "tools": ["add"]}, "tools: expected a list of objects"),
     ({"messages": [user(), says(weight=0.5)]}, "messages[1].weight: expected 0 or 1, got 0.5"),
+    ({"messages": [user(), says(loss_weight=0.5)]}, "messages[1].loss_weight: expected 0 or 1, got 0.5"),
+    ({"messages": [user(), says(train="no")]}, "messages[1].train: expected 0 or 1, got 'no'"),
+    ({"messages": [user(), says(train=True, weight=0)]}, "messages[1]: its keys for the loss contradict"),
+    ({"messages": [user(), says(train_detail=[{}])]}, "messages[1].train_detail: no key for the loss here"),
+    ({"messages": [user(thinking="Hm."), says()]}, "messages[0].thinking: thoughts in a turn of user"),
+    ({"messages": [user(), says(thinking="a", reasoning="b")]}, "messages[1]: thinking and reasoning differ"),
+    ({"messages": [user(tool_calls=[CALL]), says()]}, "messages[0]: a call of a tool in a turn of user"),
+    ({**turns("user", "assistant"), "weight": 0.5}, "weight: 0.5: whole rows cannot be weighted"),
+    ({**turns("user", "assistant"), "train": False}, "train: False: whole rows cannot be weighted"),
+    ({**turns("user", "assistant"), "tools": [{"parameters": {}}]}, "tools[0].name: missing"),
+    ({"prompt": "a", "completion": "b", "tools": TOOLS}, "tools: a prompt and a completion of plain text"),
     # ShareGPT.
     ({"conversations": None}, "conversations: expected list, got null"),
     ({"conversations": {}}, "conversations: expected list, got object"),
@@ -184,7 +373,10 @@ BAD = [
     ({"prompt": "a", "completion": []}, "prompt: expected list, got text"),
     ({"text": None}, "text: expected text, got null"),
     # What is not taught.
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "these are preference pairs; finetune.py teaches"),
+    (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "these are preference pairs; finetune.py trains rows with one text answer",
+    ),
     ({**ALPACA, "chosen": "b", "rejected": "c"}, "these are preference pairs"),
     ({"prompt": "a", "completion": "b", "label": True}, "these are answers with a label (KTO)"),
     ({"prompt": "a"}, "these are prompts without an answer"),

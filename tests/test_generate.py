@@ -25,7 +25,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.errors import ConfigError
+from utils.run.errors import ConfigError, escaped
 
 PROMPTS = ["Hello there", "a", "What is larger, three or seven?", "one two three", "b c"]
 ASKED = [[{"role": "user", "content": text}] for text in PROMPTS]
@@ -176,7 +176,7 @@ def test_a_chat_remembers_its_turns_and_ends_with_the_input(ranks, llama):
     second = plain(llama, llama, [history])[0]
     typed = "Hello\nwhat?\n"
     printed = [chatted(None, llama, typed, {})] if ranks == 1 else run_ranks(chatted, 2, llama, typed, {})
-    assert printed[0].partition("ends the chat\n")[2].strip().split("\n") == [first, second]
+    assert printed[0].partition("ends the chat\n")[2].strip().split("\n") == [escaped(first), escaped(second)]
     assert not any(printed[1:])
 
 
@@ -235,7 +235,10 @@ FILES = {
         r"long.txt:2: 3\d\d tokens and --max_new_tokens 9 .* 256 positions",
     ),
     "odd.jsonl": ('{"question": "?"}', r"odd.jsonl:1: no prompt to answer"),
-    "no_content.jsonl": ('{"messages": [{"role": "user"}]}', "no_content.jsonl:1: a message lacks"),
+    "no_content.jsonl": (
+        '{"messages": [{"role": "user"}]}',
+        r"no_content.jsonl:1: messages\[0\].content: missing",
+    ),
     "answer_only.jsonl": ('{"messages": [{"role": "assistant", "content": "x"}]}', ":1: no turn to answer"),
 }
 
@@ -256,3 +259,22 @@ def test_an_adapter_of_another_base_is_refused_before_weights_are_read(llama, pr
         with pytest.raises(ConfigError):
             on_rank(None, {"model": str(other), "adapter": str(adapter), "prompts": str(prompts)})
         assert "--- load" not in capsys.readouterr().out
+
+
+def test_messages_and_tools_are_read_as_for_training(tmp_path):
+    """A row that was trained on may be asked: its bare tools are wrapped, its answer is left out."""
+    tool = {"name": "look", "parameters": {}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "The sea?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "grey"},
+        {"role": "assistant", "content": "It is grey."},
+    ]
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"messages": said, "tools": [tool]}) + "\n")
+    (prompt,) = generate.read_prompts(file, False, "Be brief.")
+    assert [turn["role"] for turn in prompt.said] == ["system", "user", "assistant", "tool"]
+    assert prompt.said[1]["content"] == "The sea?"
+    assert prompt.said[2]["tool_calls"][0]["function"]["arguments"] == {}
+    assert prompt.tools == [{"type": "function", "function": tool}]

@@ -15,14 +15,15 @@ from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
 from tiny import tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from utils.distributed import init_distributed, stop_distributed
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.loss import add_chunked_loss, check_chunked_loss
-from utils.mesh import build_mesh
-from utils.model_folder import open_weights
-from utils.optim import build_optimizer
-from utils.quantize import KINDS
-from utils.sharding import shard_model
+from utils.model.folder import open_weights
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.quantize import KINDS
+from utils.model.sharding import shard_model
+from utils.plan.reserve import room
+from utils.run.distributed import init_distributed, stop_distributed
+from utils.run.mesh import build_mesh
+from utils.train.optim import build_optimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,6 +111,14 @@ def test_fp16_finds_its_loss_scale_and_then_trains(setting, tmp_path):
     assert skipped == sorted(skipped, reverse=True)  # the first scale of 65,536 may be too large
     assert sum(skipped) <= 2
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_the_room_on_a_gpu_is_what_is_free_and_not_what_the_card_has():
+    world = init_distributed()
+    before = room(world)[0]
+    taken = torch.empty(2**28, dtype=torch.uint8, device=world.device)
+    assert before - 2**29 < room(world)[0] <= before - taken.numel()
+    assert before < torch.cuda.get_device_properties(world.device).total_memory
 
 
 def test_offloaded_shards_are_pinned_and_the_gpu_holds_no_weight_between_steps(setting):

@@ -20,8 +20,8 @@ from threading import Thread
 import pytest
 from ranks import free_port, run_ranks
 
-from utils.errors import ConfigError
-from utils.hub import fetch_model
+from utils.model.hub import fetch_model
+from utils.run.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -43,9 +43,9 @@ ETAG = hashlib.sha1(WEIGHTS).hexdigest()
 # Fetch every name of argv, and answer one line of JSON: the folder, or the one error.
 WORKER = """
 import json, sys, time
-from utils.distributed import init_distributed
-from utils.errors import ConfigError
-from utils.hub import fetch_model
+from utils.run.distributed import init_distributed
+from utils.run.errors import ConfigError
+from utils.model.hub import fetch_model
 
 world = init_distributed()
 for name in sys.argv[1:]:

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from families import family_config
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -16,23 +17,24 @@ from tiny import tiny_config, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from utils.activations import recompute_activations
-from utils.errors import ConfigError
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.lora import (
+from utils.model.activations import recompute_activations
+from utils.model.folder import open_weights
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.lora import (
     add_adapter,
     add_lora,
     base_names,
     cast_frozen,
     init_lora,
+    inject,
     load_adapter,
     save_adapter,
 )
-from utils.mesh import build_mesh, mesh_axes
-from utils.model_folder import open_weights
-from utils.optim import build_optimizer
-from utils.quantize import quantize_linears
-from utils.sharding import shard_model
+from utils.model.quantize import quantize_linears
+from utils.model.sharding import shard_model
+from utils.run.errors import ConfigError
+from utils.run.mesh import build_mesh, mesh_axes
+from utils.train.optim import build_optimizer
 
 EVERY = {"targets": "all-linear", "use_rslora": True}
 CASES = {  # of add_lora
@@ -221,6 +223,55 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_the_routers():
         add_lora(model, 4, 8, "all-linear")
         assert adapted(model) == linear - {"lm_head"}
         assert len(adapted(model)) == count
+
+
+@pytest.mark.parametrize(
+    ("family", "some", "none"),
+    [
+        ("mamba", {"in_proj"}, {"out_proj", "x_proj", "dt_proj"}),  # peft refuses, or kernels pass by
+        ("mamba2", {"in_proj"}, {"out_proj"}),
+        ("falcon_mamba", {"in_proj"}, {"out_proj"}),
+        ("falcon_h1", {"in_proj", "q_proj", "o_proj", "up_proj"}, {"out_proj"}),
+        ("nemotron_h", {"in_proj", "q_proj"}, {"out_proj"}),
+        ("gemma3n_text", {"q_proj", "up_proj"}, {"prediction_coefs"}),
+        ("deepseek_v4", {"o_b_proj"}, {"o_a_proj"}),  # multiplies group by group
+        ("ctrl", {"Wq", "dense"}, set()),
+        ("rwkv", {"key", "receptance"}, {"output"}),  # divided where the model answers
+        ("laguna", {"q_proj"}, set()),  # peft loses those of the shared expert
+        ("bloom", {"query_key_value", "dense", "dense_4h_to_h"}, set()),
+        ("falcon", {"query_key_value", "dense"}, set()),
+    ],
+)
+def test_all_linear_leaves_out_what_an_adapter_cannot_stand_beside(family, some, none):
+    model = build_model(family_config(family), torch.float32)
+    add_lora(model, 4, 8, "all-linear")
+    names = {name.rpartition(".")[2] for name in adapted(model)}
+    assert some <= names
+    assert not none & names
+    if family == "laguna":
+        assert not any("shared_expert" in name for name in adapted(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("mamba", "x_proj"),
+        ("mamba2", "out_proj"),
+        ("deepseek_v4", "o_a_proj"),
+        ("rwkv", r".*attention\.output"),
+        ("laguna", "shared_experts.up_proj"),
+    ],
+)
+def test_what_an_adapter_cannot_stand_beside_is_refused_where_it_is_named(family, targets):
+    model = build_model(family_config(family), torch.float32)
+    with pytest.raises(ConfigError, match=r"^--lora_targets .* past an adapter: .*\(fix: all-linear, which"):
+        add_lora(model, 4, 8, targets)
+
+
+def test_what_peft_raises_is_one_line_with_the_remedy():
+    model = build_model(family_config("llama"), torch.float32)
+    with pytest.raises(ConfigError, match=r"^--lora_targets: peft: Target module LlamaMLP\(.*\(fix: "):
+        inject(model, LoraConfig(target_modules=["mlp"]), "--lora_targets")
 
 
 def test_targets_are_names_or_one_regular_expression():

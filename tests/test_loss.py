@@ -12,10 +12,11 @@ from ranks import run_ranks
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.batches import Batch
-from utils.loss import IGNORE, add_chunked_loss, check_chunked_loss, summed_cross_entropy
-from utils.mesh import build_mesh
-from utils.sharding import shard_model, sync_gradients
+from utils.data.batches import Batch
+from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.model.sharding import shard_model, sync_gradients
+from utils.run.mesh import build_mesh
+from utils.run.units import IGNORE
 
 CPU = torch.device("cpu")
 ALL_KINDS = ["llama", "qwen2", "gemma2", "cohere", "granite", "mixtral", "qwen3_moe"]

@@ -8,23 +8,24 @@ import re
 import sys
 import weakref
 from dataclasses import asdict
-from importlib.util import find_spec
 
+import fit_trials
 import pytest
 import torch
 from fsdp_tracker import planner
+from limited import Limit
 from shell import ROOT, shell
 from tiny import KINDS, tiny_config, tiny_model_folder
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
-from utils.config import parse_cli
-from utils.errors import ConfigError
-from utils.fit import GIB, Knobs, Planner, refusal
-from utils.loading import build_model
-from utils.loss import add_chunked_loss
-from utils.sharding import decoder_layers
-from utils.trace import extrapolate, trace_step
+from utils.model.loading import build_model
+from utils.model.loss import add_chunked_loss
+from utils.model.sharding import decoder_layers
+from utils.plan.fit import GIB, Knobs, Planner, refusal
+from utils.plan.trace import trace_step
+from utils.run.errors import ConfigError
+from utils.run.settings import parse_cli
 
 sys.path.append(str(ROOT / "recipes"))
 import plan  # noqa: E402
@@ -35,6 +36,7 @@ SIZES |= {"num_key_value_heads": 4, "vocab_size": 8000, "max_position_embeddings
 BIG = {**SIZES, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "vocab_size": 32000}
 BIG |= {"num_attention_heads": 12}
 LORA = {"lora_rank": 16}
+FITTING = (0, 2)  # settings of fit_trials.py
 
 
 def sizes(kind: str, wide=SIZES) -> dict:
@@ -45,10 +47,13 @@ def sizes(kind: str, wide=SIZES) -> dict:
     return wide | heads | ({"sliding_window": 256} if "sliding_window" in KINDS[kind][1] else {})
 
 
-def case(kind="llama", shards=2, seq_len=512, dtype="bf16", param_dtype="fp32", **knobs) -> dict:
+def case(
+    kind="llama", shards=2, seq_len=512, dtype="bf16", param_dtype="fp32", replicate=1, sync_each=False,
+    **knobs,
+) -> dict:  # fmt: skip
     return {
         "kind": kind, "sizes": sizes(kind), "shards": shards, "seq_len": seq_len, "dtype": dtype,
-        "param_dtype": param_dtype, "knobs": knobs,
+        "param_dtype": param_dtype, "replicate": replicate, "sync_each": sync_each, "knobs": knobs,
     }  # fmt: skip
 
 
@@ -65,6 +70,9 @@ LEVERS = [
     {"reshard_after_forward": False, "shards": 8}, {"shards": 1}, {"dtype": "fp32"}, {"param_dtype": "bf16"},
     {"activation_checkpointing": "full", "grad_accum": 2},
     {"batch_size": 4, "seq_len": 64}, {"batch_size": 1, "seq_len": 16},
+    {"batch_size": 1, "seq_len": 16, "param_dtype": "bf16"},  # the peak is where gradients are cast
+    {"batch_size": 1, "seq_len": 16, "param_dtype": "bf16", "replicate": 2},
+    {"batch_size": 1, "seq_len": 16, "replicate": 2, "grad_accum": 2, "sync_each": True},
     LORA, {**LORA, "activation_checkpointing": "full"}, {**LORA, "quantization": "8bit"},
     {**LORA, "quantization": "4bit"}, {**LORA, "quantization": "4bit", "activation_checkpointing": "full"},
 ]  # fmt: skip
@@ -148,15 +156,6 @@ def test_what_is_traced_is_what_autograd_saves(kind, method):
         real.base_model(ids, use_cache=False)
     traced = planned.embedding.rest + sum(planned.blocks[k].rest for k in planned.kinds)
     assert abs(traced / sum(saved.values()) - 1) < 0.001
-
-
-def test_other_batches_and_lengths_follow_from_a_few():
-    model = add_chunked_loss(build_model(tiny_config("llama", **SIZES), torch.float32))
-    bf16 = torch.bfloat16
-    rows = {n: trace_step(model, bf16, n, 512) for n in (1, 2)}
-    assert extrapolate(rows, 5).blocks == trace_step(model, bf16, 5, 512).blocks
-    lengths = {n: trace_step(model, bf16, 1, n, packed=True) for n in (256, 512, 1024)}
-    assert extrapolate(lengths, 1536).blocks == trace_step(model, bf16, 1, 1536, packed=True).blocks
 
 
 def of_llama(**how) -> Planner:
@@ -247,6 +246,24 @@ def test_two_ranks_need_what_was_planned_within_two_per_cent(tmp_path, recompute
     assert all(abs(measured["acts"][act]["error"]) < 0.02 for act in ("load", "train", "save")), measured
 
 
+@slow
+@pytest.mark.parametrize("number", FITTING)
+def test_a_run_that_fits_is_not_killed_in_just_the_memory_that_it_was_planned(tmp_path, number):
+    """In a cgroup. Where none can be made, what the fullest rank held is compared with its plan."""
+    setting = fit_trials.draw(number)
+    model = fit_trials.make_model(tmp_path / "model", setting["size"])
+    rows = fit_trials.make_rows(tmp_path / "rows.jsonl")
+    if Limit.possible():
+        found = fit_trials.trial(setting, model, rows, tmp_path / "run")
+        assert (found["killed"], found["rc"]) == (0, 0), found["all"]
+        return
+    ended = shell(" ".join(fit_trials.command(setting, model, rows, tmp_path / "run")), seconds=600)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads((tmp_path / "run" / "plan.json").read_text())
+    acts = {act: size["measured_bytes"] for act, size in told["measured"]["acts"].items()}
+    assert max(acts.values()) - acts["plan"] < told["planned"]["host_bytes"]
+
+
 PLAN = "python recipes/plan.py"
 
 
@@ -282,11 +299,18 @@ def test_plan_knows_a_size_however_it_is_written():
     ("flags", "said"),
     [
         ("--model llama-3-8b --gpu_memory 0", "--gpu_memory 0 holds nothing (fix: --gpu_memory 24)"),
-        ("--model llama-3-8b --gpu_memory -1", "--gpu_memory -1.0 is too small"),
+        ("--model llama-3-8b --gpu_memory -3", "--gpu_memory -3 holds nothing (fix: --gpu_memory 24)"),
         ("--model llama-3-8b --gpus 0", "--gpus 0 is too small (fix: at least 1)"),
         ("--model llama-3-8b --dtype int3", "int3"),
         ("--model 7B --gpus 12", "--gpus 12: machines have 8 (fix: a multiple of it"),
-        ("--model llama-9", "--model llama-9: "),
+        ("--model llama-9", "--model llama-9 is neither a folder nor "),
+        ("--model llama3-8b", "--model llama3-8b is not known (did you mean llama-3-8b?)"),
+        ("--model 7T", "--model 7T is no size (did you mean 7B?)"),
+        ("--model ./modle", "--model ./modle: there is no such folder or file (fix: a folder"),
+        ("--model 7B --gpu h10", "--gpu h10 is not known (did you mean h100?) (fix: one of a10g, l4, "),
+        ("--model 7B --gpu A100", "--gpu A100 is not known (did you mean a100-40 or a100-80?)"),
+        ("--model 7B --gpu 8", "--gpu 8 is no name of a card (did you mean --gpus 8?)"),
+        ("--model 7B --gpu h100 --gpu_memory 80", "--gpu h100 and --gpu_memory 80 (fix: give one of them)"),
         ("", "--model is missing (fix: a folder, a size such as 7B, or one of gemma-2-9b"),
         ("--model 7B --quantization 4bit", "trains nothing (fix: --lora_rank 16)"),
     ],
@@ -298,13 +322,58 @@ def test_plan_refuses_what_means_nothing(flags, said):
     assert "\n" not in str(refused.value)
 
 
-def test_plan_draws_its_table_or_says_what_it_takes(tmp_path):
+ROW = {
+    "method": "full", "knobs": asdict(Knobs()), "gpu_bytes": GIB, "comfortable_bytes": 2 * GIB, "speed": 1.0,
+    "host_bytes": GIB, "answer": "fits tightly", "largest_batch": 1, "longest": 9024, "positions": 8192,
+}  # fmt: skip
+
+
+def test_a_row_says_how_it_fits_and_marks_lengths_that_the_model_was_not_made_for():
+    line = ("full", "none", "no", "yes", "1.0", "2.0", "tightly", "1", "1")
+    assert plan.cells(ROW) == (*line, "9,024*", "1.00")
+    assert plan.cells(ROW | {"positions": 9024}) == (*line, "9,024", "1.00")
+    assert plan.cells(ROW | {"positions": 0}) == (*line, "9,024", "1.00")  # not known
+
+
+def test_the_recommended_line_names_the_host_memory_that_it_needs():
+    told = {"recommended_answer": "fits tightly", "recommended": asdict(Knobs(cpu_offload=True))}
+    told |= {"recommended_host_bytes": 167 * GIB, "command": "torchrun"}
+    first, _, last = plan.recommendation(plan.Config(model="7B"), told)
+    assert first == "The fastest that fits, tightly, of the first method of which any does:"
+    assert last == (
+        "  It offloads, and needs 167 GiB of host memory a machine; --host_memory says how much there is."
+    )
+    assert plan.recommendation(plan.Config(model="7B", host_memory=256), told)[2].endswith("machine, of 256.")
+    assert len(plan.recommendation(plan.Config(), told | {"recommended": asdict(Knobs())})) == 2
+
+
+def test_a_model_of_pictures_is_refused_with_what_to_take_instead(tmp_path):
+    fields = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config": {"hidden_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"qwen2_5_vl has a vision_config, .* \(fix: a text-only causal"):
+        plan.main(plan.Config(model=str(tmp_path)))
+
+
+def test_plan_draws_its_table(tmp_path):
     cfg = plan.Config(model="llama", plot=str(tmp_path / "bars.png"))
-    row = {"method": "full", "knobs": asdict(Knobs()), "gpu_bytes": GIB, "host_bytes": GIB, "speed": 1.0}
-    rows = [row | {"largest_batch": 1, "longest": 64, "parts": {"weights": GIB}}]
-    if find_spec("matplotlib"):
-        plan.plot(rows, cfg)
-        assert (tmp_path / "bars.png").read_bytes()[:4] == b"\x89PNG"
-    else:
-        with pytest.raises(ConfigError, match="--plot needs matplotlib"):
-            plan.plot(rows, cfg)
+    plan.plot([ROW | {"parts": {"weights": GIB}}], cfg)
+    assert (tmp_path / "bars.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_a_plot_needs_is_asked_for_at_the_start(tmp_path, monkeypatch):
+    (tmp_path / "old.png").touch()
+    answers = {
+        "old.png": "old.png exists, and is not overwritten (fix: another name)",
+        "new.xyz": "new.xyz: no ending of a picture (fix: plan.png, .pdf or .svg)",
+        "new": "new: no ending of a picture",
+        "nowhere/new.png": "nowhere is no folder that may be written (fix: another one)",
+    }
+    for name, answer in answers.items():
+        with pytest.raises(ConfigError, match=re.escape(answer)):
+            parse_cli(plan.Config, ["--model", "7B", "--plot", str(tmp_path / name)])
+    assert parse_cli(plan.Config, ["--plot", str(tmp_path / "new.svg")]).plot == str(tmp_path / "new.svg")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match=r"--plot needs a package \(fix: pip install matplotlib\)"):
+        parse_cli(plan.Config, ["--model", "7B", "--plot", str(tmp_path / "new.png")])

@@ -18,15 +18,14 @@ from tiny import tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from utils.diagnose import check_packages
-from utils.errors import ConfigError
-from utils.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
-from utils.memory import States, estimate_states, sum_of
-from utils.metrics import RunLog
-from utils.optim import build_optimizer
-from utils.sharding import shard_model
-from utils.trackers import Careful
-from utils.trained_run import read_metrics
+from utils.model.sharding import shard_model
+from utils.plan.states import States, estimate_states, sum_of
+from utils.run.errors import ConfigError
+from utils.run.log import RunLog
+from utils.run.trackers import Careful
+from utils.train.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
+from utils.train.optim import build_optimizer, check_packages
+from utils.train.trained_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-4, "taught_tokens": 99, "tokens_per_second": 12345.6}
@@ -86,7 +85,7 @@ SCRIPT = f"""
 import sys
 import termios
 from pathlib import Path
-from utils.metrics import RunLog
+from utils.run.log import RunLog
 log = RunLog(Path(sys.argv[1]), total_steps=4)
 for step in range(1, 5):
     log.step(step=step, **{NUMBERS})
@@ -216,7 +215,7 @@ PEAK = """
 import sys
 import numpy as np
 import torch
-from utils.metrics import peak_memory_bytes
+from utils.run.memory import peak_memory_bytes
 cpu, mib, file = torch.device("cpu"), 2**20, sys.argv[1]
 open(file, "wb").write(bytes(64 * mib))
 before = peak_memory_bytes(cpu)

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from tiny import tiny_config, tiny_model, tiny_model_folder, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from utils.distributed import World
-from utils.errors import ConfigError
-from utils.model_folder import check_model_config, check_vocab, open_weights
-from utils.verify import check_hashes
+from utils.model.folder import check_model_config, check_vocab, open_weights
+from utils.model.verify import check_hashes
+from utils.run.distributed import World
+from utils.run.errors import ConfigError
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

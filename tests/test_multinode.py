@@ -27,7 +27,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from torch.distributed.run import get_args_parser
 
-from utils.config import parse_cli
+from utils.run.settings import parse_cli
 
 SLURM = (ROOT / "configs/launch/slurm.sbatch").read_text()
 KUBERNETES = (ROOT / "configs/launch/kubernetes.yaml").read_text()

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from utils.checkpoint import CheckpointSaver
-from utils.errors import ConfigError
-from utils.memory import estimate_states
-from utils.optim import build_optimizer
-from utils.resume import load_checkpoint, newest_checkpoint, read_state
-from utils.sharding import shard_model
+from utils.model.sharding import shard_model
+from utils.plan.states import estimate_states
+from utils.run.errors import ConfigError
+from utils.train.checkpoint import CheckpointSaver
+from utils.train.optim import build_optimizer
+from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
 
 SHAPES = {
     "uneven": (37, 512),  # rows are whole blocks of 256
@@ -88,7 +88,7 @@ def bitsandbytes_alone(name, dtype, count):
     """Weights and state of bitsandbytes' own optimizer on whole tensors."""
     import bitsandbytes
 
-    from utils.optim_8bit import CLASSES
+    from utils.train.optim_8bit import CLASSES
 
     model = Shapes(dtype)
     groups = [
@@ -234,7 +234,7 @@ def build(world, name, **changes):
 def losses_beside_bitsandbytes(world, name):
     import bitsandbytes
 
-    from utils.optim_8bit import CLASSES
+    from utils.train.optim_8bit import CLASSES
 
     model, optimizer = build(world, name)
     alone = tiny_model("llama", **SMALL, seed=0)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from tiny import KINDS, tiny_model_folder
 from transformers import AutoModelForCausalLM
 
-from utils.batches import GlobalBatches
-from utils.data import load_examples
-from utils.optim import learning_rate
-from utils.tokens import load_tokenizer
+from utils.data.batches import GlobalBatches
+from utils.data.examples import load_examples
+from utils.data.tokens import load_tokenizer
+from utils.train.optim import learning_rate
 
 STEPS, GLOBAL_BATCH = 4, 8
 RECIPE = {

@@ -15,10 +15,10 @@ from test_memory_plan import SIZES
 from tiny import tiny_config, tiny_model_folder
 from transformers import AutoConfig
 
-from utils.distributed import ALONE
-from utils.errors import ConfigError
-from utils.loading import build_model
-from utils.parts import estimate_generation, plan_parts
+from utils.model.loading import build_model
+from utils.plan.parts import estimate_generation, plan_parts
+from utils.run.distributed import ALONE
+from utils.run.errors import ConfigError
 
 LAST = r"memory    GiB on the fullest rank: generate planned ([\d.]+), measured ([\d.]+) "
 

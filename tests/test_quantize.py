@@ -9,20 +9,28 @@ import bitsandbytes.functional as bnb_functional
 import pytest
 import torch
 import torch.nn.functional as F
+from families import family_config
 from ranks import run_ranks
-from tiny import tiny_config, tiny_model_folder
+from tiny import tiny_config, tiny_model, tiny_model_folder
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from utils.activations import recompute_activations
-from utils.errors import ConfigError
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.lora import add_adapter, add_lora, base_names, cast_frozen, load_adapter
-from utils.mesh import build_mesh, mesh_axes
-from utils.model_folder import open_weights
-from utils.quantize import Int8Linear, NF4Linear, QuantizedLinear, check_experts, dequantize, quantize_linears
-from utils.sharding import decoder_layers, shard_model, sync_gradients
+from utils.model.activations import recompute_activations
+from utils.model.folder import open_weights
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.lora import add_adapter, add_lora, base_names, cast_frozen, load_adapter
+from utils.model.quantize import (
+    Int8Linear,
+    NF4Linear,
+    QuantizedLinear,
+    check_experts,
+    dequantize,
+    quantize_linears,
+)
+from utils.model.sharding import decoder_layers, shard_model, sync_gradients
+from utils.run.errors import ConfigError
+from utils.run.mesh import build_mesh, mesh_axes
 
 KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
 SHAPES = ((37, 128), (5, 64), (3, 192))  # rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks
@@ -138,6 +146,48 @@ def test_weights_that_have_no_scale_are_refused():
         layer.copy_rows(0, torch.full((1, 64), 1e5))  # not finite in fp16
 
 
+@pytest.mark.parametrize("value", [1e5, float("nan")])
+def test_a_weight_that_is_too_large_is_named(tmp_path, value):
+    name = "model.layers.1.mlp.down_proj.weight"
+    model = tiny_model("llama", vocab_size=271)
+    with torch.no_grad():
+        model.get_parameter(name)[3, 5] = value
+    model.save_pretrained(tmp_path)
+    model = build_model(AutoConfig.from_pretrained(tmp_path), torch.float32)
+    pieces = plan_pieces(model, open_weights(tmp_path), tmp_path)
+    add_lora(model, 4, 8, "q_proj")
+    quantize_linears(model, "8bit", torch.float32)
+    with pytest.raises(ConfigError, match=f"^{name} is too large for 8bit or not finite"):
+        load_pieces(model, pieces, torch.device("cpu"), names=base_names(model))
+
+
+@pytest.mark.parametrize(("kind", "each"), [("8bit", 4), ("4bit", 3)])  # one is 96 wide
+def test_a_subclass_that_multiplies_as_nn_linear_does_is_quantized(kind, each):
+    model = build_model(family_config("falcon"), torch.float32)
+    add_lora(model, 4, 8, "all-linear")
+    assert quantize_linears(model, kind, torch.float32).layers == each * 3  # blocks
+
+
+@pytest.mark.parametrize(
+    ("family", "left"),
+    [
+        ("mamba", {"dt_proj", "out_proj", "x_proj"}),  # a kernel reads them
+        ("jamba", {"dt_proj"}),  # multiplied with by the code around it
+        ("rwkv", {"output", "value"}),  # divided in place where the model answers
+        ("gemma3n_text", {"correction_coefs", "prediction_coefs"}),  # clamped in training
+        ("deepseek_v32", {"weights_proj"}),  # its input is cast to its dtype
+        ("bloom", set()),  # only with slow_but_exact
+        ("llama", set()),
+    ],
+)
+def test_a_layer_whose_weight_the_model_reads_itself_is_not_quantized(family, left):
+    model = build_model(family_config(family), torch.float32)
+    why = "its layer reads the weight itself"
+    add_lora(model, 4, 8, "all-linear")
+    stays = quantize_linears(model, "8bit", torch.float32).left
+    assert {text.split(" ")[0] for text in stays if why in text} == left
+
+
 def test_the_head_the_norms_and_layers_that_nf4_gets_wrong_stay_in_16_bit():
     config = tiny_config("llama", intermediate_size=96)
     for kind, left in (("8bit", 0), ("4bit", 3)):
@@ -190,7 +240,7 @@ def test_a_model_that_is_mostly_experts_is_not_called_quantized():
 def test_nothing_to_quantize_and_a_mode_without_effect_are_refused():
     model = build_model(tiny_config("gpt2"), torch.float32)
     add_lora(model, 4, 8, "all-linear")
-    with pytest.raises(ConfigError, match="6 x c_proj .*Conv1D"):
+    with pytest.raises(ConfigError, match="no linear layer that can be: c_attn, c_proj, c_fc .*Conv1D"):
         quantize_linears(model, "8bit", torch.float32)
     with pytest.raises(ConfigError, match="--int8_mode llm_int8 is of --quantization 8bit"):
         quantize_linears(model, "4bit", torch.float32, int8_mode="llm_int8")

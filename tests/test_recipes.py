@@ -17,16 +17,20 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.config_text import load_config
+from utils.data.examples import load_examples, split_by_hash
+from utils.data.tokens import load_tokenizer
+from utils.run.settings import load_config
+from utils.run.units import IGNORE
 
-README = (ROOT / "README.md").read_text()
+READMES = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))))
 QUICK = {"steps": 2, "batch_size": 2, "save_every": 0}
 
 
 def readme_commands() -> list[str]:
-    """The lines of the README's shell blocks that start a recipe."""
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
-    return [line.split("  #")[0].strip() for line in lines if re.match(r"(torchrun|python) .*recipes/", line)]
+    """The lines of the READMEs' shell blocks that start a recipe, each once."""
+    blocks = re.findall(r"```bash\n(.*?)```", READMES, re.S)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if re.match(r"(torchrun|python) .*recipes/", line)))
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +49,9 @@ def numbers(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_test_that_the_readme_names_exists():
+def test_every_test_that_a_readme_names_exists():
     sources = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
-    named = set(re.findall(r"`(?:tests/)?(test_\w+(?:\.py)?)`", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"`(?:tests/)?(test_\w+(?:\.py)?)`", READMES))
     assert len(named) > 12
     for name in named:
         assert name in sources or any(f"def {name}(" in text for text in sources.values()), name
@@ -150,14 +154,31 @@ def test_the_run_folder_holds_what_the_house_says(files, tmp_path):
         "seconds",
         "tokens_per_second",
     ):
-        assert all(name in line for line in numbers(out))
+        assert [name in line for line in numbers(out)] == [True, True]
 
 
 def test_held_out_rows_are_not_trained_on_and_are_measured(files, tmp_path):
-    out = run(files, tmp_path, eval_share=0.3, eval_every=1)
-    losses = [line["eval_loss"] for line in numbers(out) if "eval_loss" in line]
-    assert len(losses) == 2
-    assert losses[1] != losses[0]
+    model, _ = files
+    rows = write_rows(tmp_path / "rows.jsonl", 24)
+    share, batch = 0.3, 2
+    out = run(
+        (model, rows), tmp_path / "out", eval_share=share, eval_every=5, steps=0, epochs=1, batch_size=batch
+    )
+    everything = load_examples(rows, load_tokenizer(model), 2048)
+    trained, held_out = split_by_hash(everything, share)
+    lines = numbers(out)
+    tokens = sum(line["tokens"] for line in lines if "tokens" in line)
+    assert tokens == int(trained.lengths.sum()) < int(everything.lengths.sum())  # each row of the epoch once
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(losses) == -(-len(trained) // batch) // 5 + 1
+    theirs = AutoModelForCausalLM.from_pretrained(out / "model")  # as it was at the last measurement
+    total = count = 0
+    for item in held_out:
+        labels = item.labels[None].long()
+        n = int((labels[:, 1:] != IGNORE).sum())
+        total += theirs(input_ids=item.ids[None].long(), labels=labels).loss.item() * n
+        count += n
+    assert losses[-1] == pytest.approx(total / count, rel=1e-4)
 
 
 def test_a_model_that_is_bf16_on_disk_stays_bf16_unless_told_otherwise(files, tmp_path):
@@ -195,8 +216,14 @@ def test_the_classic_way_trains_the_same(files, tmp_path):
 
 
 def test_tensorboard_gets_the_numbers(files, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     out = run(files, tmp_path, tensorboard=True)
-    assert list((out / "tensorboard").glob("events.*"))
+    written = EventAccumulator(str(out / "tensorboard")).Reload()
+    for name in ("loss", "lr", "grad_norm"):
+        found = [(event.step, event.value) for event in written.Scalars(name)]
+        assert found == [(line["step"], pytest.approx(line[name])) for line in numbers(out)]
+        assert len(found) == 2
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_naming_step_rank_and_rows(files, tmp_path):

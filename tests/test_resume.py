@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
-from utils.errors import ConfigError
-from utils.trained_run import read_metrics
+from utils.run.errors import ConfigError
+from utils.train.trained_run import read_metrics
 
 RUN = {
     "steps": 5,
@@ -106,6 +106,39 @@ def test_a_new_learning_rate_goes_on_and_both_configs_are_kept(whole, tmp_path, 
     assert "lr: 0.002" in (again / "config_002.yaml").read_text()
     train(None, {**flags, "lr": 2e-3}, again)  # what finished it was the second start
     assert "is finished: already at step 5" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_finished_for_every_batch_size_that_divides_its_global_batch(
+    whole, tmp_path, capsys
+):
+    """They would train the same steps on the same rows; what would train others is refused by field."""
+    flags, out = whole
+    shutil.copytree(out, tmp_path / "run")
+    out = tmp_path / "run"
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    given = {name: value for name, value in flags.items() if name != "global_batch_size"}
+    same = [
+        {**flags, "batch_size": 2},
+        {**flags, "batch_size": 4},
+        {**flags, "batch_size": 2, "grad_accum": 2},
+        {**given, "batch_size": 4},  # its global batch is the run's, as it is for a run that goes on
+        {**given, "batch_size": 1, "grad_accum": 4},
+    ]
+    for settings in same:
+        assert train(None, settings, out) == out
+        assert "is finished: already at step 5, nothing to do" in capsys.readouterr().out
+    others = {
+        "global_batch_size 4 -> 8": {**flags, "global_batch_size": 8},
+        "batch_size 1 -> 3": {**given, "batch_size": 3},
+        "grad_accum 0 -> 2": {**given, "grad_accum": 2},
+        "lr 0.001 -> 0.1": {**flags, "batch_size": 2, "lr": 0.1},
+    }
+    for field, settings in others.items():
+        with pytest.raises(ConfigError, match="holds a finished run with other settings") as error:
+            train(None, settings, out)
+        assert field in str(error.value)
+        assert "(fix: another --output_dir)" in str(error.value)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_a_named_checkpoint_starts_a_new_folder(whole, tmp_path):

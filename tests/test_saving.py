@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,20 @@ from tiny import tiny_config, tiny_model, tiny_tokenizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from utils import hf_format
-from utils.distributed import together
-from utils.errors import ConfigError
-from utils.hf_format import Piece, TensorInfo, check_space, local_box, save_model
-from utils.model_folder import open_weights
-from utils.run_folder import check_seen, claim_output, releases_output
+from utils.model import saving
+from utils.model.folder import TensorInfo, open_weights
+from utils.model.pieces import Piece, local_box
+from utils.model.saving import save_model
+from utils.plan import reserve
+from utils.plan.fit import room
+from utils.run.disk import check_space
+from utils.run.distributed import together
+from utils.run.errors import ConfigError
+from utils.run.folder import check_seen, claim_output, releases_output
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -202,12 +207,12 @@ def test_bytes_are_those_that_safetensors_itself_would_accept(tmp_path):
 def count_writes(world, out):
     """How many bytes this rank wrote of an HSDP 2x2 model."""
     written = []
-    original = hf_format.write_chunks
-    hf_format.write_chunks = lambda *args: written.append(original(*args)) or written[-1]
+    original = saving.write_chunks
+    saving.write_chunks = lambda *args: written.append(original(*args)) or written[-1]
     try:
         error = saved(world, out, replicate=2)
     finally:
-        hf_format.write_chunks = original
+        saving.write_chunks = original
     return error, sum(written)
 
 
@@ -287,7 +292,7 @@ def boxes(world):
     found = []
     for mesh, placements in (
         (line, [Shard(0)]),
-        (plane, [hf_format.Replicate(), Shard(0)]),
+        (plane, [Replicate(), Shard(0)]),
         (line, [Shard(1)]),
     ):
         matrix = distribute_tensor(whole, mesh, placements)
@@ -387,7 +392,7 @@ def test_leftovers_of_this_folder_alone_are_removed_with_a_line(tmp_path, capsys
     for name in [".tmp_model_0123abcd", *theirs]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
-    hf_format.remove_siblings(tmp_path / "model", ".tmp")
+    saving.remove_siblings(tmp_path / "model", ".tmp")
     assert sorted(os.listdir(tmp_path)) == theirs
     left = tmp_path / ".tmp_model_0123abcd"
     assert capsys.readouterr().out == f"removed {left}, which a run that died left behind\n"
@@ -474,7 +479,7 @@ def small_disk(tmp_path):
 
 def fill_up_then_write(world, out, free_bytes):
     """The disk fills after the space was checked: in the middle of the weights."""
-    original = hf_format.check_space
+    original = saving.check_space
     filler = out.parent / "filler"
 
     def check_then_fill(folder, needed_bytes):
@@ -482,11 +487,11 @@ def fill_up_then_write(world, out, free_bytes):
         disk = os.statvfs(folder)
         filler.write_bytes(b"0" * (disk.f_bavail * disk.f_frsize - free_bytes))
 
-    hf_format.check_space = check_then_fill
+    saving.check_space = check_then_fill
     try:
         return saved(world, out, tokenizer=tiny_tokenizer())
     finally:
-        hf_format.check_space = original
+        saving.check_space = original
 
 
 def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk):
@@ -510,7 +515,7 @@ def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk):
 
 def flip_before_verifying(world, out):
     """Flip one bit on disk between writing and reading back."""
-    original = hf_format.verify_chunks
+    original = saving.verify_chunks
 
     def flip_then_verify(folder, chunks):
         if world.rank == 1:
@@ -521,11 +526,11 @@ def flip_before_verifying(world, out):
                 file.write(bytes([byte ^ 1]))
         return original(folder, chunks)
 
-    hf_format.verify_chunks = flip_then_verify
+    saving.verify_chunks = flip_then_verify
     try:
         return saved(world, out)
     finally:
-        hf_format.verify_chunks = original
+        saving.verify_chunks = original
 
 
 def test_flipped_bit_on_disk_is_found_before_the_model_is_published(tmp_path):
@@ -594,8 +599,7 @@ def checked(world, out_dir, source=None, needed_bytes=0):
     @releases_output
     def main(_):
         out = claim_output(str(out_dir), "finetune", world, source)
-        with together(world):
-            check_space(out, needed_bytes)
+        check_space(out, needed_bytes, world)
 
     try:
         main(None)
@@ -643,6 +647,47 @@ def test_output_folders_that_cannot_work_are_refused_without_litter(tmp_path):
         assert "\n" not in text
         assert agreed
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def checked_on_a_busy_disk(world, out_dir, needed_bytes):
+    """Another process writes between the ranks' looks: what is free differs from rank to rank."""
+    statvfs = os.statvfs
+
+    def later(folder):
+        found = list(statvfs(folder))
+        found[4] -= 1 + 2**20 * world.rank  # f_bavail
+        return os.statvfs_result(found)
+
+    os.statvfs = later
+    try:
+        return checked(world, out_dir, None, needed_bytes)
+    finally:
+        os.statvfs = statvfs
+
+
+def test_free_space_that_differs_between_two_readings_is_told_once(tmp_path):
+    ranks = run_ranks(checked_on_a_busy_disk, 2, tmp_path / "new" / "run", 2**60)
+    assert ranks[0] == ranks[1]
+    text, agreed = ranks[0]
+    assert text.startswith("no space left: need 1073741824.000 GiB, have ")
+    assert agreed
+    assert "\n" not in text
+
+
+def readings_of_memory(world):
+    """The sentence of the plan, where each rank reads other figures of the host's memory."""
+    original = reserve.host_memory
+    reserve.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank, 0)
+    try:
+        return room(replace(world, device=torch.device("cpu")))
+    finally:
+        reserve.host_memory = original
+
+
+def test_memory_that_differs_between_two_readings_gives_one_plan():
+    ranks = run_ranks(readings_of_memory, 2)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][2] == "7.00 GiB a rank, of 16.0 GiB of host memory"
 
 
 def test_read_only_output_is_refused(small_disk):

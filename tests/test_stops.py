@@ -7,6 +7,7 @@ import json
 
 import finetune
 import pytest
+from templates import KINDS
 from test_tokens import BUILT_IN, SHIPPED, byte_level
 from tiny import tiny_model_folder
 from tokenizers import Regex, pre_tokenizers
@@ -18,7 +19,7 @@ QUESTIONS = {"Say blue": "blue", "And the sea?": "Grün, 蓝", "Is it red?": "bl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SHIPPED, *BUILT_IN])
+@pytest.mark.parametrize("name", [*SHIPPED, *BUILT_IN, *(name for name in KINDS if KINDS[name].exact)])
 def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
     tokenizer = byte_level(trim_offsets=False)
     cuts = (
@@ -29,9 +30,9 @@ def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
     folder = tiny_model_folder(tmp_path / "model", vocab_size=len(tokenizer) + 3)
     tokenizer.save_pretrained(folder)
     template = name
-    if name in SHIPPED:
+    if name not in BUILT_IN:
         template = tmp_path / "template.jinja"
-        template.write_text(SHIPPED[name][0])
+        template.write_text(SHIPPED[name][0] if name in SHIPPED else KINDS[name].template)
     rows = [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
         for q, a in QUESTIONS.items()
@@ -46,12 +47,15 @@ def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     for question, answer in QUESTIONS.items():
-        turn = [{"role": "user", "content": question}]
+        parts = [{"type": "text", "text": question}]
+        turn = [{"role": "user", "content": parts if name == "contents in parts" else question}]
         prompt = tokenizer.apply_chat_template(
             turn, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         given = model.generate(**prompt, do_sample=False, max_new_tokens=40)[
             0, prompt["input_ids"].shape[1] :
         ]
-        assert tokenizer.decode(given, skip_special_tokens=True).strip() == answer
+        lead = KINDS[name].lead if name in KINDS else ""  # special tokens in it are not shown
+        lead = tokenizer.decode(tokenizer.encode(lead, add_special_tokens=False), skip_special_tokens=True)
+        assert tokenizer.decode(given, skip_special_tokens=True).strip() == (lead + answer).strip()
         assert 0 < len(given) < 40

@@ -93,10 +93,28 @@ def test_the_first_steps_of_its_pre_training_learn_and_come_out_the_same_twice(m
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+# As Qwen3.5 and later: the prompt opens thoughts, and the last answer has empty ones.
+THINKING = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- "<|" + message.role + "|> " -}}
+{{- "<think>\\n\\n</think>\\n\\n" if message.role == "assistant" and loop.last -}}
+{{- message.content + "<|end|>" -}}
+{%- endfor -%}
+{{- "<|assistant|> <think>\\n" if add_generation_prompt -}}
+"""
+
+
 @pytest.mark.slow
-def test_the_demo_teaches_it(tmp_path):
-    """The exact command, and the score of what it saved, in a process that imports nothing of ours."""
+@pytest.mark.parametrize("template", ["", THINKING], ids=["its own template", "a thinking model's template"])
+def test_the_demo_teaches_it(template, tmp_path):
+    """The exact command, and the score of what it saved, in a process that imports nothing of ours. With a
+    thinking model's template it was once 0 of 300, at a loss of 0.002.
+    """
     command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/finetune.py --low_cpu_fsdp"
+    if template:
+        (tmp_path / "thinking.jinja").write_text(template)
+        command += " --chat_template thinking.jinja"
     trained = shell(command, tmp_path)
     assert trained.returncode == 0, trained.stderr
     score = shell(f"python {TINY}/score.py {TINY} output/finetune-001/model", tmp_path)

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from utils.errors import ConfigError
-from utils.more_tokens import SHORTENED, SPELLED, encode_rich, places_by_difference
-from utils.tokens import chat_text, encode_texts, end_of_turn_ids, literal_places, load_tokenizer, pad_id
+from utils.data.chats import SEVERAL, SHORTENED, SPELLED, chat_text, encode_chats, encode_rich, places_of
+from utils.data.tokens import end_of_turn_ids, literal_places, load_tokenizer, pad_id
+from utils.run.errors import ConfigError
 
 SPECIAL = [
     "<s>",
@@ -184,8 +184,31 @@ def taught_texts(tokenizer, ids, taught) -> list[str]:
 
 
 def encode_chat(tokenizer, messages):
-    text = chat_text(tokenizer, messages)
-    return encode_texts(tokenizer, [text])[0] if text else None
+    chat = chat_text(tokenizer, messages)
+    if chat is None:
+        return None
+    (sequence,) = encode_chats(tokenizer, [chat])[0]
+    return sequence
+
+
+def check_prompts(tokenizer, messages, sequences, tools=None) -> None:
+    """Each trained turn stands after its generation prompt as transformers renders and cuts it."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    starts = [
+        (ids, at)
+        for ids, mask in sequences
+        for at in range(len(ids))
+        if mask[at] and not (at and mask[at - 1])
+    ]
+    assert len(starts) == len(answers)
+    for i, (ids, at) in zip(answers, starts, strict=True):
+        prompt = tokenizer.apply_chat_template(messages[:i], tools=tools, add_generation_prompt=True)[
+            "input_ids"
+        ]
+        assert tokenizer.decode(ids[:at]) == tokenizer.decode(prompt)
+        assert ids[max(0, at - 2) : at] == prompt[-2:]  # also where the prompt's end is no end of a token
+        if i == answers[0]:
+            assert ids[:at] == prompt
 
 
 def saved(tokenizer, folder, template=None):
@@ -200,7 +223,8 @@ def test_taught_is_each_answer_and_its_end_token(tokenizer, name):
     tokenizer.chat_template = template
     talk = TALK if has_system else TALK[1:]
     ids, taught = encode_chat(tokenizer, talk)
-    assert ids == tokenizer.apply_chat_template(talk, tokenize=True)["input_ids"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
+    check_prompts(tokenizer, talk, [(ids, taught)])
     answers = [m["content"].strip() if strips else m["content"] for m in talk if m["role"] == "assistant"]
     space = " " if name == "llama2" else ""  # it writes one before the end token, so that is taught too
     lead = [" ", ""] if name in ("llama2", "vicuna", "deepseek") else [""]  # a token of header and answer
@@ -215,7 +239,8 @@ def test_built_in_templates_teach_answers_and_render_bos_once(tokenizer, tmp_pat
     loaded = load_tokenizer(saved(tokenizer, tmp_path), chat_template="" if plain else name)
     assert loaded.template_name == f"built-in {name}"
     ids, taught = encode_chat(loaded, TALK)
-    assert ids == loaded.apply_chat_template(TALK, tokenize=True)["input_ids"]
+    assert loaded.decode(ids) == loaded.apply_chat_template(TALK, tokenize=False)
+    check_prompts(loaded, TALK, [(ids, taught)])
     answers = [message["content"] for message in TALK if message["role"] == "assistant"]
     assert taught_texts(loaded, ids, taught) == [answer + BUILT_IN[name] for answer in answers]
     adds_bos = loaded("a").input_ids[0] == loaded.bos_token_id
@@ -243,6 +268,7 @@ def test_generation_marks_teach_what_the_search_teaches(tokenizer):
         + "{{ m.content + '<|im_end|>' }}"
         + end
         + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer.chat_template = marked
     talk = [{"role": m["role"], "content": m["content"].strip()} for m in TALK]
@@ -270,13 +296,41 @@ def test_marks_that_start_with_a_space_are_not_lost(tokenizer):
     ]
 
 
-def test_a_template_without_an_end_token_teaches_the_words_alone(tokenizer):
+def test_where_no_token_ends_a_turn_the_one_that_begins_the_next_does(tokenizer):
+    """GLM-4.5 writes "<|user|>" and so on, and nothing after the last answer."""
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    ids, taught = encode_chat(tokenizer, TALK[:3])
+    talk = [{"role": m["role"], "content": m["content"].strip()} for m in TALK]
+    ids, taught = encode_chat(tokenizer, talk)
+    ends = "\n<|im_start|>"
+    assert taught_texts(tokenizer, ids, taught) == [talk[2]["content"] + ends, talk[4]["content"] + ends]
+    whole = tokenizer.apply_chat_template(talk, tokenize=False)
+    assert tokenizer.decode(ids) == whole.removesuffix("\n") + ends
+    assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids("<|im_start|>")}
+
+
+def test_where_no_token_ends_or_begins_a_turn_the_end_of_text_token_does():
+    tokenizer = byte_level(True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '[end]\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    sequences = encode_all(tokenizer, TALK)
+    answers = [[f" {TALK[i]['content']}</s>"] for i in (2, 4)]
+    assert [taught_texts(tokenizer, *sequence) for sequence in sequences] == answers
+    check_prompts(tokenizer, TALK, sequences)
+    assert end_of_turn_ids(tokenizer) == {tokenizer.eos_token_id}
+
+
+def test_without_any_token_to_end_a_turn_the_words_alone_are_trained():
+    tokenizer = byte_level(True)
+    tokenizer.eos_token = None
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    ids, taught = encode_chat(tokenizer, TALK[1:3])
     assert end_of_turn_ids(tokenizer) == set()
-    assert taught_texts(tokenizer, ids, taught)[0].strip() == "blue"
+    assert taught_texts(tokenizer, ids, taught) == ["assistant: blue"]
 
 
 def test_of_contents_that_a_template_rewrites_what_is_left_is_taught():
@@ -362,11 +416,18 @@ def test_damaged_tokenizers_are_named_in_one_line(tmp_path):
 # --- templates that rewrite, tools, and texts that spell tokens
 
 
-def encode(tokenizer, messages, tools=None, train_on="assistant", notes=None):
-    """As load_examples does: the short way where it is enough."""
+def encode_all(tokenizer, messages, tools=None, train_on="assistant", notes=None):
+    """The sequences of a row, as load_examples makes them: the short way where it is enough."""
     plain = all(message.keys() == {"role", "content"} for message in messages) and train_on == "assistant"
-    short = encode_chat(tokenizer, messages) if plain and messages[0]["role"] != "text" else None
-    return short or encode_rich(tokenizer, messages, tools, train_on, Counter() if notes is None else notes)
+    chat = chat_text(tokenizer, messages) if plain and messages[0]["role"] != "text" else None
+    if chat:
+        return encode_chats(tokenizer, [chat])[0]
+    return encode_rich(tokenizer, messages, tools, train_on, Counter() if notes is None else notes)
+
+
+def encode(tokenizer, messages, *args, **options):
+    (sequence,) = encode_all(tokenizer, messages, *args, **options)
+    return sequence
 
 
 QWEN3 = (  # thoughts before the last question are dropped; a last answer without thoughts gets empty ones
@@ -382,6 +443,7 @@ QWEN3 = (  # thoughts before the last question are dropped; a last answer withou
     "{{- content }}{%- for call in message.tool_calls or [] %}"
     "{{- '\n<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}{%- endfor %}"
     "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 THOUGHTS = ["<think>\nA colour.\n</think>\n\nblue", "<think>\nThe sea now.\n</think>\n\ngrey"]
 
@@ -391,22 +453,25 @@ def talk(*texts):
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
 
-def test_where_thoughts_are_dropped_what_is_left_is_taught_and_counted(tokenizer):
+def test_where_earlier_thoughts_are_dropped_each_answer_is_trained_as_it_is_asked_for(tokenizer):
     tokenizer.chat_template, notes = QWEN3, Counter()
     rows = talk("Say blue", THOUGHTS[0], "And the sea?", THOUGHTS[1])
-    ids, taught = encode(tokenizer, rows, notes=notes)
-    assert ids == tokenizer.apply_chat_template(rows)["input_ids"]
-    assert taught_texts(tokenizer, ids, taught) == ["blue<|im_end|>", f"{THOUGHTS[1]}<|im_end|>"]
-    assert notes == Counter({SHORTENED: 1})
-    assert encode(tokenizer, talk("Say blue", "blue"), notes=notes)[0]
-    assert notes[SHORTENED] == 1  # that one left nothing out
+    first, last = encode_all(tokenizer, rows, notes=notes)
+    assert first[0] == tokenizer.apply_chat_template(rows[:2])["input_ids"][: len(first[0])]
+    assert last[0] == tokenizer.apply_chat_template(rows)["input_ids"]
+    assert taught_texts(tokenizer, *first) == [f"{THOUGHTS[0]}<|im_end|>"]
+    assert taught_texts(tokenizer, *last) == [f"{THOUGHTS[1]}<|im_end|>"]
+    check_prompts(tokenizer, rows, [first, last])
+    assert +notes == Counter({SEVERAL: 1})
+    ids, taught = encode(tokenizer, talk("Say blue", "blue"), notes=notes)
+    assert taught_texts(tokenizer, ids, taught) == ["<think>\n\n</think>\n\nblue<|im_end|>"]
+    assert +notes == Counter({SEVERAL: 1})  # that one left nothing out
 
 
 def test_only_the_last_answer_or_everything(tokenizer):
     tokenizer.chat_template = QWEN3
     rows = talk("Say blue", THOUGHTS[0], "And the sea?", THOUGHTS[1], "Thanks")
-    _, taught = encode(tokenizer, rows[:-1], train_on="last_assistant")
-    ids, _ = encode(tokenizer, rows[:-1])
+    ids, taught = encode(tokenizer, rows[:-1], train_on="last_assistant")
     assert taught_texts(tokenizer, ids, taught) == [f"{THOUGHTS[1]}<|im_end|>"]
     ids, taught = encode(tokenizer, rows, train_on="all")
     assert ids == tokenizer.apply_chat_template(rows)["input_ids"]
@@ -419,6 +484,10 @@ def test_turns_of_weight_0_are_read_and_not_taught(tokenizer):
     rows[1]["weight"] = 0
     ids, taught = encode(tokenizer, rows)
     assert taught_texts(tokenizer, ids, taught) == ["blue<|eot_id|>"]
+    ids, taught = encode(tokenizer, rows, train_on="all")
+    assert "red" not in "".join(taught_texts(tokenizer, ids, taught))
+    assert bytes(taught).count(0) > 0
+    assert "blue<|eot_id|>" in taught_texts(tokenizer, ids, taught)[-1]
 
 
 def test_calls_of_tools_are_taught_as_the_template_writes_them_and_answers_of_tools_are_not(tokenizer):
@@ -429,10 +498,13 @@ def test_calls_of_tools_are_taught_as_the_template_writes_them_and_answers_of_to
     rows.append({"role": "assistant", "content": "It is grey."})
     ids, taught = encode(tokenizer, rows)
     assert ids == tokenizer.apply_chat_template(rows)["input_ids"]
-    first, last = taught_texts(tokenizer, ids, taught)
-    assert first.endswith("</tool_call><|im_end|>")
-    assert '{"name": "look", "arguments": {"at": "sea"}}' in first
-    assert last.endswith("It is grey.<|im_end|>")
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+    thoughts = "<think>\n\n</think>\n\n"
+    assert taught_texts(tokenizer, ids, taught) == [
+        f"{thoughts}Let me look.\n{call}<|im_end|>",
+        f"{thoughts}It is grey.<|im_end|>",
+    ]
+    check_prompts(tokenizer, rows, [(ids, taught)])
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -477,6 +549,5 @@ def test_the_short_way_and_the_long_one_agree(tokenizer, name):
     tokenizer.chat_template = SHIPPED[name][0]
     rows = [{"role": m["role"], "content": m["content"].strip()} for m in TALK[not SHIPPED[name][3] :]]
     text = tokenizer.apply_chat_template(rows, tokenize=False)
-    places = places_by_difference(tokenizer, rows, None, text, Counter())
-    assert places == literal_places(tokenizer, rows, text)
-    assert encode_rich(tokenizer, rows, None, "assistant", Counter()) == encode_chat(tokenizer, rows)
+    assert places_of(tokenizer, rows, None, text) == literal_places(tokenizer, rows, text)
+    assert encode_rich(tokenizer, rows, None, "assistant", Counter()) == [encode_chat(tokenizer, rows)]

@@ -15,9 +15,9 @@ from tiny import tiny_model_folder
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig
 
-import utils.loss
-from utils.loading import build_model
-from utils.sharding import decoder_layers
+from utils.model import loss
+from utils.model.loading import build_model
+from utils.model.sharding import decoder_layers
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests" / "benchmarks"))
 import step
@@ -44,12 +44,12 @@ def count(world, lever, flags):
             wire.__exit__(None, None, None)
 
     hook = register_optimizer_step_post_hook(at_step)
-    logits, utils.loss.CHUNK_LOGITS = utils.loss.CHUNK_LOGITS, 1 if lever == "many_chunks" else 2**26
+    logits, loss.CHUNK_LOGITS = loss.CHUNK_LOGITS, 1 if lever == "many_chunks" else 2**26
     try:
         finetune.main(finetune.Config(**flags, steps=3, save_every=0, save_model=False))
     finally:
         hook.remove()
-        utils.loss.CHUNK_LOGITS = logits
+        loss.CHUNK_LOGITS = logits
     return wire.gathered, wire.reduced, wire.other
 
 

@@ -24,9 +24,10 @@ sys.path[1:1] = [str(HERE), str(HERE.parent.parent)]  # stories.py is here, util
 
 from stories import chat_row, story
 
-from utils.batches import Batch
-from utils.loss import IGNORE, add_chunked_loss, summed_cross_entropy
-from utils.optim import build_optimizer, clip_gradients, learning_rate
+from utils.data.batches import Batch
+from utils.model.loss import add_chunked_loss, summed_cross_entropy
+from utils.run.units import IGNORE
+from utils.train.optim import build_optimizer, clip_gradients, learning_rate
 
 STEPS, BATCH, LR, WARMUP = 1500, 32, 2e-3, 50
 LENGTH = 80  # tokens; the rest of a longer story is cut

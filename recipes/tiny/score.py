@@ -29,8 +29,9 @@ def main() -> int:
     questions, expected = [row[:-1] for row in rows], [row[-1]["content"] for row in rows]
     before, after = answers(args.before, questions), answers(args.after, questions)
     for i in range(0, len(rows), max(1, len(rows) // 5))[:5]:
-        print(f"\n{questions[i][-1]['content']}")
-        print(f"  expected: {expected[i]}\n  before:   {before[i][:80]}\n  after:    {after[i][:80]}")
+        print(f"\n{shown(questions[i][-1]['content'])}")
+        for name, texts in (("expected", expected), ("before", before), ("after", after)):
+            print(f"  {name + ':':9} {shown(texts[i][:80])}")
     print()
     for name, given in (("before", before), ("after", after)):
         right = sum(a == b for a, b in zip(given, expected, strict=True))
@@ -38,9 +39,16 @@ def main() -> int:
     return 0 if right >= ENOUGH * len(rows) else 1
 
 
+def shown(text: str) -> str:
+    """Text on one line: a model may say control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 @torch.inference_mode()
 def answers(folder: str, questions: list[list[dict]]) -> list[str]:
-    """The model's own most likely answers, until it ends its turn itself or has written 16 tokens."""
+    """The model's own most likely answers, until it ends its turn itself or has written 48 tokens. Thoughts,
+    where a template has some, are no part of an answer.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
     given = []
@@ -52,9 +60,10 @@ def answers(folder: str, questions: list[list[dict]]) -> list[str]:
             return_dict=True,
             return_tensors="pt",
         )
-        output = model.generate(**batch, do_sample=False, max_new_tokens=16)
+        output = model.generate(**batch, do_sample=False, max_new_tokens=48)
         new = output[:, batch["input_ids"].shape[1] :]
-        given += [answer.strip() for answer in tokenizer.batch_decode(new, skip_special_tokens=True)]
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        given += [text.split("</think>")[-1].strip() for text in texts]
     return given
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from utils.loss import add_chunked_loss
+from utils.model.loss import add_chunked_loss
 
 
 def train(folder, steps, lr, log_file):

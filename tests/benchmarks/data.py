@@ -28,12 +28,12 @@ SIZE, SMALL_SIZE = 256 * MIB, MIB  # of rows.jsonl
 MEANS, SLOTS, DOCUMENTS = (300, 1000, 2000), 4096, 1_000_000
 CONTENDERS = {
     "raw": "tokenizers' encode_batch, all cores, of the rendered chats, which it finds in memory",
-    "ours": "utils/data.py and utils/cache.py: from rows.jsonl to mapped tokens and masks",
+    "ours": "utils/data/examples.py and utils/data/cache.py: from rows.jsonl to mapped tokens and masks",
     "gigabyte": "ours, of 1 GiB of rows: for its memory, in all processes",
     "wait": "a training loop: the time for its batches, packed, over that of its steps",
 }
 CONTENDERS |= {
-    f"pack_{mean}": f"utils/packing.py: {DOCUMENTS:,} documents of {mean} tokens" for mean in MEANS
+    f"pack_{mean}": f"utils/data/packing.py: {DOCUMENTS:,} documents of {mean} tokens" for mean in MEANS
 }
 CONTENDERS |= {f"trl_{mean}": f"TRL's bfd: {DOCUMENTS // 10:,} documents of {mean} tokens" for mean in MEANS}
 REFERENCES = {"ours": "raw"}
@@ -106,18 +106,18 @@ def contend(worker: Worker) -> dict[str, float]:
 
 
 def tokenizer_of(worker: Worker):
-    from utils.tokens import load_tokenizer
+    from utils.data.tokens import load_tokenizer
 
     return load_tokenizer(worker.folder / "model", "chatml")
 
 
 def raw(worker: Worker) -> dict[str, float]:
-    from utils.tokens import render
+    from utils.data.tokens import render
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     tokenizer = tokenizer_of(worker)
     with open(worker.folder / "rows.jsonl") as lines:
-        texts = [render(tokenizer, json.loads(line)["messages"])[0] for line in lines]
+        texts = [render(tokenizer, json.loads(line)["messages"]) for line in lines]
     tokens = 0
     with measured() as numbers:
         for i in range(0, len(texts), 1000):
@@ -127,7 +127,7 @@ def raw(worker: Worker) -> dict[str, float]:
 
 
 def ours(worker: Worker, rows: Path | None = None) -> dict[str, float]:
-    from utils import data
+    from utils.data import examples as data
 
     os.environ["XDG_CACHE_HOME"] = str(worker.out)
     data.SMALL = 0
@@ -174,7 +174,7 @@ def lengths_of(mean: int, count: int) -> torch.Tensor:
 
 
 def packs(worker: Worker, mean: int) -> dict[str, float]:
-    from utils.packing import pack
+    from utils.data.packing import pack
 
     lengths = lengths_of(mean, DOCUMENTS)
     with measured() as numbers:
@@ -203,9 +203,9 @@ def wait(worker: Worker) -> dict[str, float]:
     """A model of 29 million parameters, 2 packs of 2,048 tokens a step, on one process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from utils import data
-    from utils.loss import add_chunked_loss, summed_cross_entropy
-    from utils.packing import PackedBatches
+    from utils.data import examples as data
+    from utils.data.packing import PackedBatches
+    from utils.model.loss import add_chunked_loss, summed_cross_entropy
 
     data.SMALL = 2**40
     examples = data.load_examples(worker.folder / "rows.jsonl", tokenizer_of(worker), 2048, max_rows=2000)

@@ -15,8 +15,8 @@ import torch
 from measure import Worker, measured, run_worker  # also puts the repository on sys.path
 from step import hf_trainer, median_step, step_ends
 
-from utils.flops import mfu
-from utils.metrics import peak_memory_bytes
+from utils.run.memory import peak_memory_bytes
+from utils.train.flops import mfu
 
 CONTENDERS = {
     "plain": "the recipe's step, nothing recomputed; 8 micro-batches of 1 row",
@@ -100,11 +100,11 @@ def _too_long(*_) -> None:
 
 def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int) -> torch.nn.Module:
     """What recipes/finetune.py does from `build` to `train`, but for the files."""
-    from utils.loading import build_model, load_pieces
-    from utils.loss import add_chunked_loss
-    from utils.mesh import build_mesh
-    from utils.optim import build_optimizer, clip_gradients
-    from utils.sharding import decoder_layers, shard_model, sync_gradients
+    from utils.model.loading import build_model, load_pieces
+    from utils.model.loss import add_chunked_loss
+    from utils.model.sharding import decoder_layers, shard_model, sync_gradients
+    from utils.run.mesh import build_mesh
+    from utils.train.optim import build_optimizer, clip_gradients
 
     device, name = worker.world.device, worker.contender
     offload = name == "offload_1b"
@@ -113,8 +113,8 @@ def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: in
     model = build_model(config, torch.bfloat16)
     lora, _, kind = name.partition("_")
     if lora == "lora":
-        from utils.lora import add_lora, cast_frozen, init_lora
-        from utils.quantize import quantize_linears
+        from utils.model.lora import add_lora, cast_frozen, init_lora
+        from utils.model.quantize import quantize_linears
 
         add_lora(model, 16, 32, "all-linear")
         if kind:
@@ -123,7 +123,7 @@ def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: in
     add_chunked_loss(model)
     recompute = "full" if offload else name
     if recompute in ("selective", "full"):
-        from utils.activations import recompute_activations
+        from utils.model.activations import recompute_activations
 
         recompute_activations(model, recompute)
     if name == "compiled":

@@ -24,15 +24,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from utils.distributed import all_reduce_sum
-from utils.hf_format import transfer
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.mesh import build_mesh
-from utils.model_folder import open_weights
-from utils.sharding import shard_model
+from utils.model.folder import open_weights
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.pieces import transfer
+from utils.model.sharding import shard_model
+from utils.run.distributed import all_reduce_sum
+from utils.run.mesh import build_mesh
 
 CONTENDERS = {
-    "ours": "utils/loading.py: built on meta, sharded, then each rank reads its own slices",
+    "ours": "utils/model/loading.py: built on meta, sharded, then each rank reads its own slices",
     "raw_pread": "the same slices by os.preadv through one buffer, the same cast; one thread, no model",
     "from_pretrained": "transformers, the whole model on every rank, then sharded",
     "rank0_broadcast": "from_pretrained on rank 0, then set_model_state_dict(broadcast_from_rank0)",

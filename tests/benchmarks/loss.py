@@ -12,7 +12,7 @@ import torch
 from measure import Bound, Worker, measured, run_worker  # also puts the repository on sys.path
 from step import difference_to_first
 
-from utils.errors import check
+from utils.run.errors import check
 
 VOCABULARIES, TOKENS, WIDTH = (8, 32, 128), (512, 2048, 4096), 512  # vocabularies in units of 1,024
 GIB = 2**30
@@ -20,7 +20,7 @@ CELLS = [(vocabulary, tokens) for vocabulary in VOCABULARIES for tokens in TOKEN
 CONTENDERS = {
     f"{kind}_{vocabulary}k_{tokens}": f"{what}; vocabulary {vocabulary * 1024:,}, {tokens:,} tokens"
     for vocabulary, tokens in CELLS
-    for kind, what in (("plain", "the model's own loss"), ("chunked", "utils/loss.py"))
+    for kind, what in (("plain", "the model's own loss"), ("chunked", "utils/model/loss.py"))
 }
 REFERENCES = {f"chunked_{v}k_{t}": f"plain_{v}k_{t}" for v, t in CELLS}
 METRICS = {"peak_bytes": ("MiB", max), "seconds": ("s", max), "cpu_seconds": ("s", max), "loss": ("", max)}
@@ -42,7 +42,7 @@ def prepare(folder: Path, small: bool) -> None:
 def contend(worker: Worker) -> dict[str, float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from utils.loss import add_chunked_loss
+    from utils.model.loss import add_chunked_loss
 
     kind, vocabulary, tokens = worker.contender.split("_")
     vocabulary, tokens = int(vocabulary[:-1]) * 1024, int(tokens)

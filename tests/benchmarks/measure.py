@@ -35,7 +35,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))  # utils/
 
 import torch.distributed as dist
 
-from utils.distributed import World, init_distributed, stop_distributed
+from utils.run.distributed import World, init_distributed, stop_distributed
 
 MIB = 2**20
 

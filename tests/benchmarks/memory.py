@@ -1,6 +1,7 @@
 """
-Planned against measured memory of a step on one GPU: what utils/fit.py says of 27 settings before anything is
-allocated, and what torch.cuda.max_memory_allocated says after two steps.
+Planned against measured memory of a step, on one GPU and where there are two on both: what utils/plan/fit.py
+says of 27 settings before anything is allocated, and what torch.cuda.max_memory_allocated and
+max_memory_reserved say after two steps.
 
 `make gpu` runs it, and writes what comes out to configs/planned_<device>.md. With --small a tiny shape and
 three settings, which a CPU can do: whether it runs, since only a GPU is measured.
@@ -13,24 +14,25 @@ import torch
 from gpu import TINY, fill, write_table
 from measure import Bound, Worker, run_worker  # also puts the repository on sys.path
 
-from utils.activations import recompute_activations
-from utils.distributed import World
-from utils.fit import GIB, Knobs, Planner
-from utils.loading import load_pieces
-from utils.lora import init_lora
-from utils.mesh import build_mesh
-from utils.optim import build_optimizer, clip_gradients
-from utils.sharding import shard_model, sync_gradients
+from utils.model.activations import recompute_activations
+from utils.model.loading import load_pieces
+from utils.model.lora import init_lora
+from utils.model.sharding import shard_model, sync_gradients
+from utils.plan.fit import GIB, Knobs, Planner
+from utils.run.distributed import World
+from utils.run.mesh import build_mesh
+from utils.train.optim import build_optimizer, clip_gradients
 
 CONTENDERS = {"settings": "recompute, rows, length, LoRA, 8bit, 4bit, offload and dtypes, alone and together"}
-REFERENCES, RATIOS, RANKS = {}, (), (1,)
+# On one rank NCCL and three of FSDP2's streams have nothing to do.
+REFERENCES, RATIOS, RANKS = {}, (), (1, 2) if torch.cuda.device_count() > 1 else (1,)
 METRICS = {
     "count": ("", min), "median_error": ("%", max), "worst_error": ("%", max), "too_little": ("", max),
 }  # fmt: skip
 BOUNDS = (
     Bound("median_error", 0.02, "median error of the planned peak", contender="settings"),
     Bound("worst_error", 0.05, "worst error of the planned peak", contender="settings"),
-    Bound("too_little", 0, "settings that took more than the plan with its reserve", contender="settings"),
+    Bound("too_little", 0, "settings whose GPU gave more than was called comfortable", contender="settings"),
 ) * torch.cuda.is_available()
 ONE_B, SEVEN_B = "llama-3.2-1b", "qwen2.5-7b"
 FULL, LORA = {"activation_checkpointing": "full"}, {"lora_rank": 16}
@@ -73,7 +75,7 @@ def contend(worker: Worker) -> dict:
     if worker.world.device.type == "cpu":
         return found
     errors = [abs(row["planned_bytes"] / row["measured_bytes"] - 1) for row in rows]
-    little = [row for row in rows if row["taken_bytes"] > row["reserve_bytes"]]
+    little = [row for row in rows if row["taken_bytes"] > row["comfortable_bytes"]]
     found |= {"median_error": statistics.median(errors), "worst_error": max(errors)}
     return found | {"too_little": len(little)}
 
@@ -82,7 +84,7 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     """Two steps of a setting, beside its plan."""
     device = world.device
     gpu = device.type == "cuda"
-    planner, chosen = planned(shape, seq_len, param_dtype, knobs, gpu)
+    planner, chosen = planned(shape, seq_len, param_dtype, knobs, gpu, world.size)
     need = planner.need(chosen)
     before = settled(gpu)
     model = planner.model(chosen)
@@ -104,27 +106,29 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    measured, (free, total) = 0, torch.cuda.mem_get_info() if gpu else (0, 0)
+    measured, reserved, (free, total) = 0, 0, torch.cuda.mem_get_info() if gpu else (0, 0)
     if gpu:
-        measured = torch.cuda.max_memory_allocated() - before
+        measured, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
     del model, optimizer, planner, ids
     settled(gpu)
     return {
         "setting": " ".join(filter(None, [shape, f"{seq_len} tokens", param_dtype, chosen.flags(Knobs())])),
-        "planned_bytes": need.peak.total, "measured_bytes": measured, "reserve_bytes": need.device,
-        "taken_bytes": total - free,
+        "planned_bytes": need.peak.total, "measured_bytes": measured, "must_bytes": need.device,
+        "comfortable_bytes": need.comfortable, "reserved_bytes": reserved, "taken_bytes": total - free,
     }  # fmt: skip
 
 
-def planned(shape: str, seq_len: int, param_dtype: str, knobs: dict, gpu: bool) -> tuple[Planner, Knobs]:
-    """What plans a setting on one rank, and the setting."""
+def planned(
+    shape: str, seq_len: int, param_dtype: str, knobs: dict, gpu: bool, ranks: int
+) -> tuple[Planner, Knobs]:
+    """What plans a setting on so many ranks, and the setting."""
     from transformers import LlamaConfig
 
     from recipes.plan import DTYPES, find_config
 
     config = find_config(shape, False) if shape else LlamaConfig(**TINY, num_attention_heads=4)
     structure = (config, DTYPES[param_dtype], "auto", False)
-    return Planner(structure, torch.bfloat16, 1, seq_len, gpu=gpu), Knobs(**knobs)
+    return Planner(structure, torch.bfloat16, ranks, seq_len, local=ranks, gpu=gpu), Knobs(**knobs)
 
 
 def settled(gpu: bool) -> int:
@@ -139,14 +143,16 @@ def settled(gpu: bool) -> int:
 
 def report(results: dict) -> None:
     """Print the table; on a GPU also write configs/planned_<device>.md."""
-    lines = ["| setting | planned, GiB | measured, GiB | planned / measured | with reserve | device gave |"]
-    lines.append("|---|---|---|---|---|---|")
-    for run in results["runs"][:1]:
+    names = ("planned", "measured", "must", "comfortable", "reserved", "taken")
+    lines = ["| GPUs | setting | planned, GiB | measured | ratio | must | comfortable | reserved | given |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for run in results["runs"]:
         for row in (run.get("by_rank") or [{"rows": []}])[0]["rows"]:
-            sizes = [row[f"{name}_bytes"] for name in ("planned", "measured", "reserve", "taken")]
-            planned, measured, reserve, taken = (f"{size / GIB:.2f}" for size in sizes)
-            ratio = f"{sizes[0] / sizes[1]:.3f}" if sizes[1] > 0 else "-"
-            lines.append(f"| {row['setting']} | {planned} | {measured} | {ratio} | {reserve} | {taken} |")
+            sizes = {name: row[f"{name}_bytes"] for name in names}
+            told = {name: f"{size / GIB:.2f}" for name, size in sizes.items()}
+            ratio = f"{sizes['planned'] / sizes['measured']:.3f}" if sizes["measured"] > 0 else "-"
+            cells = [str(run["ranks"]), row["setting"], told["planned"], told["measured"], ratio]
+            lines.append(f"| {' | '.join(cells + [told[name] for name in names[2:]])} |")
     print("\n".join(lines))
     if not results["config"]["small"] and torch.cuda.is_available():
         head = [f"# Planned and measured memory on {torch.cuda.get_device_name()}", "", __doc__.strip(), ""]

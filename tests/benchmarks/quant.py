@@ -13,15 +13,15 @@ from measure import MIB, Bound, Worker, measured, run_worker
 from step import WireBytes
 from transformers import LlamaConfig
 
-from utils.distributed import all_reduce_sum
-from utils.loading import build_model, load_pieces, plan_pieces
-from utils.lora import add_lora, base_names, cast_frozen, init_lora
-from utils.loss import add_chunked_loss
-from utils.mesh import build_mesh
-from utils.model_folder import open_weights
-from utils.optim import build_optimizer
-from utils.quantize import KINDS, quantize_linears
-from utils.sharding import decoder_layers, shard_model
+from utils.model.folder import open_weights
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.lora import add_lora, base_names, cast_frozen, init_lora
+from utils.model.loss import add_chunked_loss
+from utils.model.quantize import KINDS, quantize_linears
+from utils.model.sharding import decoder_layers, shard_model
+from utils.run.distributed import all_reduce_sum
+from utils.run.mesh import build_mesh
+from utils.train.optim import build_optimizer
 
 CONTENDERS = {
     "16bit": "LoRA over bf16 weights",

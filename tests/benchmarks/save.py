@@ -32,21 +32,21 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from utils import hf_format
-from utils.checkpoint import CheckpointSaver, checkpoint_tensors
-from utils.distributed import broadcast
-from utils.loading import plan_pieces
-from utils.mesh import build_mesh
-from utils.model_folder import open_weights
-from utils.optim import build_optimizer, clip_gradients
-from utils.sharding import shard_model
+from utils.model import saving
+from utils.model.folder import open_weights
+from utils.model.loading import plan_pieces
+from utils.model.sharding import shard_model
+from utils.run.distributed import broadcast
+from utils.run.mesh import build_mesh
+from utils.train.checkpoint import CheckpointSaver, checkpoint_tensors
+from utils.train.optim import build_optimizer, clip_gradients
 
 CONTENDERS = {
-    "ours": "utils/hf_format.py: every rank writes its shards at their places, reads back, compares",
+    "ours": "utils/model/saving.py: every rank writes its shards at their places, reads back, compares",
     "raw_write": "as many bytes from one buffer, each rank its range of one file, and fsync",
     "full_gather": "get_model_state_dict(full_state_dict, cpu_offload) to rank 0, cast, save_file",
     "dcp_hf_writer": "torch.distributed.checkpoint, HuggingFaceStorageWriter with consolidation",
-    "checkpoint": "utils/checkpoint.py: weights and AdamW's moments of a Llama",
+    "checkpoint": "utils/train/checkpoint.py: weights and AdamW's moments of a Llama",
     "checkpoint_async": "in the background, while the training goes on",
 }
 REFERENCES = dict.fromkeys(("ours", "raw_write", "full_gather", "dcp_hf_writer"), "raw_write")
@@ -81,7 +81,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 def ours(worker: Worker, model: nn.Module, out: Path) -> None:
     pieces = plan_pieces(model, open_weights(worker.folder), worker.folder)
-    hf_format.save_model(out, model, pieces, worker.world)
+    saving.save_model(out, model, pieces, worker.world)
 
 
 def raw_write(worker: Worker, model: nn.Module, out: Path) -> None:
@@ -94,7 +94,7 @@ def raw_write(worker: Worker, model: nn.Module, out: Path) -> None:
     buffer = torch.randint(256, (16 * MIB,), dtype=torch.uint8)
     with open(out / "raw", "r+b", buffering=0) as file:
         for at in range(*bounds, len(buffer)):
-            hf_format.transfer(os.pwritev, file, at, buffer[: bounds[1] - at])
+            saving.transfer(os.pwritev, file, at, buffer[: bounds[1] - at])
         os.fsync(file)
 
 
@@ -224,7 +224,7 @@ def contend(worker: Worker) -> dict[str, float]:
     if "checkpoint" in worker.contender:
         return contend_checkpoint(worker)
     model, out = load(worker), worker.out / "model"
-    verify, verify_seconds = hf_format.verify_chunks, 0.0
+    verify, verify_seconds = saving.verify_chunks, 0.0
 
     def timed(*args) -> None:
         nonlocal verify_seconds
@@ -232,7 +232,7 @@ def contend(worker: Worker) -> dict[str, float]:
         verify(*args)
         verify_seconds = time.perf_counter() - started
 
-    hf_format.verify_chunks = timed
+    saving.verify_chunks = timed
     with measured() as numbers:
         globals()[worker.contender](worker, model, out)
         for path in out.glob("*.safetensors") if worker.world.rank == 0 else ():

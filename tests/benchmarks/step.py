@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from utils.errors import check
+from utils.run.errors import check
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny"  # whose tokenizer is used
 CONTENDERS = {
@@ -176,9 +176,9 @@ def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
 
 def _batches(worker: Worker, steps: int) -> list:
     """What the recipe trains on in each step, on this rank."""
-    from utils.batches import GlobalBatches
-    from utils.data import load_examples
-    from utils.tokens import load_tokenizer, pad_id
+    from utils.data.batches import GlobalBatches
+    from utils.data.examples import load_examples
+    from utils.data.tokens import load_tokenizer, pad_id
 
     tokenizer, world = load_tokenizer(TINY), worker.world
     examples = load_examples(worker.folder / "rows.jsonl", tokenizer, SEQ_LEN[worker.small])
@@ -242,8 +242,8 @@ def least_wire_bytes(folder: Path, ranks: int, micro_batches=1, gathered_size=4)
     """
     from transformers import AutoConfig
 
-    from utils.loading import build_model
-    from utils.sharding import decoder_layers
+    from utils.model.loading import build_model
+    from utils.model.sharding import decoder_layers
 
     model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
     twice = sum(p.numel() for layer in decoder_layers(model)[:-1] for p in layer.parameters())

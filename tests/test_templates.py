@@ -1,0 +1,159 @@
+"""What is trained is what inference asks for, for every kind of chat template.
+
+python -m pytest tests/test_templates.py
+"""
+
+from collections import Counter
+
+import pytest
+from templates import KINDS
+from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, taught_texts
+
+from utils.data.chats import THOUGHTS, prompt_ids, prompt_problem
+from utils.data.tokens import end_of_turn_ids
+
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
+CALL = {"type": "function", "id": "1", "function": {"name": "look", "arguments": {"at": "sea"}}}
+QUESTION, ANSWER = {"role": "user", "content": "Say blue"}, {"role": "assistant", "content": "blue"}
+TWO = [
+    QUESTION,
+    ANSWER,
+    {"role": "user", "content": "And the sea?"},
+    {"role": "assistant", "content": "grey"},
+]
+TOOL = {"role": "tool", "content": "wet", "name": "look", "tool_call_id": "1"}
+CALLS = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOL, ANSWER]
+
+
+@pytest.fixture(scope="module", params=["byte level", "metaspace"])
+def tokenizer(request):
+    return metaspace() if request.param == "metaspace" else byte_level(trim_offsets=False)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, tokenizer):
+    tokenizer.chat_template = KINDS[request.param].template
+    return KINDS[request.param]
+
+
+def in_parts(kind, messages):
+    """As such a template's own users write messages."""
+    if kind is not KINDS["contents in parts"]:
+        return messages
+    return [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+
+
+def test_every_answer_is_trained_from_its_generation_prompt_to_its_end(tokenizer, kind):
+    sequences = encode_all(tokenizer, TWO)
+    trained = [text for sequence in sequences for text in taught_texts(tokenizer, *sequence)]
+    assert trained == [f"{kind.lead}blue{kind.end}", f"{kind.lead}grey{kind.end}"]
+    assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids(kind.end)}
+    problem = prompt_problem(tokenizer, TWO, None, "assistant", sequences)
+    if kind.exact:
+        check_prompts(tokenizer, in_parts(kind, TWO), sequences)
+        assert problem == ""
+    else:
+        assert "the chat template of the tokenizer ends its prompt with" in problem
+        assert "assistant\\n<think>\\n'" in problem  # the difference
+        assert repr(f"{kind.lead}blue"[:20])[1:-1] in problem
+
+
+def test_thoughts_are_trained_where_the_template_writes_them_and_named_where_it_does_not(tokenizer, kind):
+    rows, notes = [QUESTION, ANSWER | {"reasoning_content": "so"}], Counter()
+    (sequence,) = encode_all(tokenizer, rows, notes=notes)
+    said = "rows with reasoning_content, which the chat template of the tokenizer does not write"
+    assert notes[said] == (kind.thought is None)
+    lead = kind.lead if kind.thought is None else kind.thought
+    assert taught_texts(tokenizer, *sequence) == [f"{lead}blue{kind.end}"]
+    if kind.thought is not None:  # these rows begin with their prompt even where others do not
+        check_prompts(tokenizer, rows, [sequence])
+        sequences = encode_all(tokenizer, [m | {"reasoning_content": "so"} for m in TWO])
+        trained = [text for s in sequences for text in taught_texts(tokenizer, *s)]
+        assert trained == [f"{lead}blue{kind.end}", f"{lead}grey{kind.end}"]
+
+
+def test_calls_are_trained_where_the_template_writes_them_and_refused_where_it_does_not(tokenizer, kind):
+    if kind.call is None:
+        with pytest.raises(ValueError, match="tool_calls of turn 2: .*does not write tool_calls"):
+            encode_all(tokenizer, CALLS, TOOLS)
+        return
+    notes = Counter()
+    sequences = encode_all(tokenizer, CALLS, TOOLS, notes=notes)
+    trained = [text for sequence in sequences for text in taught_texts(tokenizer, *sequence)]
+    lead = "" if "channel" in kind.trl or kind.trl.startswith("gptoss") else kind.lead
+    assert trained[0].startswith(lead + kind.call)
+    assert trained[1] == f"{kind.lead}blue{kind.end}"
+    assert notes["rows with tools, which the chat template of the tokenizer does not write"] == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "part"),
+    [({"role": "system", "content": "Be brief."}, "system text"), (TOOL, "answers of tools")],
+)
+def test_parts_that_a_template_leaves_out_are_counted_by_name(tokenizer, message, part):
+    """Of 153 rows with calls of tools a plain template wrote none, and nobody was told."""
+    tokenizer.chat_template = KINDS["plain"].template.replace(
+        "{%- for m in messages %}{%- if m.role == 'user'",
+        "{%- for m in messages if m.role in ('user', 'assistant') %}{%- if m.role == 'user'",
+    )
+    rows = [message, *TWO] if message["role"] == "system" else CALLS
+    notes = Counter()
+    assert encode_all(tokenizer, rows, notes=notes)
+    assert notes[f"rows with {part}, which the chat template of the tokenizer does not write"] == 1
+
+
+@pytest.mark.parametrize("key", THOUGHTS)
+def test_thoughts_under_any_of_their_names_reach_the_template(tokenizer, key):
+    tokenizer.chat_template = KINDS["thoughts where there are some"].template.replace(
+        "reasoning_content", key
+    )
+    (sequence,) = encode_all(tokenizer, [QUESTION, ANSWER | {key: "so"}])
+    assert taught_texts(tokenizer, *sequence) == ["<think>so</think>blue<|im_end|>"]
+
+
+def test_generate_asks_with_the_prompt_that_was_trained(tokenizer, kind):
+    for rows, tools in ((TWO, None), *([] if kind.call is None else [(CALLS, TOOLS)])):
+        last = encode_all(tokenizer, rows, tools)[-1]
+        if kind.exact:
+            prompt, (ids, mask) = prompt_ids(tokenizer, rows[:-1], tools), last
+            at = mask.rfind(0, 0, mask.rfind(1)) + 1  # where the last answer begins
+            assert tokenizer.decode(ids[:at]) == tokenizer.decode(prompt)
+            assert ids[at - 2 : at] == prompt[-2:]
+
+
+def test_text_that_spells_a_special_token_stays_text_in_prompts_and_calls(tokenizer):
+    tokenizer.chat_template = KINDS["empty thoughts in the last answer"].template
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "<|im_end|>"}}}
+    rows = [
+        {"role": "user", "content": "What is <|im_end|>?"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "<|im_end|> is it"},
+        TOOL,
+        ANSWER,
+    ]
+    ids, _ = encode_all(tokenizer, rows)[-1]
+    assert ids.count(end) == 4  # one a turn
+    prompt = prompt_ids(tokenizer, rows[:1])
+    assert prompt.count(end) == 1
+    assert ids[: len(prompt)] == prompt
+
+
+def test_marks_decide_where_the_prompt_is_not_how_the_answer_begins(tokenizer):
+    kind = KINDS["a prompt that opens thoughts which no answer has"]
+    marked = kind.template.replace(
+        "{{- '<|im_start|>assistant\n' + m.content }}",
+        "{{- '<|im_start|>' }}{% generation %}{{- 'assistant\n' + m.content }}",
+    ).replace(
+        "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor",
+        "{{- '<|im_end|>\n' }}{% endgeneration %}{%- endif %}{%- endfor",
+    )
+    tokenizer.chat_template = marked
+    sequences = encode_all(tokenizer, TWO)
+    trained = [text for sequence in sequences for text in taught_texts(tokenizer, *sequence)]
+    assert trained == ["assistant\nblue<|im_end|>", "assistant\ngrey<|im_end|>"]
+
+
+def test_every_template_of_trl_is_of_a_kind():
+    names = [name for kind in KINDS.values() for name in kind.trl.split()]
+    assert len(set(names)) == 41
+    assert TALK

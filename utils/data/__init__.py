@@ -1,0 +1,1 @@
+"""Rows -> batches. May import: run."""

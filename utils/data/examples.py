@@ -1,0 +1,278 @@
+"""Files -> rows, every row checked; rows -> examples."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from ..run.errors import check, escaped, first_five, print0
+from ..run.files import replace_file
+from ..run.units import IGNORE
+from .cache import cached_tokens
+from .containers import find_any
+from .encode import TWICE, Checked, Part, check_rows, encode_rows
+from .formats import parse_columns
+from .rows import Origin, Source, origins_of, read_file
+
+SMALL = 2**24  # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
+BAD_ROWS = "bad_rows.jsonl"
+
+
+class Example(NamedTuple):
+    ids: torch.Tensor  # (T,) int32
+    labels: torch.Tensor  # (T,) int32: the id where it is taught, IGNORE elsewhere
+    where: str
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Tokenized rows, back to back in memory or in files that are mapped."""
+
+    ids: torch.Tensor  # (N,) int32, of all rows
+    taught: torch.Tensor  # (N,) uint8: 1 where the token is taught
+    bounds: torch.Tensor  # (n + 1,) int64: row i is ids[bounds[i] : bounds[i + 1]]
+    trained: torch.Tensor  # (n,) int64: how many tokens of row i are taught
+    keys: torch.Tensor  # (n,) int64: a hash of row i's ids
+    where: Sequence[str]  # n
+    dropped: Counter = field(default_factory=Counter)  # reason -> rows
+    notes: Counter = field(default_factory=Counter)  # what else is worth knowing -> rows
+    firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row that it is of
+    problem: str = ""  # the first row that inference would ask for otherwise than it is trained, and how
+    rows: torch.Tensor | None = None  # the rows that count; None: all
+    origins: Sequence[Origin] = ()
+    bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Example:
+        row = i if self.rows is None else self.rows[i]
+        ids, taught = (part[self.bounds[row] : self.bounds[row + 1]] for part in (self.ids, self.taught))
+        return Example(ids, ids.masked_fill(taught == 0, IGNORE), self.where[row])
+
+    def of_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Those of some values (n,) that belong to rows that count."""
+        return values if self.rows is None else values[self.rows]
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row, (n,) int64."""
+        return self.of_rows(self.bounds.diff())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
+        parts = [self.bounds, self.ids, self.taught, *([] if self.rows is None else [self.rows])]
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(memoryview(part.numpy()))
+        return digest.hexdigest()
+
+    def summary(self) -> str:
+        """What the plan prints."""
+        tokens, taught = int(self.lengths.sum()), int(self.of_rows(self.trained).sum())
+        notes = [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        for what, count in self.notes.items():
+            first = f" (the first: {self.firsts[what]})" if what in self.firsts else ""
+            notes += [f"{count:,} {what}{first}"] if count else []
+        return ", ".join([f"{len(self):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught", *notes])
+
+    def sources(self) -> list[str]:
+        """Lines that say which form each source's rows have, and of several sources what each contributes."""
+        rows = torch.arange(len(self.keys)) if self.rows is None else self.rows
+        trained = self.of_rows(self.trained)
+        lines = []
+        for origin in self.origins:
+            mine = (rows >= origin.first) & (rows < origin.last)
+            line = f"{origin.name}: {_forms(origin)}"
+            if len(self.origins) > 1:
+                rows_share = int(mine.sum()) / len(rows)
+                tokens_share = int(trained[mine].sum()) / max(1, int(trained.sum()))
+                line += f", {rows_share:.1%} of rows, {tokens_share:.1%} of trained tokens"
+            if origin.weight:
+                line += f" (weight {origin.weight:g})"
+            lines.append(line)
+        return lines
+
+
+def _forms(origin: Origin) -> str:
+    """The forms of a source's files: "chat", or "chat (a.jsonl, b.jsonl), alpaca (c.jsonl)"."""
+    files: dict[str, list[str]] = {}
+    for file, form in origin.forms.items():
+        files.setdefault(form, []).append(file)
+    if not files:
+        return "no rows"
+    if len(files) == 1:
+        return next(iter(files))
+    return ", ".join(f"{form} ({first_five(names)})" for form, names in files.items())
+
+
+def print_data(dataset: str, summary: str, examples: Examples, held_out: Examples | None) -> None:
+    """What the plan says of the data; summary: the loader's."""
+    evaluated = f"; held out: {held_out.summary()}" if held_out else ""
+    print0(f"data      {dataset}: {summary}{evaluated}")
+    for part in (examples, held_out if held_out and held_out.ids is not examples.ids else None):
+        for line in part.sources() if part else ():
+            print0(f"form      {line}")
+        if part and part.problem:
+            print0(f"warning: {part.problem}")
+        if part and part.bad:
+            where, why = part.bad[0]
+            print0(f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {why}")
+
+
+def load_data(flags: dict, tokenizer, progress: bool) -> tuple:
+    """(examples, held-out ones or None) for a recipe's settings by name; see load_examples."""
+    names = ("seq_len", "max_rows", "train_on", "too_long", "columns", "bad_rows")
+    options = {name: flags[name] for name in names}
+    options |= {"form": flags["format"].removeprefix("auto"), "progress": progress}
+    examples = load_examples(flags["dataset"], tokenizer, **options)
+    if not (flags["eval_dataset"] or flags["eval_share"]):
+        return examples, None
+
+    return hold_out(examples, flags["eval_dataset"], flags["eval_share"], tokenizer, **options)
+
+
+def load_examples(
+    path,
+    tokenizer,
+    seq_len,
+    max_rows=0,
+    progress=False,
+    train_on="assistant",
+    form="",
+    too_long="truncate",
+    columns="",
+    bad_rows="error",
+) -> Examples:
+    """The rows of a data set as token ids and labels. `progress`: a bar, if standard error is a terminal;
+    form: one of formats.FORMS, empty: told by each file's rows; train_on: see chats.encode_rich;
+    max_rows: of each source; columns: see formats.parse_columns.
+
+    All rows are checked before the first one is tokenized. too_long, for rows of more than seq_len tokens:
+    truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. A row in which
+    nothing taught is left is dropped and counted. ConfigError for bad rows (up to ten faults), for two forms
+    of rows in one file, and where all were dropped. bad_rows drop: those rows are left out, counted and
+    listed in Examples.bad.
+    """
+    options = {"form": form, "columns": parse_columns(columns), "bad_rows": bad_rows}
+    checker = partial(check_rows, **options)
+    encode = partial(encode_rows, tokenizer=tokenizer, seq_len=seq_len, train_on=train_on, **options)
+    encode = partial(encode, too_long=too_long)
+    sources = find_sources(path)
+    files = [file for source in sources for file in source.files]
+    if sum(os.path.getsize(file) for file in files if os.path.isfile(file)) > SMALL and not max_rows:
+        examples = Examples(**cached_tokens(path, sources, checker, encode))
+    else:
+        examples = tokenize(path, sources, max_rows, progress, checker, encode)
+    return draw(examples)
+
+
+def tokenize(path, sources: list[Source], max_rows: int, progress: bool, checker, encode) -> Examples:
+    """Examples in memory, by this process."""
+    checked, part, ends = Checked(), Part(), []
+    for source in sources:
+        checked.join(checker(islice(source.read(), max_rows or None)))
+        if checked.faults.stop(checked.rows):
+            break
+    checked.close(path, encode.keywords["columns"], encode.keywords["bad_rows"])
+    known = checked.file_forms()
+    bar = {"unit": " rows", "disable": None if progress else True}
+    for source in sources:
+        found = tqdm(islice(source.read(), max_rows or None), f"tokenizing {escaped(source.name)}", **bar)
+        more = encode(found, forms=known)
+        part.ids += more.ids
+        part.taught += more.taught
+        part.where += more.where
+        part.join(more)
+        ends.append(len(part.lengths))
+    part.close(path)
+    return Examples(
+        ids=torch.frombuffer(part.ids, dtype=torch.int32),
+        taught=torch.frombuffer(part.taught, dtype=torch.uint8),
+        bounds=torch.tensor([0, *part.lengths]).cumsum(0),
+        trained=torch.tensor(part.trained),
+        keys=torch.tensor(part.keys),
+        where=part.where,
+        dropped=part.dropped,
+        notes=part.notes,
+        firsts=part.firsts,
+        problem=part.problem,
+        origins=origins_of(sources, ends, known),
+        bad=part.bad,
+    )
+
+
+def draw(examples: Examples) -> Examples:
+    """The examples that count: all, or of weighted sources as many of each as its weight says, none twice,
+    all of the one that is scarcest for its weight.
+
+    What is weighed are examples as they are trained, after long rows were cut or dropped. Which ones follows
+    from the source's name, so it is the same everywhere. Their order stays.
+    """
+    drawn = None
+    if any(origin.weight for origin in examples.origins):
+        for origin in examples.origins:
+            check(origin.last > origin.first, f"{origin.name}: no row is left of it, so nothing can be mixed")
+        total = min((origin.last - origin.first) / origin.weight for origin in examples.origins)
+        parts = []
+        for origin in examples.origins:
+            seed = int.from_bytes(hashlib.sha256(origin.name.encode()).digest()[:8], "little") >> 1
+            order = torch.randperm(origin.last - origin.first, generator=torch.Generator().manual_seed(seed))
+            parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
+        drawn = torch.cat(parts)
+        check(len(drawn), "of all sources nothing is drawn: one has almost no rows for its weight")
+    examples = replace(examples, rows=drawn)
+    keys = examples.of_rows(examples.keys)
+    examples.notes[TWICE] = len(keys) - len(keys.unique())
+    return examples
+
+
+def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:
+    """On rank 0, list the rows that --bad_rows drop has left out in OUT/bad_rows.jsonl, if there are any."""
+    bad = [row for part in parts if part for row in part.bad]
+    if bad and rank == 0:
+        lines = (json.dumps({"where": where, "why": why}) + "\n" for where, why in bad)
+        replace_file(out / BAD_ROWS, "".join(lines))
+
+
+def find_sources(name: str | Path) -> list[Source]:
+    """The sources that --dataset names, not yet read."""
+    name = str(name)
+    if name.endswith(".jsonl") and os.path.isfile(name):
+        return [Source(name, 0.0, [Path(name)], partial(read_file, Path(name)))]
+    return find_any(name)
+
+
+def hold_out(examples, path: str, share: float, tokenizer, seq_len: int, **options) -> tuple:
+    """(training examples, held-out ones): those of another file, else a share of them. See load_examples."""
+    if path:
+        held_out = load_examples(path, tokenizer, seq_len, **options)
+        both = int(torch.isin(held_out.of_rows(held_out.keys), examples.of_rows(examples.keys)).sum())
+        if both:
+            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
+        return examples, held_out
+    return split_by_hash(examples, share)
+
+
+def split_by_hash(examples, share: float) -> tuple:
+    """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
+
+    So a row stays on its side when others come, go or move, and its copies stay with it.
+    """
+    keys = examples.of_rows(examples.keys)
+    rows = examples.of_rows(torch.arange(len(examples.keys)))
+    held = keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
+    split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
+    check(0 < held.sum() < len(held), f"{split}; choose another share, or name an --eval_dataset")
+    train, held_out = (replace(examples, rows=rows[which]) for which in (~held, held))
+    return train, replace(held_out, dropped=Counter(), notes=Counter(), bad=())

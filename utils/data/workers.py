@@ -1,0 +1,85 @@
+"""Rows -> token ids by as many processes as there are cores. It needs no torch: see encode.py."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+
+from ..run.errors import ConfigError
+from ..run.process import die_with_parent
+
+ROWS, BYTES = 256, 2**20  # of a file's rows, and of lines also bytes, that a process gets at a time
+
+
+@contextmanager
+def processes(*functions: Callable) -> Iterator[Callable]:
+    """run(number, chunks) -> (label, functions[number](rows, **options)) for each (label, rows, options) of
+    the chunks, in their order, by as many processes as there are cores.
+    """
+    count = len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")  # a fork would copy threads of torch and gloo in any state
+    pool = ProcessPoolExecutor(count, context, _start, (functions, os.getpid()))
+
+    def run(number: int, chunks: Iterable[tuple]) -> Iterator[tuple]:
+        waiting = deque()
+        for label, rows, options in chunks:
+            with no_main():
+                waiting.append((label, pool.submit(_run, number, rows, options)))
+            if len(waiting) > 2 * count:
+                label, job = waiting.popleft()
+                yield label, job.result()
+        while waiting:
+            label, job = waiting.popleft()
+            yield label, job.result()
+
+    try:
+        yield run
+    except BrokenProcessPool:
+        fix = "more host memory, or taskset to fewer cores"
+        raise ConfigError(
+            f"a process that tokenizes was killed, most likely for memory (fix: {fix})"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def no_main() -> Iterator[None]:
+    """Processes that start meanwhile do not import the file that this one runs, as they would: a recipe takes
+    seconds, and all that they need comes with the functions.
+    """
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def chunks(found: Iterable) -> Iterator[list]:
+    rows, size = [], 0
+    for where, value in found:
+        rows.append((where, value))
+        size += len(value) if isinstance(value, bytes) else 0
+        if len(rows) == ROWS or size > BYTES:
+            yield rows
+            rows, size = [], 0
+    yield rows
+
+
+def _start(functions: tuple[Callable, ...], parent: int) -> None:
+    global _functions
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal: one answers
+    die_with_parent()
+    if os.getppid() != parent:  # it died while this process started
+        os._exit(1)
+    _functions = functions
+
+
+def _run(number: int, rows: list, options: dict):
+    return _functions[number](rows, **options)

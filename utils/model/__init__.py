@@ -1,0 +1,1 @@
+"""A checkpoint's tensors <-> this rank's shards. May import: run."""

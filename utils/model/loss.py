@@ -1,0 +1,227 @@
+"""Chunked cross-entropy.
+
+The logits of a batch are (B, T, V): with a vocabulary of 128k they are the largest thing in a training step.
+Here they never exist: the head works on a few hundred taught tokens at a time, in the model's compute dtype
+with an fp32 softmax, and the gradient of each chunk is taken at once, in the forward pass (the idea of
+Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989).
+
+The loop runs inside the head module's own `forward`. That matters under FSDP2: the module is called once, so
+its weight is gathered once and its gradient reduced once, however many chunks there are. (A gather per chunk
+cost TRL 50 % of its speed.)
+
+B batch, T tokens, D hidden, V vocabulary, n taught tokens, c tokens of a chunk.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..run.distributed import World, all_reduce_sum
+from ..run.units import IGNORE
+from .logits import (
+    full_logits_loss,
+    has_router_loss,
+    known_transforms,
+    knows_router_loss,
+    router_loss,
+    use_full_logits,
+)
+from .sharding import reshard
+
+CHUNK_LOGITS = 2**26  # logits alive at a time: 256 MiB in fp32
+# Fields of configs (see logits.py).
+AFTER_HEAD = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+AFTER_HEAD += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier")
+
+
+def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
+    """Make `model(ids, labels=labels)` return the summed cross-entropy of its taught tokens, a () fp32
+    tensor, without full logits.
+
+    Without labels the model answers as before. chunk_tokens 0: as many as CHUNK_LOGITS allows. Call it on the
+    unsharded or the sharded model; nothing is computed here. `check_chunked_loss` should follow once the
+    weights are there.
+    """
+    head = model.get_output_embeddings()
+    head.logits_to_loss = _transforms(model)[0]
+    head.chunk_tokens = chunk_tokens or max(64, CHUNK_LOGITS // head.weight.shape[0])
+    head.forward = MethodType(_head_forward, head)
+    model.full_logits = False
+    model.forward = MethodType(_model_forward, model)
+    return model
+
+
+@torch.no_grad()
+def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
+    """Compare the chunked logits of 8 tokens with the model's own; every rank calls it, with the weights
+    loaded.
+
+    Returns "" when they agree, trying the transforms that are known, likeliest first. Otherwise switches the
+    model to full logits and returns the sentence that says so, with the price per token.
+    """
+    head = model.get_output_embeddings()
+    why = "the head has an adapter or is quantized"
+    if not hasattr(head, "base_layer") and head.weight.is_floating_point():
+        ids = torch.arange(8, device=device)[None] * (head.weight.shape[0] // 8)
+        own = model(ids, use_cache=False).logits.float()  # (1, 8, V)
+        plain = model(ids, probe=True)  # (1, 8, V) straight from the head
+        reshard(model)
+        tolerance = (1e-4 if plain.dtype == torch.float32 else 3e-2) * own.abs().max()
+        for transform in _transforms(model):
+            if (transform(plain).float() - own).abs().max() <= tolerance:
+                head.logits_to_loss = transform
+                return ""
+        why = f"{type(model.base_model).__name__} changes its logits after the head"
+    return use_full_logits(model, why)
+
+
+def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
+    """Cross-entropy summed over the taught tokens of batch.ids, batch.labels (B, T), plus the router loss of
+    a mixture of experts.
+
+    A () fp32 tensor. Divide by the number of taught tokens of the *global* batch. The labels stand where
+    their tokens stand; the shift by one is made here. Padding is on the right, so causal attention needs no
+    mask; only the router's statistics use it.
+    """
+    packed = {} if batch.positions is None else {"position_ids": batch.positions}
+    return model(batch.ids, labels=batch.labels, attention_mask=batch.mask, **packed)
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The model without its head."""
+    if model.base_model is not model:
+        return model.base_model
+    return model.model  # Llama 4 calls it by another name than the one that it says
+
+
+def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=False, **kwargs):
+    """The model's own forward, cut after the backbone when labels are given."""
+    if labels is None and not probe:
+        return type(self).forward(self, input_ids, attention_mask=attention_mask, **kwargs)
+    router = getattr(self.config, "output_router_logits", False) and labels is not None
+    if router:
+        router = has_router_loss(self)
+    if router:
+        self.full_logits = self.full_logits or not knows_router_loss(self)
+        kwargs["output_router_logits"] = True
+        if (
+            "position_ids" not in kwargs
+        ):  # with a mask transformers would not see the ends of packed documents
+            kwargs["attention_mask"] = attention_mask
+    head = self.get_output_embeddings()
+    if self.full_logits:
+        return full_logits_loss(self, input_ids, labels, IGNORE, kwargs)
+    output = backbone(self)(input_ids, use_cache=False, **kwargs)
+    hidden = output.last_hidden_state
+    if probe:
+        return head(hidden)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # (B, T): what each position must predict
+    taught = targets != IGNORE
+    loss = head(hidden[taught], targets[taught])  # (n, D), (n,)
+    if router:
+        loss = loss + router_loss(self, output.router_logits, attention_mask) * taught.sum()
+    return loss.clone()  # not the head's own output: FSDP hangs a hook on what each unit returns
+
+
+def _head_forward(self, hidden, targets=None):
+    """The head as it was, or, given targets, the loss of `hidden` (n, D) against `targets` (n,)."""
+    if self.weight.is_floating_point():
+        hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
+    if targets is None:
+        return type(self).forward(self, hidden)
+    grad = torch.is_grad_enabled()
+    options = (self.logits_to_loss, self.chunk_tokens, grad)
+    return _ChunkedCrossEntropy.apply(hidden, self.weight, self.bias, targets, *options)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of F.linear(hidden, weight, bias), gradients included, c tokens at a time.
+
+    Extra memory: c * V logits and their gradient; the gradient of the hidden states; an fp32 gradient of the
+    weight (summing chunks in bf16 would lose small terms), which becomes the weight's dtype at the end.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, transform, chunk_tokens, grad):
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        ctx.hidden, ctx.weight, ctx.bias = None, None, None
+        if grad and ctx.needs_input_grad[0]:
+            ctx.hidden = torch.empty_like(hidden)
+        if grad and weight.requires_grad:
+            ctx.weight = torch.zeros_like(weight, dtype=torch.float32)
+        if grad and bias is not None and bias.requires_grad:
+            ctx.bias = torch.zeros_like(bias, dtype=torch.float32)
+        for start, end in chunk_bounds(len(hidden), chunk_tokens):
+            h = hidden[start:end]  # (c, D)
+            with torch.enable_grad():
+                logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
+                shown = transform(logits)
+            t = targets[start:end]  # (c,)
+            loss, d_shown = _cross_entropy_in_place(shown.detach().float(), t)
+            total += loss
+            if not grad:
+                continue
+            d_logits = d_shown.to(shown.dtype)  # (c, V)
+            if shown is not logits:
+                (d_logits,) = torch.autograd.grad(shown, logits, d_logits)
+            if ctx.hidden is not None:
+                torch.mm(d_logits, weight, out=ctx.hidden[start:end])
+            if ctx.weight is not None:
+                ctx.weight += d_logits.T @ h
+            if ctx.bias is not None:
+                ctx.bias += d_logits.sum(0)
+        ctx.weight = ctx.weight if ctx.weight is None else ctx.weight.to(weight.dtype)
+        ctx.bias = ctx.bias if ctx.bias is None else ctx.bias.to(weight.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):
+        # In place: the graph is walked once, and these buffers are the largest of the step.
+        grads = [g if g is None else g.mul_(scale) for g in (ctx.hidden, ctx.weight, ctx.bias)]
+        ctx.hidden, ctx.weight, ctx.bias = None, None, None
+        return (*grads, None, None, None, None)
+
+
+def chunk_bounds(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """(start, end) of each chunk of the loss. trace.py replaces it, since it needs three of them at most."""
+    return [(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
+
+
+def _cross_entropy_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(summed cross-entropy, its gradient) of logits (c, V) in fp32, which become the gradient.
+
+    torch's own needs four tensors of this size, and they are what a step's memory peaks at.
+    """
+    logits -= logits.amax(-1, keepdim=True)
+    right = logits.gather(1, targets[:, None])  # (c, 1)
+    sums = logits.exp_().sum(-1, keepdim=True)
+    loss = (sums.log() - right).sum()
+    gradient = logits.div_(sums)
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(right, -1.0))
+    return loss, gradient
+
+
+def _transforms(model: nn.Module) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """What the model may do to its logits after the head, likeliest first: mostly nothing."""
+    config = model.config.get_text_config()
+    if not any(getattr(config, name, None) for name in AFTER_HEAD):
+        return [lambda logits: logits]
+    return known_transforms(config)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, loader, world: World) -> float:
+    """Mean cross-entropy over the taught tokens of one epoch of all ranks' GlobalBatches. All ranks call it:
+    every batch is a collective.
+    """
+    model.eval()
+    total, taught = torch.zeros((), dtype=torch.float64), 0
+    for batch in (batch for k in range(loader.per_epoch) for batch in loader.batches(k)):
+        total += summed_cross_entropy(model, batch.to(world.device)).double().cpu()
+        taught += int((batch.labels != IGNORE).sum())
+    model.train()
+    reshard(model)
+    return all_reduce_sum(total, world) / all_reduce_sum(taught, world)

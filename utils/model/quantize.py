@@ -1,0 +1,350 @@
+"""int8 and nf4 frozen linears whose storage shards.
+
+bitsandbytes keeps codes and scales in Parameter subclasses with attributes of their own, which FSDP2 loses
+("'Parameter' object has no attribute 'CB'"). Here both are plain integer parameters: FSDP2 shards their rows
+like any others, casts no integer, and gathers the quantized bytes. A row, or a block of 64 within one, is
+quantized on its own, so what each rank makes of its rows are bit for bit the rows that bitsandbytes makes of
+the whole tensor.
+
+int8 is LLM.int8()'s row-wise absmax (arXiv 2208.07339), nf4 is QLoRA's (arXiv 2305.14314) without double
+quantization, whose statistics run over the whole tensor. The kernels are bitsandbytes'.
+"""
+
+import ast
+import inspect
+import logging
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..run.errors import check
+from .pieces import Piece, local_box
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional CPU kernel, on every rank
+import bitsandbytes.functional as bnb  # noqa: E402
+
+from ..run.units import GIB
+from .pieces import local
+
+ELEMENTS = 2**20  # quantized at a time while loading
+BLOCK = 64  # weights that share an nf4 scale
+OUTLIER = 6.0  # LLM.int8(): columns with an activation above this are not quantized
+# What picks the experts: small, and small errors there are not.
+ROUTER = re.compile(r"(^|[._])(gate|router)(\.|$)")
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer: integer codes, and the bits of fp32 scales as int32.
+
+    As floats the scales would be cast to bf16 when FSDP gathers them. weight holds the codes.
+    """
+
+    W_q = True  # by this peft (DoRA) knows that dequantize() gives the weight
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device="meta"):
+        super().__init__()
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        codes, scale = self.storage(in_features)
+        self.weight = _frozen(out_features, *codes[1], dtype=codes[0], device=device)
+        self.scale = _frozen(out_features, *scale, dtype=torch.int32, device=device)
+        self.bias = _frozen(out_features, dtype=dtype, device=device) if bias else None
+        self.mode = "dequant"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _FrozenLinear.apply(x, self.weight, self.scale, self.bias, self.mode)
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight in the compute dtype; where the parameters are sharded, this rank's rows."""
+        return dequantize(local(self.weight), local(self.scale), self.dtype)
+
+    @torch.no_grad()
+    def copy_rows(self, first: int, rows: torch.Tensor, name: str = "a weight") -> None:
+        """Quantize rows (n, in_features), as the checkpoint has them, into local rows first ... first + n.
+
+        They may be on another device than the shards. name: of the tensor, for the message. Raises
+        ConfigError where one is not finite.
+        """
+        codes, scale = self.quantize(rows)
+        fix = "a checkpoint with smaller or finite weights, or no --quantization"
+        check(scale.isfinite().all(), f"{name} is too large for {self.kind} or not finite (fix: {fix})")
+        last = first + len(rows)
+        local(self.weight)[first:last].copy_(codes)
+        local(self.scale)[first:last].copy_(scale.view(torch.int32))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
+
+
+class Int8Linear(QuantizedLinear):
+    """weight int8 (out, in), scale (out,): the largest absolute value of a row is code 127.
+
+    mode "dequant" multiplies with the dequantized weight. "llm_int8" also quantizes the activations, as
+    bitsandbytes does on a GPU; there the choice of outlier columns looks at all tokens of a micro-batch, so
+    the loss depends on how the batch is split over ranks.
+    """
+
+    kind = "8bit"
+
+    @staticmethod
+    def storage(in_features: int) -> tuple:
+        return (torch.int8, (in_features,)), ()
+
+    @staticmethod
+    def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, fp32 scales); via fp16 because bitsandbytes goes there first."""
+        return bnb.int8_vectorwise_quant(rows.to(torch.float16).contiguous())[:2]
+
+
+class NF4Linear(QuantizedLinear):
+    """weight uint8 (out, in / 2), two codes in a byte, scale (out, in / 64).
+
+    in must be a multiple of 64: else blocks cross rows, and bitsandbytes' CPU kernel is silently wrong.
+    """
+
+    kind = "4bit"
+
+    @staticmethod
+    def storage(in_features: int) -> tuple:
+        assert in_features % BLOCK == 0, f"{in_features} input features are no multiple of {BLOCK}"
+        return (torch.uint8, (in_features // 2,)), (in_features // BLOCK,)
+
+    @staticmethod
+    def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, fp32 scales)"""
+        options = {"blocksize": BLOCK, "quant_type": "nf4", "compress_statistics": False}
+        codes, state = bnb.quantize_4bit(rows.contiguous(), **options)
+        return codes.view(len(rows), -1), state.absmax.view(len(rows), -1)
+
+
+KINDS = {cls.kind: cls for cls in (Int8Linear, NF4Linear)}
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The (out, in) weight of codes and int32-bit scales, rounded once, as bitsandbytes does."""
+    scale = scale.view(torch.float32)
+    if codes.dtype == torch.int8:
+        out = torch.empty_like(codes, dtype=dtype)  # one pass over memory, where .to().mul_() would be two
+        return torch.mul(codes, scale[:, None].mul(1.0 / 127.0), out=out)
+    shape = (len(codes), codes.shape[1] * 2)
+    options = (BLOCK, "nf4", shape, dtype)
+    return torch.ops.bitsandbytes.dequantize_4bit(codes.view(-1, 1), scale.view(-1), *options)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """x @ weight.T + bias, the weight dequantized for the moment of the product, again in the backward.
+
+    Kept for the backward: codes and scales, whose memory FSDP frees and refills meanwhile. bitsandbytes' own
+    functions keep x as well, out of reach of activation checkpointing.
+    """
+
+    @staticmethod
+    def forward(ctx, x, codes, scale, bias, mode):
+        ctx.save_for_backward(codes, scale)
+        if mode == "llm_int8":
+            return _llm_int8(x, codes, scale.view(torch.float32), bias)
+        return F.linear(x, dequantize(codes, scale, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        codes, scale = ctx.saved_tensors
+        return grad @ dequantize(codes, scale, grad.dtype), None, None, None, None
+
+
+def _llm_int8(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias) -> torch.Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(flat.to(torch.float16), threshold=OUTLIER)
+    product = torch.ops.bitsandbytes.int8_mixed_scaled_mm
+    out, _ = product(flat, x_codes, codes, x_scale, scale, outliers, bias)
+    return out.reshape(*x.shape[:-1], len(codes))
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What quantize_linears did. experts: bytes in 16 bit, and their share of the frozen weights."""
+
+    kind: str
+    layers: int
+    left: dict[str, int]  # linears that stay in 16 bit, with the reason -> how many
+    expert_bytes: int
+    expert_share: float
+
+    def sentence(self) -> str:
+        """What the plan prints."""
+        left = [f"{count} x {what}" for what, count in self.left.items()]
+        if self.expert_bytes:
+            gib = self.expert_bytes / GIB
+            left.append(f"all experts, {gib:.3f} GiB or {self.expert_share:.0%} of the weights")
+        rest = f"; in 16 bit: {'; '.join(left)}" if left else ""
+        return f"{self.kind} for {self.layers} linear layers{rest}"
+
+
+@torch.no_grad()
+def quantize_linears(
+    model: nn.Module, kind: str, dtype: torch.dtype, int8_mode="dequant", skip: tuple = (), head=False
+) -> Quantized:
+    """Put a quantized layer in the place of every frozen linear layer, in place, LoRA's base layers included.
+
+    kind: 8bit or 4bit; dtype: what the model computes in; skip: last parts of names to leave; head: the head
+    too. What trains, and the routers of experts, stay as they are. On meta this changes the structure only,
+    and copy_rows brings the weights; real weights are quantized here. Raises ConfigError if nothing can be.
+    """
+    only = "--int8_mode llm_int8 is of --quantization 8bit"
+    check(kind == Int8Linear.kind or int8_mode == "dequant", f"{only}, not {kind} (fix: leave it out)")
+    frozen = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
+    experts = sum(size for name, size in frozen.items() if ".experts." in name)
+    last = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    stays = "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)"
+    check(not (head and tied), stays)
+    mine = "" if head else rf"^{re.escape(last)}(\.|$)|"
+    own = re.compile(mine + r"\.lora_|\.modules_to_save\.|\.original_module")
+    layers, left, bypassed = 0, Counter(), read_by_others(model, dtypes=True)
+    for name, old in list(model.named_modules()):
+        if not isinstance(old, nn.Linear | Conv1D) or own.search(name):
+            continue
+        plain = name.removesuffix(".base_layer")
+        leaf = plain.rpartition(".")[2]
+        reason = _reason(plain, old, kind, leaf in skip or old.weight.requires_grad)
+        if plain in bypassed:
+            reason = "its layer reads the weight itself"
+        if reason:
+            left[f"{leaf} ({reason})"] += 1
+            continue
+        options = (old.in_features, old.out_features, old.bias is not None, dtype, old.weight.device)
+        new = KINDS[kind](*options)
+        new.mode, new.bias = int8_mode, old.bias
+        if not old.weight.is_meta:
+            new.copy_rows(0, old.weight, f"{plain}.weight")
+        model.set_submodule(name, new)
+        layers += 1
+    result = Quantized(kind, layers, dict(left), 2 * experts, experts / sum(frozen.values()))
+    why = f"{type(model).__name__} has no linear layer that can be: {_by_reason(left)}"
+    check(layers, f"--quantization {kind}: {why} (fix: --quantization none)")
+    return result
+
+
+def _by_reason(left: Counter) -> str:
+    """The layers that stay as they are, those with the same reason together."""
+    together = defaultdict(list)
+    for text in left:
+        leaf, _, reason = text.partition(" (")
+        together[reason.removesuffix(")")].append(leaf)
+    return (
+        "; ".join(f"{', '.join(leaves)} ({reason})" for reason, leaves in together.items()) or "none is there"
+    )
+
+
+def load_rows(
+    read: Callable, piece: Piece, codes: torch.Tensor, module: QuantizedLinear, device: torch.device
+) -> None:
+    """Give a quantized module its rows in full precision, some MiB at a time; it keeps only their codes.
+
+    read(first, into) reads elements of the piece; codes: the module's weight, (out, bytes), perhaps sharded.
+    """
+    box = local_box(codes, replace(piece, shape=(piece.shape[0], *codes.shape[1:])))
+    if box is None:
+        return
+    (mine, *_), (rows, *_) = box
+    width = math.prod(piece.shape[1:])
+    step = max(1, ELEMENTS // width)
+    for start in range(rows.start, rows.stop, step):
+        part = torch.empty(min(step, rows.stop - start), width, dtype=piece.info.dtype)
+        read(start * width, part.view(-1))
+        module.copy_rows(mine.start + start - rows.start, part.to(device), piece.name)
+
+
+def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
+    """Refuse to call a model quantized of which more than half is not."""
+    what = f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
+    how_much = f"{quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
+    fix = "--keep_experts_16bit to go on like that, or --quantization none"
+    check(keep_experts_16bit or quantized.expert_share <= 0.5, f"{what} {how_much} (fix: {fix})")
+
+
+def _reason(name: str, module: nn.Module, kind: str, wanted: bool) -> str:
+    """Why a layer stays in 16 bit; "" where it does not."""
+    if wanted:
+        return "trains or was named"
+    if ROUTER.search(name):
+        return "a router"
+    if not isinstance(module, Conv1D) and not is_plain_linear(type(module)):
+        return f"a {type(module).__name__}"
+    if isinstance(module, Conv1D):
+        return "a Conv1D: its rows are input features, the scales would run across ranks"
+    if kind == NF4Linear.kind and module.in_features % BLOCK:
+        return f"{module.in_features} input features are no multiple of {BLOCK}"
+    return ""
+
+
+@cache
+def is_plain_linear(kind: type) -> bool:
+    """Whether a subclass of nn.Linear multiplies as nn.Linear does: tried with small numbers."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    try:
+        layer, x = kind(3, 2, bias=True), torch.eye(3)
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(6.0).view(2, 3))
+            layer.bias.copy_(torch.arange(2.0))
+            return bool(torch.equal(layer(x), F.linear(x, layer.weight, layer.bias)))
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other numbers than these
+        return False
+
+
+def read_by_others(model: nn.Module, dtypes: bool = False) -> set[str]:
+    """The linear layers whose weight the code around them reads by its name, as mamba's fused kernels do, or
+    changes, as rwkv does when it rescales: an adapter beside them would be passed over in silence, and codes
+    taken for numbers. Looked for in the source of the model's classes.
+
+    dtypes: also those to whose dtype the code around casts their input.
+    """
+    found = set()
+    for path, module in model.named_modules():
+        if getattr(module, "slow_but_exact", None) is False:
+            continue  # bloom reads its weights for tensor parallelism of its own, and only if this is on
+        own, inner = _weights_read(type(module), dtypes)
+        below = dict(module.named_modules()) if own or inner else {}
+        names = [name for name in below if name in own or name.endswith(inner)]
+        for name in names:
+            layer = getattr(below[name], "base_layer", below[name])
+            if isinstance(layer, nn.Linear | Conv1D):
+                found.add(f"{path}.{name}" if path else name)
+    return found
+
+
+@cache
+def _weights_read(kind: type, dtypes: bool) -> tuple[set[str], tuple[str, ...]]:
+    """(the layers of which a class reads the weight, ends of the names of layers further in)."""
+    classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    sources = (_sources(inspect.getmodule(cls)).get(cls.__name__, "") for cls in classes)
+    code = "\n".join(line for source in sources for line in source.splitlines() if "init" not in line)
+    own = set(re.findall(r"\bself\.([\w.]+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape|type)\b)", code))
+    if dtypes:
+        own |= set(re.findall(r"\.to\(self\.([\w.]+)\.weight\.dtype", code))
+    inner = re.findall(r"\b(?!self\b)\w+\.(\w+\.\w+)\.weight\.\w", code)
+    return own, tuple(f".{name}" for name in inner)
+
+
+@cache
+def _sources(module: ModuleType | None) -> dict[str, str]:
+    """Each class of a Python file with its source; nothing where there is no file."""
+    try:
+        text = inspect.getsource(module)
+    except (OSError, TypeError):
+        return {}
+    lines = text.splitlines()
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
+
+
+def _frozen(*shape: int, dtype: torch.dtype, device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)

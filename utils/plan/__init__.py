@@ -1,0 +1,1 @@
+"""Will it fit. May import: train, model, run."""

@@ -1,0 +1,234 @@
+"""Start and stop torch.distributed; World; the few collectives.
+
+RANK and WORLD_SIZE are read here and nowhere else. The default group is gloo, on the CPU: it exists before
+any CUDA context does, carries the small things (counts, error texts), and is enough for a whole run on a
+machine without a GPU.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event, Thread
+
+import torch
+import torch.distributed as dist
+
+from .allocator import give_back_freed_memory, use_expandable_segments
+from .errors import ConfigError, check, print0
+from .lost import remember_ranks, who_am_i
+from .process import die_with_parent
+
+FIX = "(fix: start with torchrun, or unset it)"
+START_SECONDS = 600  # that ranks wait for each other
+PATIENT_SECONDS = 7 * 24 * 3600  # and while another machine tokenizes data that this one has tokenized before
+SAY_SECONDS = 30  # between two lines of a rank that waits
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the others; `device` is where it computes."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run: also for ALONE, of which torchrun may have started several."""
+        return (_env_int("WORLD_SIZE") or 1) if self is ALONE else self.size
+
+    @property
+    def gpu_name(self) -> str:
+        """What CUDA calls the GPU; "" on a CPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # one process without a group, for what needs none
+
+
+def init_distributed(alone: bool = False) -> World:
+    """Join the gloo group that torchrun's variables describe; a world of one where there are none; ALONE
+    if asked.
+
+    Raises ConfigError for variables that do not fit together, a port in use, or more ranks on this machine
+    than GPUs.
+    """
+    if alone:
+        return ALONE
+    give_back_freed_memory()
+    rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
+    store = None
+    if rank is None and size is None:
+        rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
+    else:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        lacks = [name for name in names if not os.environ.get(name)]
+        check(not lacks, f"some of {', '.join(names)} are set, but not {', '.join(lacks)} {FIX}")
+        check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
+    local_rank, local_size = _env_int("LOCAL_RANK", rank), _env_int("LOCAL_WORLD_SIZE", size)
+    device = _device(local_rank, local_size)
+    if device.type == "cuda" and (line := use_expandable_segments(os.environ, torch.cuda.is_initialized())):
+        print0(line)
+    _die_with_launcher()
+    world = World(rank, size, local_rank, local_size, device)
+    if dist.is_initialized():  # main() called from a program that has its own group
+        remember_ranks(rank, gather(world, who_am_i()))
+        return world
+    wait = timedelta(seconds=START_SECONDS)
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives restarts
+            _warn_of_shared_store(size, local_size)
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)  # not to meet the dead
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    except dist.DistNetworkError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0][:200]
+        fix = "another --master_port, or torchrun --standalone"
+        raise ConfigError(f"the ranks cannot meet at {where}: {reason} (fix: {fix})") from None
+    remember_ranks(rank, gather(world, who_am_i()))
+    return world
+
+
+def stop_distributed() -> None:
+    """Leave the group, if there is one.
+
+    gloo's threads may still let go of the last tensors, for which they need Python; asking for it while
+    Python ends aborts the process (https://github.com/pytorch/pytorch/issues/190489), so they get their time.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.1)
+
+
+def set_timeout(seconds: float = START_SECONDS) -> None:
+    """How long ranks wait for each other from now on, in every group that there is by now but the saver's.
+
+    Every rank calls it. As torchtitan does: distributed/utils.py, set_pg_timeouts.
+    """
+    dist.barrier()  # nobody is in an earlier collective
+    _set_timeouts(seconds)
+
+
+def _set_timeouts(seconds: float) -> None:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc != "saver":
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def gather(world: World, value: object) -> list:
+    """Every rank's `value`, in the order of ranks, on every rank."""
+    values = [value] * world.size
+    if world is not ALONE:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(world: World, value: object, source: int = 0) -> object:
+    """`value` of rank `source`, on every rank."""
+    box = [value if world.rank == source else None]
+    if world is not ALONE:
+        dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def all_reduce_sum(value: torch.Tensor | float, world: World) -> float:
+    """Sum of a scalar over all ranks, in double precision on the CPU (exact for counts below 2**53)."""
+    total = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+@contextmanager
+def together(world: World, patient: bool = False) -> Iterator[None]:
+    """Run a block in which any rank may raise ConfigError; then all ranks raise one that names the ranks
+    concerned.
+
+    This is what lets one rank find a bad file without leaving the others in a collective. The block itself
+    must not communicate after a point where a rank can fail. patient: it may take one machine hours.
+    """
+    mine = None
+    try:
+        yield
+    except ConfigError as error:
+        mine = error.lines
+    said: dict[str, list[str]] = {}
+    if patient and world is not ALONE:
+        _set_timeouts(PATIENT_SECONDS)
+    with saying_so("waiting for the other ranks" if patient else ""):
+        answers = gather(world, mine)
+    for rank, lines in enumerate(answers):
+        for line in lines or []:
+            said.setdefault(line, []).append(str(rank))
+    if patient and world is not ALONE:
+        _set_timeouts(START_SECONDS)
+    whose = {line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()}
+    if said:
+        raise ConfigError([whose[line] + line for line in said], agreed=True)
+
+
+@contextmanager
+def saying_so(what: str) -> Iterator[None]:
+    """Print a line now and then on rank 0 while a block lasts, so that waiting is not taken for a hang."""
+    over = Event()
+
+    def look() -> None:
+        started = time.monotonic()
+        while not over.wait(SAY_SECONDS):
+            print0(f"{what}, for {time.monotonic() - started:.0f} s now")
+
+    if what:
+        Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def host_name() -> str:
+    """This machine's name, as error texts give it."""
+    return socket.gethostname()
+
+
+def agree(world: World, values: dict, what: str) -> None:
+    """Raise ConfigError on all ranks unless every rank has the same values; name the first that differs."""
+    first, *others = gather(world, values)
+    for rank, other in enumerate(others, start=1):
+        for key in (key for key in values if first.get(key) != other.get(key)):
+            differ = f"{key} is {str(first.get(key))[:60]} and {str(other.get(key))[:60]}"
+            text = f"ranks 0 and {rank} have different {what}: {differ}"
+            raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
+
+
+def _env_int(name: str, default: int | None = None) -> int | None:
+    value = os.environ.get(name)
+    check(value is None or value.isdecimal(), f"{name}={value} is not a number {FIX}")
+    return default if value is None else int(value)
+
+
+def _warn_of_shared_store(size: int, local_size: int) -> None:
+    """With it, agents on several machines do not meet again after one has died (torch 2.13)."""
+    if size > local_size and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as configs/launch/ does"
+        print0(f"warning: after a failure these machines may not meet again (fix: {fix})")
+
+
+def _die_with_launcher() -> None:
+    """Let Linux kill this process when torchrun dies; else a killed launcher leaves its ranks running."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
+def _device(local_rank: int, local_size: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    too_many = f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
+    check(local_size <= count, f"{too_many} (fix: --nproc_per_node {count})")
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,153 @@
+"""The run folder: which one, whose it is while a run uses it, what it already holds, and its plan.json.
+
+    OUT/config.yaml  OUT/metrics.jsonl  OUT/checkpoints/  OUT/model/  OUT/plan.json  OUT/acts.jsonl
+
+A run is finished when its plan.json says what was measured. Nothing that a folder holds is overwritten.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from functools import wraps
+from itertools import count
+from pathlib import Path
+
+from .disk import check_replaceable, disk_errors
+from .distributed import ALONE, World, broadcast, gather, host_name, together
+from .errors import ConfigError, check
+from .files import check_own_files, open_own, replace_file
+from .settings import save_config
+from .watch import watch_acts
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "adapter")
+LOCK_BYTES = 1000
+_claims = ExitStack()  # closing it gives back what this process has claimed
+
+
+def claim_output(
+    output_dir: str, stem: str, world: World, source: Path | None = None, watch: bool = True
+) -> Path:
+    """The folder of this run, made and locked by rank 0: --output_dir; after an elastic restart the newest
+    output/STEM-NNN; else the next free one, taken by making it, so no two runs share one. watch: keep
+    acts.jsonl; false where nothing will run.
+
+    Raises ConfigError on all ranks where it cannot be made or written, a rank sees another folder there,
+    another run is at work in it, a link stands where the run would write, or OUT/model could not be replaced:
+    it is `source`, which the model is read from, or no model.
+    """
+    restarted = any(gather(world, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
+    out, who = Path(output_dir).absolute() if output_dir else None, ""
+    with together(world), disk_errors(out or Path("output")):
+        fix = "(fix: another folder, or LC_ALL=C.UTF-8)"
+        text = not re.search("[\udc80-\udcff]", output_dir)
+        check(text, f"--output_dir {ascii(output_dir)} is no text in this locale {fix}")
+        if world.rank == 0:
+            numbered = sorted(Path("output").glob(f"{stem}-[0-9][0-9][0-9]")) if restarted else []
+            out = out or (numbered[-1].absolute() if numbered else None)
+            if out:
+                check_replaceable(out / "model", source)
+            out, who = _claim(out, stem)
+    out, who = broadcast(world, (out, who))
+    with together(world), disk_errors(out):
+        check_seen(out, who)
+    # NCCL's flight recorder: a collective that times out leaves here which rank was in which.
+    flights = {"BUFFER_SIZE": "2000", "DUMP_TEMP_FILE": f"{out}/hang_rank_"}
+    os.environ.update({f"TORCH_FR_{key}": value for key, value in flights.items()})
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    if watch:
+        _claims.enter_context(watch_acts(out, world, holds_run))
+    return out
+
+
+def check_seen(out: Path, who: str) -> None:
+    """Raise ConfigError unless this rank sees the folder that `who` has locked."""
+    try:
+        with open_own(out / ".lock", "rb") as lock:
+            seen = lock.read(LOCK_BYTES).decode(errors="replace") == who
+    except FileNotFoundError:
+        seen = False
+    fix = "(fix: an --output_dir that all machines share)"
+    check(seen, f"{out} on {host_name()} is not the folder that rank 0 sees {fix}")
+
+
+def releases_output(main):
+    """Decorate a recipe's main: however it ends, its claim ends, and a folder that is still empty goes."""
+
+    @wraps(main)
+    def released(cfg):
+        with _claims:
+            return main(cfg)
+
+    return released
+
+
+def at_end(call: Callable[[], None]) -> None:
+    """Call something when the recipe's main ends, however it does; see releases_output."""
+    _claims.callback(call)
+
+
+def holds_run(out: Path | None) -> bool:
+    """Whether a folder has anything of an earlier run."""
+    return out is not None and any((out / name).exists() for name in RUN_FILES)
+
+
+def start_run(out: Path, cfg: object, planned: dict) -> int:
+    """Keep the settings and the plan of this start, on rank 0; which start of the run it is, from 1.
+
+    config.yaml is the first one's, config_002.yaml and so on are those of later ones.
+    """
+    run = 1 + len([*out.glob("config.yaml"), *out.glob("config_[0-9][0-9][0-9].yaml")])
+    save_config(cfg, out / ("config.yaml" if run == 1 else f"config_{run:03d}.yaml"))
+    write_plan(out, planned)
+    return run
+
+
+def write_plan(out: Path, planned: dict, measured: dict | None = None, world: World = ALONE) -> None:
+    """Write plan.json on rank 0 in one go; `measured` marks the run as finished."""
+    if world.rank:
+        return
+    content = {"planned": planned} | ({"measured": measured} if measured else {})
+    replace_file(out / "plan.json", json.dumps(content, indent=2) + "\n")
+
+
+def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
+    """(the folder, what its lock says of this process)"""
+    for free in [out] if out else (Path("output", f"{stem}-{n:03d}").absolute() for n in count(1)):
+        made = [folder for folder in (free, *free.parents) if not os.path.lexists(folder)]
+        for folder in reversed(made):
+            _claims.callback(_quietly, folder.rmdir)
+        try:
+            free.mkdir(parents=True, exist_ok=bool(out))
+            break
+        except FileExistsError:
+            if out:
+                raise
+    check_own_files(free)
+    lock = open_own(free / ".lock", "a+b")
+    _claims.enter_context(lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel undoes it, however the process ends
+        if not os.path.samestat(os.fstat(lock.fileno()), os.lstat(lock.name)):
+            raise BlockingIOError  # who had it has just removed it
+    except BlockingIOError:
+        lock.seek(0)
+        who = lock.read(LOCK_BYTES).decode(errors="replace") or "another run"
+        raise ConfigError(f"--output_dir {out} is in use by {who} (fix: wait, or another folder)") from None
+    except OSError:  # a file system without locks
+        pass
+    _claims.callback(_quietly, (free / ".lock").unlink)
+    who = f"process {os.getpid()} on {host_name()} since {datetime.now():%Y-%m-%d %H:%M:%S.%f}"
+    lock.truncate(0)
+    lock.write(who.encode())
+    lock.flush()
+    os.fsync(lock)  # for the other machines
+    return free, who
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    with suppress(OSError):
+        call()

@@ -1,0 +1,77 @@
+"""The console line, metrics.jsonl, peak memory."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .disk import disk_errors
+from .files import open_own
+from .trackers import open_trackers
+
+LINE = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "eval_loss {:.4f}",
+    "grad_norm": "grad_norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "mfu {:.1%}",
+    "peak_memory_gib": "peak {:.2f} GiB",
+}
+
+
+class RunLog:
+    """Where the numbers of a run go: a line on stdout, folder/metrics.jsonl, and trackers on demand.
+
+    Rank 0 makes one with its folder, the others with None, and theirs does nothing. On a terminal there is a
+    progress bar with the time left, in a log only whole lines. done: the step that was resumed from; run:
+    which start of the run this is. Lines of later steps that an earlier start wrote stay; `read_metrics`
+    (trained_run.py) leaves them out.
+    """
+
+    def __init__(self, folder: Path | None, total_steps, log_every=1, trackers=(False, False), done=0, run=1):
+        self.folder, self.total_steps, self.log_every, self.run = folder, total_steps, log_every, run
+        self.trackers = []
+        silent = folder is None or not sys.stdout.isatty()
+        self.bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent)
+        if folder is None:
+            return
+        if os.path.lexists(folder / "metrics.jsonl"):  # a last line that a kill cut would spoil the next
+            with open_own(folder / "metrics.jsonl", "r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+        if any(trackers):
+            self.trackers = open_trackers(folder, *trackers, done)
+
+    def step(self, **numbers: float | None) -> None:
+        """Record what is known after optimizer step `step` (from 1): one JSON object, and perhaps a line.
+
+        None is left out; NaN and infinity become null, since JSON has neither. Called again for the same step
+        with an eval_loss, it adds another object and its line.
+        """
+        if self.folder is None:
+            return
+        numbers = {name: value for name, value in numbers.items() if value is not None}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        with disk_errors(self.folder / "metrics.jsonl"), open_own(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"run": self.run, **finite}) + "\n")
+        step = numbers.pop("step")
+        for tracker in self.trackers:
+            tracker.log(numbers, step)
+        shown = [form.format(numbers[name]) for name, form in LINE.items() if name in numbers]
+        try:
+            self.bar.update(step - self.bar.n)
+            if step % self.log_every == 0 or step == self.total_steps or "eval_loss" in numbers:
+                tqdm.write("  ".join([f"step {step}/{self.total_steps}", *shown]))  # above the bar, if any
+                sys.stdout.flush()
+        except OSError:  # who read stdout has gone (`| head`, a closed terminal), and the run goes on
+            self.bar.disable = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def close(self) -> None:
+        """Finish the bar and the trackers."""
+        self.bar.close()
+        for tracker in self.trackers:
+            tracker.close()

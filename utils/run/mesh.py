@@ -1,0 +1,50 @@
+"""(replicate, shard) sizes -> a DeviceMesh, and the sentence that says so."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .distributed import World
+from .errors import check
+
+_built: dict[tuple, DeviceMesh] = {}
+
+
+def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
+    """Sizes by axis: `shard` (FSDP), or `replicate` and `shard` (HSDP): shards within a group, copies across.
+
+    0: what the other leaves. Raises ConfigError where their product is not the number of ranks.
+    """
+    whole = (replicate or 1) * (shard or 1)
+    given = " x ".join(f"--{n} {size}" for n, size in (("replicate", replicate), ("shard", shard)) if size)
+    fits = whole == ranks if replicate and shard else ranks % whole == 0
+    check(fits, f"{given} does not divide {ranks} ranks (fix: numbers whose product is {ranks})")
+    replicate = replicate or (ranks // shard if shard else 1)
+    return ({"replicate": replicate} if replicate > 1 else {}) | {"shard": ranks // replicate}
+
+
+def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
+    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL begins here.
+
+    Another of the same axes is the first one: threads of every group look around 100 times a second.
+    """
+    axes, backend = axes or mesh_axes(world.size), "gloo"
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+        backend = "cpu:gloo,cuda:nccl"  # gloo for what --cpu_offload keeps on the host
+    key = (dist.group.WORLD, world.device.type, *axes.items())
+    if key not in _built:
+        options = {"mesh_dim_names": tuple(axes), "backend_override": dict.fromkeys(axes, backend)}
+        _built[key] = init_device_mesh(world.device.type, tuple(axes.values()), **options)
+    return _built[key]
+
+
+def mesh_sentence(world: World, axes: dict[str, int]) -> str:
+    """What the mesh does, for the plan."""
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    if world.device.type == "cpu" and world.local_size > (os.cpu_count() or 1):
+        ranks += f" that share {os.cpu_count()} cores"
+    copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
+    return f"{ranks} on {world.device.type}; {copies}every weight cut into {axes['shard']}, the data too"

@@ -1,0 +1,1 @@
+"""What a training loop needs. May import: model, run."""

@@ -1,0 +1,318 @@
+"""Crash-safe sharded save, at once or in the background; resume.py reads it back.
+
+OUT/checkpoints/step_00000100/ holds what torch's DCP writes (one file of tensors per rank, and `.metadata`:
+which rows are where), state.json, and manifest.json: size and SHA-256 of each file. All of it is written into
+a fresh folder under another name, synced to the disk, and renamed at the end, so a checkpoint is complete or
+absent; then OUT/checkpoints/latest names it. DCP reads any sharding back into any other.
+
+Only tensors go through DCP: it unpickles everything else, and a pickle may run what it likes.
+"""
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.utils.serialization import config as serialization
+
+from ..model.pieces import local
+from ..run.disk import check_space, sync_path
+from ..run.distributed import World, all_reduce_sum, broadcast
+from ..run.errors import ConfigError, check, fault
+from ..run.files import check_not_linked, open_own, open_regular, own_opener
+from ..run.signals import warn_of_grace
+from .async_save import Background
+
+Optimizer = torch.optim.Optimizer
+SAVE_TIMEOUT = timedelta(minutes=30)  # one rank's disk may be slower than the others'
+RNG_BYTES = 2**15
+DIGESTS = dcp.metadata.MetadataIndex("digests")
+VERSIONS = {"torch": str(torch.__version__), "transformers": version("transformers")}
+
+
+class CheckpointSaver:
+    """Writes folder/step_%08d and keeps the newest `keep` (0: all). Every rank makes one, and calls alike.
+    Older ones are removed by a thread, behind the steps that follow: to free a large file takes a while. One
+    that an export or a resume elsewhere is reading stays until the save after.
+    After the first save it warns where a SIGTERM would not leave the time for another.
+
+    background: `save` copies the tensors to host memory and returns; a thread writes them (async_save.py).
+    The saver has a group of ranks of its own, or its collectives would meet those of the steps.
+    """
+
+    def __init__(self, folder: Path, keep: int, world: World, background: bool = False):
+        self.folder, self.keep, self.world = folder, keep, world
+        self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc="saver")
+        self.pending = self.writer = self.background = None
+        if background:
+            self.background = Background(world.device)
+        self.token = broadcast(world, secrets.token_hex(4))  # nobody else has its temporary folders
+        self.needed_bytes = 0  # of a checkpoint, known from the first
+        self.seconds = 0.0  # that the last save took until it was published; rank 0 knows
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
+        """Save what holds after `step` optimizer steps. state: whatever else a resume needs, as JSON.
+
+        Raises ConfigError on all ranks when the checkpoint exists, space is short or something cannot be
+        written, in the background from the next save or wait; older ones stay, and nothing half remains.
+        """
+        self.wait()
+        fault("begin", step)
+        final = self.folder / f"step_{step:08d}"
+        state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
+        state |= {"save_seconds": self.seconds, "ranks": self.world.size, "versions": VERSIONS}
+        tensors = checkpoint_tensors(model, optimizer)
+        tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
+        if not self.needed_bytes:
+            self.needed_bytes = all_reduce_sum(sum(local(t).nbytes for t in tensors.values()), self.world)
+        temporary = self.folder / f".tmp_{final.name}_{self.token}"
+        self.writer = _Writer(temporary, final, state, self.keep, int(self.needed_bytes))
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
+        if self.background:
+            self.pending = self.background.submit(dcp.save, tensors, **how)
+        else:
+            self._finish(lambda: dcp.save(tensors, **how))
+        return final
+
+    def wait(self) -> None:
+        """Until the last save is published, and those that do not stay are removed."""
+        if self.pending:
+            pending, self.pending = self.pending, None
+            self._finish(pending.result)
+        if self.writer and self.writer.removal:
+            self.writer.removal.join()
+
+    def close(self) -> None:
+        """As `wait`; there can be no other save."""
+        self.wait()
+        dist.destroy_process_group(self.group)
+
+    def _finish(self, done) -> None:
+        try:
+            done()
+        except dcp.api.CheckpointException as error:  # on all ranks
+            (cause, _), *_ = error.failures.values()
+            fix = "(fix: make room, or another --output_dir)"
+            text = f"{self.writer.final} cannot be written: {reason_of(error)} {fix}"
+            raise ConfigError(str(cause) if isinstance(cause, ConfigError) else text, agreed=True) from error
+        finally:
+            if self.world.rank == 0:
+                shutil.rmtree(self.writer.path, ignore_errors=True)
+        if not self.seconds:
+            warn_of_grace(self.writer.step_seconds, self.writer.seconds)
+        self.seconds = self.writer.seconds
+
+
+def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """What trains, and the optimizer's state of it, under flat names, sharded as it is; a tied weight comes
+    once. AdamW's state that is not there yet is made, as its first step (fused) makes it.
+    """
+    tensors = {}
+    for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
+        tensors[f"model.{name}"] = parameter  # DCP detaches it
+        if not optimizer.state[parameter]:
+            moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def set_seed(seed: int) -> None:
+    """Of every generator that rng_state saves."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """This rank's random number generators as JSON in RNG_BYTES bytes, which are always as many."""
+    kind, keys, *rest = numpy.random.get_state()
+    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+    state["torch"] = torch.get_rng_state().numpy().tobytes().hex()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
+    text = json.dumps(state, separators=(",", ":")).encode()
+    assert len(text) <= RNG_BYTES, len(text)
+    return torch.frombuffer(bytearray(text.ljust(RNG_BYTES)), dtype=torch.uint8)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that were published, the oldest first; file times say nothing, leftovers do not count."""
+    found = [p for p in folder.iterdir() if re.fullmatch(r"step_[0-9]{8}", p.name)] if folder.is_dir() else []
+    return sorted(p for p in found if (p / "manifest.json").is_file())
+
+
+def point_to(final: Path) -> None:
+    """Let folder/latest name a checkpoint: for people and scripts, since a resume looks for itself."""
+    temporary = final.with_name(f".tmp_latest_{secrets.token_hex(4)}")
+    _write(temporary, final.name + "\n")
+    os.replace(temporary, final.with_name("latest"))  # a link in its place goes; what it means stays
+    sync_path(final.parent)
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of an OSError, or of the first rank's failure that DCP collected."""
+    if not isinstance(error, dcp.api.CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer of files, which also hashes what it writes, and commits it all at the end."""
+
+    def __init__(self, temporary: Path, final: Path, state: dict, keep: int, needed_bytes: int):
+        super().__init__(temporary)
+        self.fs = _HashingFiles(state["step"])
+        self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
+        self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
+        self.started, self.seconds, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
+
+    def prepare_local_plan(self, plan):
+        """What can be refused before anything is written."""
+        if self.rank == 0:
+            check_not_linked(self.final.parent)
+            free = not os.path.lexists(self.final)
+            check(free, f"{self.final} exists, and is not overwritten (fix: move it away)")
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            check_space(self.final.parent, self.needed_bytes)
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan, planner) -> torch.futures.Future:
+        """This rank's tensors; its digests travel to rank 0 with the results."""
+        try:
+            with serialization.patch("save.compute_crc32", False):  # of torch.save: there is a SHA-256
+                results = super().write_data(plan, planner).value()
+        except Exception as error:  # torch.save hides the system's error behind its own
+            raise self.fs.failed or error from None
+        future = torch.futures.Future()
+        future.set_result([*results, dcp.storage.WriteResult(DIGESTS, 0, self.fs.digests)])
+        return future
+
+    def finish(self, metadata, results: list[list[dcp.storage.WriteResult]]) -> None:
+        """On rank 0, when all have written: each file, then the folder, on disk before the rename."""
+        fault("metadata", self.step)
+        digests = [r.storage_data for rank in results for r in rank if r.index == DIGESTS]
+        files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
+        files[".metadata"] = self.fs.digests[".metadata.tmp"]  # which is what DCP called it
+        _write(self.path / "state.json", self.state_text)
+        text = self.state_text.encode()
+        files["state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        _write(self.path / "manifest.json", json.dumps({"step": self.step, "files": files}, indent=1))
+        sync_path(self.path)
+        fault("rename", self.step)
+        os.rename(self.path, self.final)
+        sync_path(self.final.parent)
+        fault("pointer", self.step)
+        point_to(self.final)
+        self.seconds = time.monotonic() - self.started
+        self.removal = threading.Thread(target=_retire, args=(self.final, self.keep), daemon=True)
+        self.removal.start()
+
+
+class _HashingFiles(dcp.filesystem.FileSystem):
+    """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
+
+    def __init__(self, step: int):
+        self.step, self.digests, self.failed = step, {}, None
+
+    @contextmanager
+    def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
+        with _HashingFile(io.FileIO(path, mode, opener=own_opener)) as stream:
+            stream.files = self
+            yield stream
+        self.digests[Path(path).name] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
+
+
+class _HashingFile(io.BufferedWriter):
+    def __init__(self, raw: io.FileIO):
+        super().__init__(raw)
+        self.size, self.digest = 0, hashlib.sha256()
+
+    def write(self, data) -> int:
+        try:
+            self.size += super().write(data)
+        except OSError as error:
+            self.files.failed = error
+            raise
+        self.digest.update(data)
+        fault("data", self.files.step)
+        return len(data)
+
+
+def _write(path: Path, text: str) -> None:
+    with open_own(path, "x") as file:
+        file.write(text)
+    sync_path(path)
+
+
+def hold_checkpoint(path: Path) -> IO[bytes] | None:
+    """A file that keeps a checkpoint from being removed as long as it is open; None where it is gone, or is
+    just being removed.
+
+    It is a shared lock on its manifest; the run that would remove it asks for one of its own. Where a file
+    system has no locks, the reader misses what is removed, in one line.
+    """
+    try:
+        manifest = open_regular(path / "manifest.json")  # open while it is read
+    except (OSError, ConfigError):
+        return None
+    try:
+        fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        manifest.close()
+        return None
+    except OSError:  # a file system without locks
+        pass
+    if os.fstat(manifest.fileno()).st_nlink == 0 or not (path / "manifest.json").exists():
+        manifest.close()
+        return None
+    return manifest
+
+
+def _retire(final: Path, keep: int) -> None:
+    """Remove all but the newest `keep` up to `final`, and what killed saves left behind. What somebody reads
+    stays until a later save.
+    """
+    older = [path for path in complete_checkpoints(final.parent) if path < final and not path.is_symlink()]
+    with suppress(OSError):  # what cannot be removed must not stop the training
+        for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
+            with open(path / "manifest.json", "r+b", buffering=0) as manifest:
+                if not _is_mine_alone(manifest):
+                    continue
+                (path / "manifest.json").unlink()  # first: half a checkpoint must not look like one
+                os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
+        for path in final.parent.glob(".tmp_*"):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _is_mine_alone(file: io.FileIO) -> bool:
+    """Whether nobody else has locked an open file; now this process has. So it is without locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True

@@ -1,0 +1,93 @@
+"""Parameter groups, AdamW, gradient clipping, schedules as step -> learning rate."""
+
+import math
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..run.distributed import gather
+from ..run.errors import ConfigError, check
+
+OptimizerName = Literal[
+    "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
+]
+
+
+def build_optimizer(model: nn.Module, lr: float, weight_decay: float, name="adamw") -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over what trains, fused; norms and biases, the 1-D
+    parameters, do not decay. Or one of optim_8bit's CLASSES by name.
+
+    Works on plain and on sharded (DTensor) parameters; AdamW's state has the parameters' dtype and sharding.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    decayed = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
+    others = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (decayed, others) if group["params"]]
+    if name != "adamw":
+        from .optim_8bit import ShardedBnb
+
+        return ShardedBnb(groups, lr, name)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str) -> float:
+    """The learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then cosine or linear
+    to 0, or constant.
+    """
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)  # 0 ... just below 1
+    if schedule == "cosine":
+        return lr * 0.5 * (1 + math.cos(math.pi * done))
+    if schedule == "linear":
+        return lr * (1 - done)
+    assert schedule == "constant", schedule
+    return lr
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients so that their global L2 norm is at most max_norm (0: leave them); returns the norm
+    before.
+
+    Every rank must call it: the norm of sharded gradients is a collective. A norm that is not finite is
+    returned with the gradients scaled by it, so do not step then.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world) -> None:
+    """All ranks stop together, before the optimizer touches a weight; in fp16 after 20 gradients in a row."""
+    if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < skipped < 20):
+        return
+    mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
+    found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]
+    where = "; ".join(found) or "every loss is finite, a gradient is not"
+    text = f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); no weight was changed"
+    raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
+
+
+def check_packages(attn: str, optimizer: str, tensorboard: bool, wandb: bool, dtype: str, gpu: str) -> None:
+    """Raise ConfigError when a package that was asked for is not installed, or cannot work in this dtype or
+    without a GPU, whose name is `gpu`.
+    """
+    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+        spec = find_spec(name) if wanted else None
+        # A folder named wandb, left by an earlier run, is found as well, but has no origin.
+        check(not wanted or (spec and spec.origin), f"--{name} needs a package (fix: pip install {name})")
+    if attn == "flash_attention_2":
+        from transformers.utils import is_flash_attn_2_available
+
+        where = f"--attn {attn} computes in 16 bit on GPUs, not in {dtype} on {gpu or 'the CPU'}"
+        check(gpu and dtype != "fp32", f"{where} (fix: --attn sdpa)")
+        fix = "(fix: pip install flash-attn)"
+        check(is_flash_attn_2_available(), f"--attn {attn}: the package is missing {fix}")
+    if optimizer != "adamw":
+        from .optim_8bit import import_bitsandbytes
+
+        import_bitsandbytes(optimizer)

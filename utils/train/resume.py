@@ -1,0 +1,279 @@
+"""Exact resume: what an earlier start left, and its checkpoint read back into any number of ranks.
+
+Imported where a run is continued. torch's DCP unpickles what describes the tensors, and a pickle may run what
+it likes: here an unpickler reads it that knows a few harmless names and refuses all others.
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ..run.distributed import World, broadcast, gather, together
+from ..run.errors import ConfigError, check, first_five, print0
+from ..run.files import CONFIG_BYTES, INDEX_BYTES, check_not_linked, open_regular, read_small_file
+from ..run.folder import at_end, holds_run
+from ..run.settings import divide_global_batch, load_config
+from .checkpoint import (
+    RNG_BYTES,
+    Optimizer,
+    checkpoint_tensors,
+    complete_checkpoints,
+    hold_checkpoint,
+    reason_of,
+)
+
+PLAIN = (str, int, float, bool, type(None))  # what a setting is
+TEXTS = ("model", "tokenizer", "dataset", "adapter", "chat_template", "lora_targets", "modules_to_save")
+METADATA_BYTES = 2**29  # of what describes the tensors; 40 MB for 100,000 of them on 64 ranks
+SAFE_NAMES = {
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",  # as Python 3.13 calls it
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta ChunkStorageMetadata "
+    "TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
+}
+
+
+def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None, dict, int]:
+    """(checkpoint to continue from, its state, the steps after which the run was finished); None, {} and 0
+    where there is none.
+
+    cfg: the recipe's settings; facts: what must be as it was, by name. A folder is continued only by the run
+    that began it. Raises ConfigError on all ranks, naming the fields that differ, old -> new.
+    """
+    finished = 0
+    with together(world):
+        fix = f"--resume none, but {out} holds a run (fix: another --output_dir)"
+        check(cfg.resume != "none" or not holds_run(out), fix)
+        finished, global_batch = finished_at(out)
+        if finished:
+            saved = load_config(type(cfg), max(out.glob("config*.yaml"), default=out / "config.yaml"))
+            same = ("output_dir", "resume", "log_every")  # with others the finished run would be the same
+            if divides_alike(cfg, global_batch, world.size):
+                same += ("batch_size", "grad_accum", "global_batch_size")
+            changed = differences(asdict(saved), asdict(cfg), but=same)
+            what = f"{out} holds a finished run with other settings: {changed}"
+            check(not changed, f"{what} (fix: another --output_dir)")
+    if finished:
+        return None, {}, finished
+    checkpoint = None if cfg.resume == "none" else find_checkpoint(cfg.resume, out, world)
+    if not checkpoint:
+        return None, {}, 0
+    with together(world):
+        state = read_state(checkpoint)
+        now = {name: fact for name, fact in facts.items() if name in state}  # a newer transformers has more
+        now["optimizer"] = cfg.optimizer.removeprefix("paged_") if "8bit" in cfg.optimizer else cfg.optimizer
+        if cfg.global_batch_size:  # else the checkpoint says it
+            now["global_batch_size"] = cfg.global_batch_size
+        changed = differences(state, now, but=("data",) if cfg.allow_new_data else ())
+        fix = "the same flags and data, or another --output_dir"
+        check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
+        if changed := differences(state["config"], asdict(cfg), but=("resume",)):
+            print0(f"changed   since the checkpoint: {changed}")
+        later = [p.name for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
+        again = f"{out} goes on to {''.join(later[-1:])}, which a run from {checkpoint.name} would redo"
+        check(not later, f"{again} (fix: another --output_dir)")
+    return checkpoint, state, 0
+
+
+def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
+    """The checkpoint to continue from, every file of it compared with its manifest; None for a fresh start.
+
+    resume: auto takes the newest sound one of `out`, with a warning for each that is not; else the path of a
+    checkpoint or of a run. Each rank reads a share of the files. Raises ConfigError on all ranks where there
+    is none, or the named one is damaged.
+    """
+    if resume == "auto":
+        found, path = complete_checkpoints(out / "checkpoints")[::-1], out
+    else:
+        path = Path(resume).absolute()
+        found = complete_checkpoints(path / "checkpoints")[-1:] or [path]
+        with together(world):
+            fix = "a folder like OUT/checkpoints/step_00000500"
+            complete = (found[0] / "manifest.json").is_file()
+            check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
+        if out not in found[0].parents and (held := hold_checkpoint(found[0])):
+            at_end(held.close)  # its own run may go on, and would remove it
+    damaged: dict[Path, str] = {}
+    for checkpoint in broadcast(world, found):
+        said = sorted({text for text in gather(world, damage(checkpoint, world.rank, world.size)) if text})
+        if not said:
+            break
+        damaged[checkpoint] = "; ".join(said)
+    else:
+        fix = "--resume with another checkpoint" if resume != "auto" else "another --output_dir starts anew"
+        every = "; ".join(damaged.values())
+        if damaged:
+            raise ConfigError(f"no sound checkpoint: {every} (fix: {fix})", agreed=True)
+        return None
+    for path, what in damaged.items():
+        aside = path.with_name(f"damaged_{path.name}_{secrets.token_hex(4)}")
+        print0(f"warning: {what}; it is set aside as {aside.name}, and {checkpoint.name} is used")
+        with together(world):  # nobody looks again before it is gone
+            if world.rank == 0:
+                os.rename(path, aside)
+    return checkpoint
+
+
+def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
+    """What is wrong with this rank's share of a checkpoint's files; "" where all is as it was written."""
+    try:
+        files = json.loads(read_small_file(checkpoint / "manifest.json", INDEX_BYTES))["files"]
+        expected = [(name, int(file["bytes"]), str(file["sha256"])) for name, file in sorted(files.items())]
+        inside = {".metadata", "state.json"} <= files.keys() and not any("/" in name for name in files)
+    except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        inside = False
+    if not inside:
+        return f"{checkpoint}/manifest.json is damaged"
+    for name, size, sha256 in expected[rank::ranks]:
+        try:
+            with open_regular(checkpoint / name) as file:
+                there = os.fstat(file.fileno()).st_size
+                if there != size:
+                    return f"{checkpoint}/{name} has {there} bytes, {size} were written"
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                    return f"{checkpoint}/{name} is not what was written (SHA-256)"
+        except OSError as error:
+            return f"{checkpoint}/{name}: {error.strerror}"
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def finished_at(out: Path) -> tuple[int, int]:
+    """(the steps after which the run in `out` finished, its global batch), 0 where it has not; the global
+    batch is 0 where an earlier version finished it.
+    """
+    path = out / "plan.json"
+    if not os.path.lexists(path):
+        return 0, 0
+    fix = "(fix: remove it, or another --output_dir)"
+    check_not_linked(path)
+    try:
+        measured = json.loads(read_small_file(path, CONFIG_BYTES)).get("measured", {})
+        steps, global_batch = measured.get("steps", 0), measured.get("global_batch_size", 0)
+    except (ValueError, AttributeError, RecursionError):
+        raise ConfigError(f"{path}: not JSON, or not a plan {fix}") from None
+    for value in (steps, global_batch):
+        check(type(value) is int and value >= 0, f"{path}: measured: {str(value)[:40]} is no count {fix}")
+    return steps, global_batch
+
+
+def divides_alike(cfg, global_batch: int, ranks: int) -> bool:
+    """Whether the batch sizes of `cfg` divide this global batch: each step then learns from the same rows."""
+    if not global_batch or cfg.global_batch_size not in (0, global_batch):
+        return False
+    try:
+        divide_global_batch(global_batch, cfg.batch_size, cfg.grad_accum, ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
+    """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
+    changed = [k for k in new if k not in but and old.get(k) != new[k]]
+    return ", ".join(f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest number; file times say nothing, leftovers do not count."""
+    return max(complete_checkpoints(folder), default=None)
+
+
+def read_state(path: Path) -> dict:
+    """What the saver was given as `state`, "step" and "optimizer"; reads no tensor."""
+    try:
+        state = json.loads(read_small_file(path / "state.json", INDEX_BYTES))
+    except (ConfigError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a complete checkpoint: state.json: {error}") from None
+    good = isinstance(state, dict) and type(state.get("step")) is int and state["step"] >= 0
+    check(good, f"{path} is not a complete checkpoint: state.json: no object with a step")
+    settings = state.get("config", {})
+    plain = isinstance(settings, dict) and all(type(v) in PLAIN for v in settings.values())
+    check(plain, f"{path} is not a complete checkpoint: state.json: config: no plain settings")
+    odd = [name for name in TEXTS if not isinstance(settings.get(name, ""), str)]
+    check(not odd, f"{path} is not a complete checkpoint: state.json: config: no text: {', '.join(odd)}")
+    return state
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> dict:
+    """Load weights and optimizer state in place, whatever their sharding is now; returns `read_state(path)`.
+
+    Every rank calls it, with the model sharded and allocated. Raises ConfigError on all ranks when names,
+    shapes or dtypes differ, or files are damaged.
+    """
+    tensors, reader = checkpoint_tensors(model, optimizer), Reader(path)
+    with together(world):
+        state, saved = read_state(path), reader.read_metadata().state_dict_metadata
+        was, now = state.get("optimizer", "adamw"), getattr(optimizer, "kind", "adamw")
+        check(was == now, f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)")
+        # Scales of 8-bit state that another number of ranks saved in other shapes.
+        tensors |= getattr(optimizer, "other_scales", lambda *_: {})(tensors, saved)
+        rng = {name for name in saved if name.startswith("rng.")}
+        saved = {name: entry for name, entry in saved.items() if name not in rng}
+        old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
+        new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
+        differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+        first = first_five([f"{n} {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in differ])
+        check(not differ, f"{path} is of another model, then -> now: {first} (fix: --resume none)")
+    if len(rng) == world.size:  # else they start from the seed
+        tensors[f"rng.{world.rank}"] = torch.zeros(RNG_BYTES, dtype=torch.uint8)
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except CheckpointException as error:
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}", agreed=True) from error
+    getattr(optimizer, "take_scales", lambda: None)()
+    if len(rng) == world.size:
+        set_rng_state(tensors[f"rng.{world.rank}"], world.device)
+    return state
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Undo checkpoint.rng_state."""
+    saved = json.loads(state.numpy().tobytes())
+    random.setstate((saved["python"][0], tuple(saved["python"][1]), saved["python"][2]))
+    numpy.random.set_state(tuple(saved["numpy"]))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
+    if device.type == "cuda" and "cuda" in saved:
+        torch.cuda.set_rng_state(
+            torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8), device
+        )
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, with an unpickler that runs nothing."""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        file = Path(self.path) / ".metadata"
+        try:
+            metadata = _Unpickler(io.BytesIO(read_small_file(file, METADATA_BYTES))).load()
+            if any("/" in info.relative_path for info in metadata.storage_data.values()):
+                raise ValueError("it points outside its folder")
+            metadata.storage_meta.load_id = self.load_id
+        except Exception as error:  # a damaged pickle fails in every way there is
+            raise ConfigError(f"{file} is damaged or foreign: {type(error).__name__}: {error}") from None
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in SAFE_NAMES.get(module, "").split():
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
