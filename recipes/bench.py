@@ -46,7 +46,8 @@ SCALE = {"MiB": MIB, "GiB": GIB, "MiB/s": MIB, "GiB/s": GIB, "ms": 1e-3, "%": 1e
 @dataclass
 class Config:
     # What
-    what: Literal["load", "save", "step", "loss", "quant", "data", "gpu", "memory"] = "load"  # or first word
+    # or first word
+    what: Literal["load", "save", "step", "loss", "quant", "data", "gpu", "memory"] = "load"
     only: str = ""  # its contenders, separated by commas; empty: all
 
     # How
@@ -60,10 +61,13 @@ class Config:
 
 def main(cfg: Config) -> bool:
     """Run one benchmark and print it; whether every bound that was judged is kept."""
-    # --- plan ------------------------------------------------------------------------------------
+    # --- plan -------------------------------------------------------------------------------------
     act("plan")
     on_linux = sys.platform == "linux"
-    check(on_linux, f"bench.py measures through /proc, which {sys.platform} lacks (fix: run it on Linux)")
+    check(
+        on_linux,
+        f"bench.py measures through /proc, which {sys.platform} lacks (fix: run it on Linux)",
+    )
     missing = f"{BENCHMARKS} is not here (fix: copy it too, or run bench.py where it comes from)"
     check((BENCHMARKS / f"{cfg.what}.py").is_file(), missing)
     benchmark = importlib.import_module(cfg.what)
@@ -73,14 +77,19 @@ def main(cfg: Config) -> bool:
     check(not unknown, f"--only {cfg.only}: {cfg.what} has no contender {unknown} (it has: {have})")
     sizes = cfg.ranks.split(",") if cfg.ranks else [str(size) for size in benchmark.RANKS]
     positive = all(size.isdecimal() and int(size) for size in sizes) and cfg.repeats > 0
-    check(positive, f"--ranks {cfg.ranks} --repeats {cfg.repeats}: write numbers above 0, as in --ranks 2,4")
-    check(Path(cfg.json).absolute().parent.is_dir(), f"--json {cfg.json}: its folder does not exist")
+    check(
+        positive,
+        f"--ranks {cfg.ranks} --repeats {cfg.repeats}: write numbers above 0, as in --ranks 2,4",
+    )
+    check(
+        Path(cfg.json).absolute().parent.is_dir(), f"--json {cfg.json}: its folder does not exist"
+    )
     if reason := hasattr(benchmark, "unavailable") and benchmark.unavailable(cfg.small):
         print(f"{cfg.what} is skipped: {reason}")
         return True
     _check_room(*benchmark.needs(cfg.small, max(map(int, sizes))))
 
-    # --- run -------------------------------------------------------------------------------------
+    # --- run --------------------------------------------------------------------------------------
     runs: list[dict] = []
     with tempfile.TemporaryDirectory(prefix=f"bench_{cfg.what}_") as folder:
         act("prepare")
@@ -89,17 +98,29 @@ def main(cfg: Config) -> bool:
         benchmark.prepare(source, cfg.small)
         act("run")
         for size, repeat, name in itertools.product(map(int, sizes), range(cfg.repeats), names):
-            if not any(run["error"] for run in runs if (run["ranks"], run["contender"]) == (size, name)):
+            if not any(
+                run["error"] for run in runs if (run["ranks"], run["contender"]) == (size, name)
+            ):
                 run = {"ranks": size, "repeat": repeat, "contender": name}
                 runs.append(run | _run(cfg, source, size, name, benchmark.METRICS))
                 told = runs[-1]["error"] or f"{runs[-1]['values'].get('seconds', 0):.2f} s"
                 print(f"{size} ranks, repeat {repeat + 1}, {name}: {told}", flush=True)
     _add_ratios(benchmark, runs)
 
-    # --- tell ------------------------------------------------------------------------------------
+    # --- tell -------------------------------------------------------------------------------------
     act("tell")
-    results = {"command": sys.argv, "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "config": asdict(cfg)}
-    results |= {"machine": _machine(), "versions": _versions(), "runs": runs, "tables": [], "bounds": []}
+    results = {
+        "command": sys.argv,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "config": asdict(cfg),
+    }
+    results |= {
+        "machine": _machine(),
+        "versions": _versions(),
+        "runs": runs,
+        "tables": [],
+        "bounds": [],
+    }
     print(f"\n{cfg.what}: {results['date']}, {results['machine']['sentence']}")
     print(", ".join(f"{package} {v}" for package, v in results["versions"].items()))
     for name in names:
@@ -121,16 +142,32 @@ def main(cfg: Config) -> bool:
 def _run(cfg: Config, source: Path, size: int, name: str, metrics: dict) -> dict:
     """One contender, once, on `size` fresh processes: its metrics, or the error that ended it."""
     _drop_page_cache(source)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={size}",
+    ]
     command += [str(BENCHMARKS / f"{cfg.what}.py"), "--contender", name, "--folder", str(source)]
-    variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    variables = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+    }
     variables.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(dir=source.parent) as folder, open(f"{folder}/log", "w") as log:
+    with (
+        tempfile.TemporaryDirectory(dir=source.parent) as folder,
+        open(f"{folder}/log", "w") as log,
+    ):
         out, code = Path(folder), None
         command += ["--out", folder, "--small", str(cfg.small).lower()]
         variables["TMPDIR"] = folder  # torchrun leaves folders there
         options = {"stdout": log, "stderr": log, "env": variables, "start_new_session": True}
-        load, started, busy, ours = os.getloadavg()[0], time.monotonic(), _busy_seconds(), _own_seconds()
+        load, started, busy, ours = (
+            os.getloadavg()[0],
+            time.monotonic(),
+            _busy_seconds(),
+            _own_seconds(),
+        )
         process = subprocess.Popen(command, **options)
         try:
             with suppress(subprocess.TimeoutExpired):
@@ -142,17 +179,25 @@ def _run(cfg: Config, source: Path, size: int, name: str, metrics: dict) -> dict
         run = {"error": "", "values": {}, "load_average": load, "cores_of_others": max(0.0, others)}
         if code != 0:
             told = (out / "log").read_text()
-            killed = re.search(r"Signal \d+ \((SIG(?!TERM)\w+)\) received", told)  # in torchrun's summary
-            said = sorted(out.glob("rank*.error"), key=os.path.getmtime)  # the first one is the cause
+            # in torchrun's summary
+            killed = re.search(r"Signal \d+ \((SIG(?!TERM)\w+)\) received", told)
+            # the first one is the cause
+            said = sorted(out.glob("rank*.error"), key=os.path.getmtime)
             text = (said[0].read_text() if said else told).splitlines()
             print("\n".join(text[-15:]), file=sys.stderr, flush=True)
             ended = f"exit code {code}" if code else f"not done after {LIMIT} s"
             ended = text[0] if said else ended
             if killed:
-                ended = f"a rank was ended by {killed[1]}" + " (out of memory?)" * (killed[1] == "SIGKILL")
+                ended = f"a rank was ended by {killed[1]}" + " (out of memory?)" * (
+                    killed[1] == "SIGKILL"
+                )
             return run | {"error": f"failed: {ended}"}
         ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]
-    values = {key: how(rank[key] for rank in ranks) for key, (_, how) in metrics.items() if key in ranks[0]}
+    values = {
+        key: how(rank[key] for rank in ranks)
+        for key, (_, how) in metrics.items()
+        if key in ranks[0]
+    }
     return run | {"values": values, "by_rank": ranks}
 
 
@@ -180,7 +225,10 @@ def _row(name: str, runs: list[dict]) -> dict:
     """A contender's error, or (median, min, max) over its repeats by metric."""
     mine = [run for run in runs if run["contender"] == name]
     error = next((run["error"] for run in mine if run["error"]), "")
-    values = {key: [run["values"][key] for run in mine if key in run["values"]] for key in mine[0]["values"]}
+    values = {
+        key: [run["values"][key] for run in mine if key in run["values"]]
+        for key in mine[0]["values"]
+    }
     spread = {key: (statistics.median(v), min(v), max(v)) for key, v in values.items()}
     return {"contender": name, "error": error, "values": {} if error else spread}
 
@@ -190,7 +238,11 @@ def _judge(bound, size: int, runs: list[dict], small: bool = False) -> dict:
     key = f"{bound.metric}_ratio" if bound.over else bound.metric
     mine = [run for run in runs if run["contender"] == bound.contender]
     pair = [run for run in runs if run["contender"] in (bound.contender, bound.over)]
-    loud = [run for run in pair if run["cores_of_others"] > QUIET * os.cpu_count()] if bound.timed else []
+    loud = (
+        [run for run in pair if run["cores_of_others"] > QUIET * os.cpu_count()]
+        if bound.timed
+        else []
+    )
     known = [run for run in mine if key in run["values"]]
     quiet = [run for run in known if run["repeat"] not in {other["repeat"] for other in loud}]
     worst = statistics.median if bound.timed else min if bound.at_least else max
@@ -203,7 +255,9 @@ def _judge(bound, size: int, runs: list[dict], small: bool = False) -> dict:
     elif bound.timed and small:
         verdict = "not judged: --small is over too soon"
     elif not quiet:
-        others, load = (max(run[key] for run in loud) for key in ("cores_of_others", "load_average"))
+        others, load = (
+            max(run[key] for run in loud) for key in ("cores_of_others", "load_average")
+        )
         used = f"other processes used {others:.1f} of {os.cpu_count()} cores"
         verdict = f"not judged: {used}, load average {load:.1f}"
     elif value < bound.limit if bound.at_least else value > bound.limit:
@@ -211,7 +265,13 @@ def _judge(bound, size: int, runs: list[dict], small: bool = False) -> dict:
     limit = f"at {'least' if bound.at_least else 'most'} {bound.limit:g}"
     shown = "-" if value is None else f"{value:.3g}"
     sentence = f"{bound.contender}, {size} ranks: {bound.says}: {shown}, {limit}: {verdict}"
-    return {"ranks": size, **asdict(bound), "value": value, "verdict": verdict, "sentence": sentence}
+    return {
+        "ranks": size,
+        **asdict(bound),
+        "value": value,
+        "verdict": verdict,
+        "sentence": sentence,
+    }
 
 
 def _print_table(benchmark, table: dict) -> None:
@@ -219,7 +279,9 @@ def _print_table(benchmark, table: dict) -> None:
     units = {key: unit for key, (unit, _) in benchmark.METRICS.items() if unit is not None}
     units |= {f"{key}_ratio": "x" for key in benchmark.RATIOS}
     keys = [key for key in units if any(key in row["values"] for row in table["rows"])]
-    lines = [[f"{table['ranks']} ranks", *(f"{key.removesuffix('_bytes')} {units[key]}" for key in keys)]]
+    lines = [
+        [f"{table['ranks']} ranks", *(f"{key.removesuffix('_bytes')} {units[key]}" for key in keys)]
+    ]
     for row in table["rows"]:
         cells = [_cell(row["values"].get(key), units[key]) for key in keys]
         lines.append([row["contender"], *([] if row["error"] else cells)])
@@ -267,7 +329,9 @@ def _own_seconds() -> float:
 
 
 def _machine() -> dict:
-    models = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+    models = [
+        x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")
+    ]
     cpu = models[0].split(": ", 1)[1] if models else platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sentence = f"{os.cpu_count()} cores ({cpu}), {memory / GIB:.0f} GiB, Linux {platform.release()}"
@@ -275,7 +339,9 @@ def _machine() -> dict:
 
 
 def _versions() -> dict[str, str]:
-    installed = {d.metadata["Name"].lower(): d.version for d in distributions() if d.metadata["Name"]}
+    installed = {
+        d.metadata["Name"].lower(): d.version for d in distributions() if d.metadata["Name"]
+    }
     found = {name: installed.get(name, "absent") for name in PACKAGES}
     return {"python": platform.python_version()} | found
 
@@ -288,5 +354,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)
     words = sys.argv[1:]
     with report_errors():
-        kept = main(parse_cli(Config, ["--what", *words] if words and words[0][:1] != "-" else words))
+        kept = main(
+            parse_cli(Config, ["--what", *words] if words and words[0][:1] != "-" else words)
+        )
         sys.exit(0 if kept else 1)

@@ -29,7 +29,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
-from utils.model.adapter_file import SETTINGS, TENSORS, base_of, check_finite, read_lora_config, stored_shapes
+from utils.model.adapter_file import (
+    SETTINGS,
+    TENSORS,
+    base_of,
+    check_finite,
+    read_lora_config,
+    stored_shapes,
+)
 from utils.model.folder import INDEX, find_model, open_weights, read_config, read_json
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import LoraLayer, ModulesToSaveWrapper, inject, save_adapter
@@ -69,7 +76,10 @@ class Config:
     output_dir: str = ""  # the new folder
 
     def __post_init__(self):
-        check(bool(self.adapter) != bool(self.checkpoint), "what to export? (fix: --adapter or --checkpoint)")
+        check(
+            bool(self.adapter) != bool(self.checkpoint),
+            "what to export? (fix: --adapter or --checkpoint)",
+        )
         check(self.output_dir, "no --output_dir given (fix: --output_dir FOLDER)")
 
 
@@ -78,16 +88,18 @@ def main(cfg: Config) -> Path:
     """Write the folder; returns it."""
     transformers.utils.logging.set_verbosity_error()
 
-    # --- world: who am I, who are the others ----------------------------------------------------------
+    # --- world: who am I, who are the others ------------------------------------------------------
     act("world")
     world = replace(init_distributed(), device=torch.device("cpu"))  # a GPU has nothing to do here
 
-    # --- plan: everything that can fail cheaply fails here --------------------------------------------
+    # --- plan: everything that can fail cheaply fails here ----------------------------------------
     act("plan")
     out, trust = Path(os.path.realpath(cfg.output_dir)), cfg.trust_remote_code
     with together(world):
         free = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
-        check(free, f"--output_dir {out} holds something, and is not overwritten (fix: another one)")
+        check(
+            free, f"--output_dir {out} holds something, and is not overwritten (fix: another one)"
+        )
     checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
     with together(world):
         base = cfg.model or run.get("model")
@@ -95,11 +107,14 @@ def main(cfg: Config) -> Path:
             base = base or base_of(Path(cfg.adapter))
         check(base, "nothing says which model it is for (fix: --model FOLDER)")
     folder = find_model(base, world, trust)
-    tokenizer_folder = find_model(run["tokenizer"], world, trust) if run.get("tokenizer") else folder
+    tokenizer_folder = (
+        find_model(run["tokenizer"], world, trust) if run.get("tokenizer") else folder
+    )
     with together(world):
         config = read_config(folder, trust)
         weights = open_weights(folder)
-        model = build_model(config, DTYPES[run.get("param_dtype", "fp32")], "auto", trust)  # on meta
+        # on meta
+        model = build_model(config, DTYPES[run.get("param_dtype", "fp32")], "auto", trust)
         pieces = plan_pieces(model, weights, folder)
         size = sum(os.stat(file).st_size for file in {info.file for info in weights.values()})
         lora_run = run.get("lora_rank") or run.get("adapter")
@@ -117,22 +132,24 @@ def main(cfg: Config) -> Path:
         plan = plan_memory(name, model, world, cfg.force)
 
     if cfg.adapter:
-        # --- merge: each rank its own files, one tensor at a time --------------------------------------
+        # --- merge: each rank its own files, one tensor at a time ---------------------------------
         act("merge")
         save_merged(out, folder, Path(cfg.adapter), merge, world)
     elif lora_run:
-        # --- adapter: what trained, without its base ---------------------------------------------------
+        # --- adapter: what trained, without its base ----------------------------------------------
         act("adapter")
         allocate(model, [name for name, p in model.named_parameters() if p.requires_grad])
         load_weights(checkpoint, model)
         base = str(folder.absolute()) if Path(base).is_dir() else base
         print0(f"adapter   {save_adapter(out, model, adapter, base, world, tokenizer)}")
     else:
-        # --- model: the shards of the checkpoint, into a new folder --------------------------------------
+        # --- model: the shards of the checkpoint, into a new folder -------------------------------
         act("load")
         shard_model(model, build_mesh(world), torch.float32)
         state = model.state_dict(keep_vars=True)
-        load_pieces(model, [p for p in pieces if not isinstance(state[p.param], nn.Parameter)], world.device)
+        load_pieces(
+            model, [p for p in pieces if not isinstance(state[p.param], nn.Parameter)], world.device
+        )
         load_weights(checkpoint, model)
         act("save")
         save_model(
@@ -168,8 +185,10 @@ class Merge:
     """What becomes of each tensor of the checkpoint."""
 
     pieces: list[Piece]
-    own: dict[str, torch.Tensor]  # parameter -> the adapter's own copy of it, in place of the base's
-    layers: dict[str, list[tuple]]  # parameter -> (LoRA layer, name in its base layer), in peft's order
+    # parameter -> the adapter's own copy of it, in place of the base's
+    own: dict[str, torch.Tensor]
+    # parameter -> (LoRA layer, name in its base layer), in peft's order
+    layers: dict[str, list[tuple]]
     untied: list[Piece]  # tied in the base, and no longer: tensors that its files do not have
 
 
@@ -177,7 +196,8 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     """Put the adapter, with its values, into the meta model; ConfigError names what does not fit."""
     state = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
-    shared = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}  # tied: one name
+    # tied: one name
+    shared = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
     load_peft(model, folder)
     copies, given, layers = {}, {}, {}
     for path, module in model.named_modules():
@@ -232,8 +252,12 @@ def load_peft(model: nn.Module, folder: Path) -> None:
 def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
     """A tensor of the checkpoint with the adapter in it, in its own dtype and shape."""
     if piece.param in merge.own:
-        box = tuple(slice(at, at + length) for at, length in zip(piece.at, piece.shape, strict=True))
-        value = merge.own[piece.param][box].reshape(piece.info.shape).to(piece.info.dtype, copy=True)
+        box = tuple(
+            slice(at, at + length) for at, length in zip(piece.at, piece.shape, strict=True)
+        )
+        value = (
+            merge.own[piece.param][box].reshape(piece.info.shape).to(piece.info.dtype, copy=True)
+        )
     else:
         value = torch.empty(piece.info.shape, dtype=piece.info.dtype)
         with open(piece.info.file, "rb", buffering=0) as file:
@@ -242,7 +266,11 @@ def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
         base = layer.get_base_layer()
         others = {n: p for n, p in base.named_parameters() if n != name}  # the bias of a weight
         for other, parameter in others.items():
-            setattr(base, other, nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=False))
+            setattr(
+                base,
+                other,
+                nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=False),
+            )
         setattr(base, name, nn.Parameter(value, requires_grad=False))
         layer.merge()
         value = getattr(base, name).data
@@ -258,9 +286,12 @@ def save_merged(out: Path, folder: Path, adapter: Path, merge: Merge, world: Wor
     names = {file: file.name for file in files}
     if merge.untied:
         names = {
-            file: f"model-{i:05d}-of-{len(files) + 1:05d}.safetensors" for i, file in enumerate(files, 1)
+            file: f"model-{i:05d}-of-{len(files) + 1:05d}.safetensors"
+            for i, file in enumerate(files, 1)
         }
-    changed = [piece for piece in merge.pieces if piece.param in merge.own or piece.param in merge.layers]
+    changed = [
+        piece for piece in merge.pieces if piece.param in merge.own or piece.param in merge.layers
+    ]
     mine = files[world.rank :: world.size]
 
     def prepare(temp: Path, rank: int) -> int:
@@ -278,7 +309,9 @@ def save_merged(out: Path, folder: Path, adapter: Path, merge: Merge, world: Wor
         assert found == wanted, f"{temp} holds other tensors than was planned"
 
     save_folder(out, world, prepare, partial(merged_chunks, changed, mine, names, merge), finish)
-    print0(f"merged    {len(changed)} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied")
+    print0(
+        f"merged    {len(changed)} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied"
+    )
 
 
 def merged_chunks(changed: list[Piece], files: list, names: dict, merge: Merge) -> Iterator[tuple]:
@@ -294,8 +327,13 @@ def untie(temp: Path, names: dict[Path, str], merge: Merge) -> None:
     last = f"model-{len(names) + 1:05d}-of-{len(names) + 1:05d}.safetensors"
     tensors = {piece.name: merged_tensor(piece, merge).contiguous() for piece in merge.untied}
     save_file(tensors, temp / last, metadata={"format": "pt"})
-    weight_map = {piece.name: names[piece.info.file] for piece in merge.pieces} | dict.fromkeys(tensors, last)
-    sizes = [p.info.dtype.itemsize * torch.Size(p.info.shape).numel() for p in merge.pieces + merge.untied]
+    weight_map = {piece.name: names[piece.info.file] for piece in merge.pieces} | dict.fromkeys(
+        tensors, last
+    )
+    sizes = [
+        p.info.dtype.itemsize * torch.Size(p.info.shape).numel()
+        for p in merge.pieces + merge.untied
+    ]
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
     (temp / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     config = read_json(temp / "config.json") | {"tie_word_embeddings": False}
@@ -332,7 +370,7 @@ def allocate(model: nn.Module, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # --- parse: the command line is understood completely, or refused, before anything starts ---------
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
     with report_errors():
         stop_at_once()
         main(parse_cli(Config))

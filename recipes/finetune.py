@@ -37,7 +37,12 @@ from utils.model.folder import (
     run_facts,
 )
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss, held_out_loss, summed_cross_entropy
+from utils.model.loss import (
+    add_chunked_loss,
+    check_chunked_loss,
+    held_out_loss,
+    summed_cross_entropy,
+)
 from utils.model.saving import save_model
 from utils.model.sharding import DTYPES, decoder_layers, settle_dtype, shard_model, sync_gradients
 from utils.model.verify import check_hashes
@@ -76,7 +81,8 @@ TINY = Path(__file__).resolve().parent / "tiny"
 LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
 FIXED = ("seed", "param_dtype", "packing", *LORA)  # settings that a resume may not change
 QUANTIZED = ("int8_mode", "quantize_head", "keep_experts_16bit")
-TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # for flags left at their defaults
+# for flags left at their defaults
+TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}
 
 
 @dataclass
@@ -85,15 +91,16 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    verify: str = ""  # list of SHA-256 sums, as sha256sum writes it, that the weights' files must have
-    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # attention; auto: the model's best
-    dataset: str = ""  # file, folder, pattern, data set; several: a.jsonl:0.7,b.csv:0.3; empty: the tiny task
-    format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text", "tokens"] = "auto"  # of rows
+    verify: str = ""  # file of SHA-256 sums, as sha256sum writes it, to check the weights' files
+    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
+    dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
+    # of rows
+    format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text", "tokens"] = "auto"
     columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
-    bad_rows: Literal["error", "drop"] = "error"  # drop: leave them out, and list them in OUT/bad_rows.jsonl
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose words are taught
-    check: bool = False  # check all that needs no weights, on one process, say what the data holds, and stop
-    show_masks: int = 0  # print so many rows, what is taught in brackets or colour, and stop
+    bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
+    check: bool = False  # check all that needs no weights, print what the data holds, and stop
+    show_masks: int = 0  # print so many rows, trained tokens in brackets or colour, and stop
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
     max_rows: int = 0  # read only the first rows of each source; 0: all
     eval_dataset: str = ""  # held-out rows, named like --dataset
@@ -117,12 +124,12 @@ class Config:
     seed: int = 0  # order of the data, dropout
 
     # How
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
-    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer; bf16 halves them
-    optimizer: OptimizerName = "adamw"  # 8-bit and paged: bitsandbytes'; 8 bit: 2 bytes of state, not 8
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
+    optimizer: OptimizerName = "adamw"  # 8-bit and paged: bitsandbytes'; 8-bit: 2 bytes, not 8
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
     lora_alpha: float = 16.0  # what adapters add counts alpha / rank
-    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression for whole names
+    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # of what adapters read
     use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
     use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
@@ -131,30 +138,30 @@ class Config:
     adapter: str = ""  # peft folder of an adapter to continue
     # of what is frozen, in int8 or nf4
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
-    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 rounds activations too, batch by batch
+    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
     quantize_head: bool = False  # the head too; the loss then needs full logits
-    keep_experts_16bit: bool = False  # quantize a mixture though most of it, its experts, stays in 16 bit
-    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model on every rank
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in the backward
+    keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
+    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # weights, gradients and optimizer on the host
     # choose recomputing, offload, resharding and micro-batches; any: also LoRA, 8bit and 4bit
     fit: Literal["", "same", "any"] = field(default="", metadata={"bare": "same"})
     force: bool = False  # begin though the plan says that it does not fit
-    reshard_after_forward: bool = True  # false: keep layers gathered until their backward, like ZeRO-2
+    reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
     replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
-    shard: int = 0  # ranks that a copy is cut over; 0: ranks / replicate, and all where neither is given
-    sync_each_microbatch: bool = False  # reduce gradients in every micro-batch: less memory, more traffic
+    shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
     pin_memory: bool = True  # copy batches to a GPU from page-locked memory; nothing to do on a CPU
 
     # Where
     output_dir: str = ""  # run folder; empty: the next free output/finetune-NNN
-    resume: str = "auto"  # auto: go on with what --output_dir holds; none: refuse that; or a checkpoint
+    resume: str = "auto"  # auto: continue what is in --output_dir; none: refuse to; or a checkpoint
     save_every: int = 500  # steps between checkpoints; 0: none
     keep: int = 2  # newest checkpoints that stay; 0: all
     async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
     allow_new_data: bool = False  # resume though the data changed
-    timeout: int = 300  # seconds that a rank waits for the others in training; before and after, 10 minutes
+    timeout: int = 300  # seconds a rank waits for the others in training; before and after: 600
     save_model: bool = True  # write OUT/model at the end
     save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
     log_every: int = 1  # steps between console lines
@@ -168,7 +175,10 @@ class Config:
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         changed = [n for n in (*LORA, *QUANTIZED) if getattr(self, n) != getattr(Config, n)]
         check_adapter_flags(asdict(self), changed, LORA)
-        check(not (self.eval_dataset and self.eval_share), "--eval_dataset or --eval_share? (fix: give one)")
+        check(
+            not (self.eval_dataset and self.eval_share),
+            "--eval_dataset or --eval_share? (fix: give one)",
+        )
         here = self.model and self.dataset or (TINY / "config.json").exists()
         check(here, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
 
@@ -178,11 +188,11 @@ def main(cfg: Config) -> Path | None:
     """Fine-tune; returns the run folder, None where there was only something to show."""
     quiet_transformers()
 
-    # --- world: who am I, who are the others ----------------------------------------------------------
+    # --- world: who am I, who are the others ------------------------------------------------------
     act("world")
     world = init_distributed(alone=cfg.check)
 
-    # --- plan: everything that can fail cheaply fails here --------------------------------------------
+    # --- plan: everything that can fail cheaply fails here ----------------------------------------
     act("plan")
     with together(world):
         axes = mesh_axes(world.ranks, cfg.replicate, cfg.shard)
@@ -200,12 +210,14 @@ def main(cfg: Config) -> Path | None:
         examples, held_out = load_data(vars(cfg), tokenizer, progress=world.rank == 0)
         structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
         model = build_model(*structure)  # on meta
-        pieces = plan_pieces(model, weights, folder)  # what each tensor of the checkpoint is in the model
+        pieces = plan_pieces(model, weights, folder)  # checkpoint tensor -> its place in the model
         check_positions(model, cfg.seq_len, examples, held_out)
     if cfg.show_masks:
         return show_masks(examples, tokenizer, cfg.show_masks)
     with together(world):
-        plan = plan_memory(structure, DTYPES[cfg.dtype], axes["shard"], world, vars(cfg), examples, held_out)
+        plan = plan_memory(
+            structure, DTYPES[cfg.dtype], axes["shard"], world, vars(cfg), examples, held_out
+        )
     cfg = replace(cfg, **plan.chosen)
     lora = bool(cfg.lora_rank or cfg.adapter)
     facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
@@ -219,7 +231,9 @@ def main(cfg: Config) -> Path | None:
         return out
     with together(world):
         wanted = state.get("global_batch_size") or cfg.global_batch_size
-        global_batch, micro_batches = divide_global_batch(wanted, cfg.batch_size, cfg.grad_accum, world.ranks)
+        global_batch, micro_batches = divide_global_batch(
+            wanted, cfg.batch_size, cfg.grad_accum, world.ranks
+        )
         shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
         if cfg.packing:
@@ -233,11 +247,13 @@ def main(cfg: Config) -> Path | None:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
-    print0(f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens")
+    print0(
+        f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens"
+    )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(plan.text, ready=True)
 
-    # --- build: the structure that is trained ---------------------------------------------------------
+    # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp and not cfg.check:
         model = build_model(*structure, whole=folder)
@@ -261,12 +277,12 @@ def main(cfg: Config) -> Path | None:
     over = f"{'frozen' if lora else cfg.param_dtype} weights; attention {model.config._attn_implementation}"
     print0(f"compute   {cfg.dtype} over {over}")
 
-    # --- shard: every parameter cut over the ranks ----------------------------------------------------
+    # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     shard_model(model, mesh, DTYPES[cfg.dtype], cfg.reshard_after_forward, cfg.cpu_offload)
 
-    # --- load: the first act that costs memory --------------------------------------------------------
+    # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
     started = time.monotonic()
     with together(world):
@@ -281,16 +297,19 @@ def main(cfg: Config) -> Path | None:
         loader.flat = wants_flat_packs(model)
         check_packing(model, 1 if loader.flat else cfg.batch_size, DTYPES[cfg.dtype], world.device)
 
-    # --- optimizer ------------------------------------------------------------------------------------
+    # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
     optimizer = build_optimizer(model, cfg.lr, cfg.weight_decay, cfg.optimizer)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")  # else it does nothing
+    # else it does nothing
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
 
-    # --- data: which rows this rank sees, and when -----------------------------------------------------
+    # --- data: which rows this rank sees, and when ------------------------------------------------
     act("data")
-    eval_loader = held_out and GlobalBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
+    eval_loader = held_out and GlobalBatches(
+        held_out, cfg.seed, cfg.batch_size * world.size, *shares
+    )
 
-    # --- resume: weights, optimizer and position, exactly ---------------------------------------------
+    # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
     first, skipped = 0, 0  # skipped: steps in a row that fp16 left out
     if checkpoint:
@@ -299,13 +318,15 @@ def main(cfg: Config) -> Path | None:
         warn_of_grace(state["step_seconds"], state["save_seconds"])
     print0(f"starting at step {first} of {steps}")
 
-    # --- train ----------------------------------------------------------------------------------------
+    # --- train ------------------------------------------------------------------------------------
     act("train")
     model.train()
     saver = CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save)
-    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # until here nothing was written
+    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
-    log = RunLog(out if run else None, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run)
+    log = RunLog(
+        out if run else None, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run
+    )
     profiler = None
     if cfg.profile:
         profiler = start_profiler(out / "profile", world, first, steps)
@@ -313,17 +334,18 @@ def main(cfg: Config) -> Path | None:
     for step in range(first, steps):
         started = time.monotonic()
         fault("step", step)
-        set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # so that dropout resumes exactly
+        # so that dropout resumes exactly
+        set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)
         batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
-        taught = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
+        trained = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
         losses = []
         for i, batch in enumerate(batches):
             sync_gradients(model, cfg.sync_each_microbatch or i == len(batches) - 1)
             batch = batch.to(world.device, cfg.pin_memory)  # batch.ids, batch.labels: (B, T)
             loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
-            scaler.scale(loss * world.size / taught).backward()  # FSDP averages over ranks
+            scaler.scale(loss * world.size / trained).backward()  # FSDP averages over ranks
             losses.append(loss.detach())
-        loss = all_reduce_sum(torch.stack(losses).sum(), world) / taught
+        loss = all_reduce_sum(torch.stack(losses).sum(), world) / trained
         scaler.unscale_(optimizer)
         grad_norm = clip_gradients(model, cfg.clip_norm)
         peak = peak_memory_bytes(world.device)  # where most is alive
@@ -332,14 +354,15 @@ def main(cfg: Config) -> Path | None:
         lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        scaler.step(optimizer)  # in fp16 all ranks skip it together where a gradient is not finite ...
+        # in fp16 all ranks skip it together where a gradient is not finite ...
+        scaler.step(optimizer)
         scaler.update()  # ... and halve the scale
         optimizer.zero_grad()
 
         done, seconds = step + 1, time.monotonic() - started
         tokens = all_reduce_sum(sum(int(b.mask.sum()) for b in batches), world)
         log.step(
-            step=done, loss=loss, grad_norm=grad_norm, lr=lr, taught_tokens=int(taught), tokens=int(tokens),
+            step=done, loss=loss, grad_norm=grad_norm, lr=lr, trained_tokens=int(trained), tokens=int(tokens),
             skipped=int(skipped > 0), seconds=seconds, tokens_per_second=tokens / seconds,
             mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
             peak_memory_gib=peak / 2**30,
@@ -350,7 +373,11 @@ def main(cfg: Config) -> Path | None:
             log.step(step=done, eval_loss=held_out_loss(model, eval_loader, world))
         if step == first:
             set_timeout(cfg.timeout)  # the first step may compile
-        if (stop := stop_asked()) or cfg.save_every and (done == steps or done % cfg.save_every == 0):
+        if (
+            (stop := stop_asked())
+            or cfg.save_every
+            and (done == steps or done % cfg.save_every == 0)
+        ):
             state = {**facts, "epoch": done / loader.per_epoch, "global_batch_size": global_batch}
             state |= {"config": asdict(cfg), "scaler": scaler.state_dict(), "step_seconds": seconds}
             path = saver.save(done, model, optimizer, state)
@@ -363,23 +390,33 @@ def main(cfg: Config) -> Path | None:
     log.close()
     set_timeout()
 
-    # --- save: each rank writes its own bytes of the final files --------------------------------------
+    # --- save: each rank writes its own bytes of the final files ----------------------------------
     act("save")
     if cfg.save_model and lora:
-        print0(f"adapter   {save_adapter(out / 'adapter', model, adapters, cfg.model, world, tokenizer)}")
+        print0(
+            f"adapter   {save_adapter(out / 'adapter', model, adapters, cfg.model, world, tokenizer)}"
+        )
     elif cfg.save_model:
         options = {"save_dtype": DTYPES[cfg.save_dtype], "tokenizer": tokenizer, "source": folder}
-        save_model(out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options)
+        save_model(
+            out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options
+        )
     measured = plan.compare(world)  # and print both
-    write_plan(out, plan.planned, {"steps": steps, "global_batch_size": global_batch, **measured}, world)
-    print0(f"finished  {steps} steps; {out / ('adapter' if lora else 'model') if cfg.save_model else out}")
+    write_plan(
+        out, plan.planned, {"steps": steps, "global_batch_size": global_batch, **measured}, world
+    )
+    print0(
+        f"finished  {steps} steps; {out / ('adapter' if lora else 'model') if cfg.save_model else out}"
+    )
     return out
 
 
 def settle(cfg: Config, world) -> Config:
     """Replace what is left open by what it means here; check what depends on the device."""
     if not cfg.model:
-        open_values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
+        open_values = {
+            k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)
+        }
         cfg = replace(cfg, model=str(TINY), **open_values)
     cfg = replace(cfg, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
     if cfg.check:  # the run may be meant for other machines: what it needs is told, and not refused
@@ -390,7 +427,7 @@ def settle(cfg: Config, world) -> Config:
 
 
 if __name__ == "__main__":
-    # --- parse: the command line is understood completely, or refused, before anything starts ---------
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
     with report_errors():
         stop_at_once()
         main(parse_cli(Config, aliases="foreign_flags"))

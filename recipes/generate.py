@@ -35,7 +35,14 @@ from utils.model.sharding import DTYPES, compute_alone, shard_model
 from utils.plan.parts import estimate_generation, needed, plan_parts
 from utils.plan.planned import MemoryPlan
 from utils.plan.reserve import room
-from utils.run.distributed import World, broadcast, gather, init_distributed, stop_distributed, together
+from utils.run.distributed import (
+    World,
+    broadcast,
+    gather,
+    init_distributed,
+    stop_distributed,
+    together,
+)
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0, report_errors
 from utils.run.files import TEXT_BYTES, open_own, read_small_text
 from utils.run.folder import releases_output
@@ -65,23 +72,39 @@ class Config:
     batch_size: int = 8  # prompts per rank and forward
 
     # How
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # to compute in; auto: bf16 on a GPU that has it
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
     force: bool = False  # begin though the plan says that it does not fit
 
     # Where
     output: str = ""  # .jsonl file for the answers; empty: the terminal
 
     def __post_init__(self):
-        check(self.temperature >= 0, f"--temperature {self.temperature} is below 0 (fix: 0, or 0.7)")
+        check(
+            self.temperature >= 0, f"--temperature {self.temperature} is below 0 (fix: 0, or 0.7)"
+        )
         check(0 < self.top_p <= 1, f"--top_p {self.top_p} is no share (fix: above 0, at most 1)")
         idle = self.top_p < 1 and self.temperature == 0
-        check(not idle, f"--top_p {self.top_p}: at --temperature 0 nothing is drawn (fix: --temperature 0.7)")
+        check(
+            not idle,
+            f"--top_p {self.top_p}: at --temperature 0 nothing is drawn (fix: --temperature 0.7)",
+        )
         for name in ("max_new_tokens", "batch_size"):
-            check(getattr(self, name) > 0, f"--{name} {getattr(self, name)} is too small (fix: at least 1)")
+            check(
+                getattr(self, name) > 0,
+                f"--{name} {getattr(self, name)} is too small (fix: at least 1)",
+            )
         check(self.chat != bool(self.prompts), "what to answer? (fix: --prompts FILE, or --chat)")
-        check(not (self.chat and self.output), "--output is for --prompts; a chat goes to the terminal")
-        check(not (self.raw and (self.chat or self.system)), "--raw has no turns (fix: no --chat, --system)")
-        check(not (self.adapter and self.checkpoint), "--adapter and --checkpoint: give one of them")
+        check(
+            not (self.chat and self.output),
+            "--output is for --prompts; a chat goes to the terminal",
+        )
+        check(
+            not (self.raw and (self.chat or self.system)),
+            "--raw has no turns (fix: no --chat, --system)",
+        )
+        check(
+            not (self.adapter and self.checkpoint), "--adapter and --checkpoint: give one of them"
+        )
         some = self.model or self.adapter or self.checkpoint
         check(some, "no --model given (fix: --model FOLDER, or --checkpoint RUN)")
 
@@ -91,11 +114,11 @@ def main(cfg: Config) -> None:
     """Answer, and write or print the answers."""
     transformers.utils.logging.set_verbosity_error()
 
-    # --- world: who am I, who are the others ----------------------------------------------------------
+    # --- world: who am I, who are the others ------------------------------------------------------
     act("world")
     world = init_distributed()
 
-    # --- plan: everything that can fail cheaply fails here --------------------------------------------
+    # --- plan: everything that can fail cheaply fails here ----------------------------------------
     act("plan")
     trust = cfg.trust_remote_code
     with together(world):
@@ -104,7 +127,9 @@ def main(cfg: Config) -> None:
             check(free, f"--output {cfg.output} exists, and is not overwritten (fix: another name)")
             parent = Path(cfg.output).absolute().parent
             writable = parent.is_dir() and os.access(parent, os.W_OK)
-            check(writable, f"--output {cfg.output}: {parent} is no folder to write to (fix: another)")
+            check(
+                writable, f"--output {cfg.output}: {parent} is no folder to write to (fix: another)"
+            )
         prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system) if cfg.prompts else []
     checkpoint, run = find_run(cfg.checkpoint, world) if cfg.checkpoint else (None, {})
     with together(world):
@@ -141,18 +166,20 @@ def main(cfg: Config) -> None:
     with together(world):
         plan = plan_memory(cfg, model, dtype, encoded, world)
 
-    # --- shard: every parameter cut over the ranks ----------------------------------------------------
+    # --- shard: every parameter cut over the ranks ------------------------------------------------
     if world.size > 1:
         act("shard")
         shard_model(model, build_mesh(world), dtype)
     else:
         compute_alone(model, dtype)
 
-    # --- load: the first act that costs memory --------------------------------------------------------
+    # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
     if checkpoint and names is None:  # it holds all that trains, so every parameter
         state = model.state_dict(keep_vars=True)
-        pieces = [piece for piece in pieces if not isinstance(state[piece.param], torch.nn.Parameter)]
+        pieces = [
+            piece for piece in pieces if not isinstance(state[piece.param], torch.nn.Parameter)
+        ]
     load_pieces(model, pieces, world.device, names=names)
     if cfg.adapter:
         with together(world):
@@ -161,7 +188,7 @@ def main(cfg: Config) -> None:
         load_weights(checkpoint, model)
     model.eval()
 
-    # --- generate -------------------------------------------------------------------------------------
+    # --- generate ---------------------------------------------------------------------------------
     act("generate")
     if cfg.chat:
         chat(cfg, model, tokenizer, settings, world)
@@ -169,7 +196,9 @@ def main(cfg: Config) -> None:
     answers = answer(cfg, model, tokenizer, encoded, settings, world)
     with together(world):
         if world.rank == 0:
-            rows = [{"prompt": p.said, "answer": text} for p, text in zip(prompts, answers, strict=True)]
+            rows = [
+                {"prompt": p.said, "answer": text} for p, text in zip(prompts, answers, strict=True)
+            ]
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             write_new(Path(cfg.output), text) if cfg.output else print0(
                 escaped(text[:-1], keep="\n"), ready=True
@@ -215,7 +244,9 @@ def answer(cfg: Config, model, tokenizer, encoded: list, settings: dict, world: 
         inputs = {"input_ids": ids.to(world.device), "attention_mask": mask.to(world.device)}
         output = model.generate(**inputs, **settings | limits)[:, width:]
         if not idle:
-            mine |= zip(batch, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
+            mine |= zip(
+                batch, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True
+            )
     everyone = {i: text for part in gather(world, mine) for i, text in part.items()}
     return [everyone[i] if cfg.raw else everyone[i].strip() for i in range(len(encoded))]
 
@@ -281,8 +312,13 @@ def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
 
 
 def with_system(prompt: Prompt, system: str) -> Prompt:
-    turns = [{"role": "user", "content": prompt.said}] if isinstance(prompt.said, str) else prompt.said
-    check(turns[0]["role"] != "system", f"{prompt.where}: has a system turn, and --system is given too")
+    turns = (
+        [{"role": "user", "content": prompt.said}] if isinstance(prompt.said, str) else prompt.said
+    )
+    check(
+        turns[0]["role"] != "system",
+        f"{prompt.where}: has a system turn, and --system is given too",
+    )
     return prompt._replace(said=[{"role": "system", "content": system}, *turns])
 
 
@@ -293,7 +329,9 @@ def row_prompt(row, raw: bool) -> Prompt:
         return Prompt(row.where, prompt)
     fix = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
     check(isinstance(messages, list) and prompt is None, f"{row.where}: no prompt to answer; {fix}")
-    check(not raw, f"{row.where}: --raw completes text, and these are messages (fix: without --raw)")
+    check(
+        not raw, f"{row.where}: --raw completes text, and these are messages (fix: without --raw)"
+    )
     check(all(isinstance(m, dict) for m in messages), f"{row.where}: a message is no object; {fix}")
     answered = messages and messages[-1].get("role") == "assistant"
     turns = messages if answered else [*messages, {"role": "assistant", "content": "to come"}]
@@ -310,7 +348,11 @@ def encode(cfg: Config, model, tokenizer, prompt: Prompt) -> list[int]:
     if cfg.raw:
         ids = tokenizer(prompt.said)["input_ids"]
     else:
-        turns = [{"role": "user", "content": prompt.said}] if isinstance(prompt.said, str) else prompt.said
+        turns = (
+            [{"role": "user", "content": prompt.said}]
+            if isinstance(prompt.said, str)
+            else prompt.said
+        )
         try:
             ids = prompt_ids(tokenizer, turns, prompt.tools)
         except ValueError as error:
@@ -318,14 +360,20 @@ def encode(cfg: Config, model, tokenizer, prompt: Prompt) -> list[int]:
     check(ids, f"{prompt.where}: no token is left of it")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     what = f"{len(ids)} tokens and --max_new_tokens {cfg.max_new_tokens} exceed the model's {limit} positions"
-    check(len(ids) + cfg.max_new_tokens <= limit, f"{prompt.where}: {what} (fix: a shorter prompt or answer)")
+    check(
+        len(ids) + cfg.max_new_tokens <= limit,
+        f"{prompt.where}: {what} (fix: a shorter prompt or answer)",
+    )
     return ids
 
 
 def compute_dtype(name: str, world: World) -> torch.dtype:
     cuda = world.device.type == "cuda"
     has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    check(name != "bf16" or has_bf16 or not cuda, "--dtype bf16: this GPU has none (fix: --dtype fp16)")
+    check(
+        name != "bf16" or has_bf16 or not cuda,
+        "--dtype bf16: this GPU has none (fix: --dtype fp16)",
+    )
     return DTYPES["bf16" if has_bf16 else "fp32"] if name == "auto" else DTYPES[name]
 
 
@@ -343,7 +391,12 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
         ends = [*ends, *end_of_turn_ids(tokenizer)]
     settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if cfg.temperature:
-        settings = {"do_sample": True, "temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": 0}
+        settings = {
+            "do_sample": True,
+            "temperature": cfg.temperature,
+            "top_p": cfg.top_p,
+            "top_k": 0,
+        }
     settings |= {"eos_token_id": [end for end in ends if end is not None] or None}
     settings |= {"pad_token_id": pad_id(tokenizer), "max_new_tokens": cfg.max_new_tokens}
     return settings | {"use_cache": True, "synced_gpus": world.size > 1}
@@ -355,14 +408,19 @@ def write_new(path: Path, text: str) -> None:
     try:
         with open_own(temporary, "x") as file:
             file.write(text)
-        check(not os.path.lexists(path), f"--output {path} came into being meanwhile; {temporary} is ours")
+        check(
+            not os.path.lexists(path),
+            f"--output {path} came into being meanwhile; {temporary} is ours",
+        )
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"--output {path}: {error.strerror}; {temporary} is what was written") from None
+        raise ConfigError(
+            f"--output {path}: {error.strerror}; {temporary} is what was written"
+        ) from None
 
 
 if __name__ == "__main__":
-    # --- parse: the command line is understood completely, or refused, before anything starts ---------
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
     with report_errors():
         stop_at_once()
         main(parse_cli(Config))

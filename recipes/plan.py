@@ -45,10 +45,10 @@ class Config:
     model: str = ""  # folder, config.json, Hugging Face id, a name in configs/shapes, or a size: 7B
     gpus: int = 1  # of the whole run
     gpus_per_machine: int = 8  # at most
-    gpu: str = ""  # a card by its name, in place of --gpu_memory: a10g, 4090, a100-40, h100, h200 ...
+    gpu: str = ""  # a card's name, in place of --gpu_memory: a10g, 4090, a100-40, h100, h200 ...
     gpu_memory: float = 24.0  # GiB of one, as torch shows it: a card "of 24 GB" has 22 to 23.5
     host_memory: float = 0.0  # GiB of one machine; 0: not limited
-    link: float = LINK  # GB/s of a GPU to others in its machine: NVLink of a data-centre card; PCIe: 10 to 25
+    link: float = LINK  # GB/s between GPUs of a machine: NVLink by default; PCIe: 10 to 25
 
     # How
     seq_len: int = 4096  # tokens of a row
@@ -71,12 +71,18 @@ class Config:
     plot: str = ""  # also draw the table as bars into this file
 
     def __post_init__(self):
-        check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: --gpu_memory 24)")
+        check(
+            self.gpu_memory > 0,
+            f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: --gpu_memory 24)",
+        )
         check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, grad_accum=1)
         if self.gpu:
             check_card(self.gpu)
             one = self.gpu_memory == Config.gpu_memory
-            check(one, f"--gpu {self.gpu} and --gpu_memory {self.gpu_memory:g} (fix: give one of them)")
+            check(
+                one,
+                f"--gpu {self.gpu} and --gpu_memory {self.gpu_memory:g} (fix: give one of them)",
+            )
         check(self.link > 0, f"--link {self.link:g} carries nothing (fix: --link {LINK:g})")
         machines = self.gpus <= self.gpus_per_machine or self.gpus % self.gpus_per_machine == 0
         fix = "a multiple of it, or another --gpus_per_machine"
@@ -126,7 +132,11 @@ def main(cfg: Config) -> dict:
 def command(cfg: Config, best: Knobs) -> str:
     """The line to type, but for what only the user knows: DIR (where --model is no folder), FILE and HOST."""
     machines = cfg.gpus // cfg.gpus_per_machine
-    meeting = f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " if machines > 1 else ""
+    meeting = (
+        f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500 "
+        if machines > 1
+        else ""
+    )
     flags = [f"--model {cfg.model if '/' in cfg.model or Path(cfg.model).exists() else 'DIR'}"]
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}", best.flags(Knobs())]
     for name in ("dtype", "param_dtype", "optimizer", "attn", "packing", "trust_remote_code"):
@@ -140,7 +150,9 @@ def command(cfg: Config, best: Knobs) -> str:
 def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
     """The config that --model means. ConfigError with the names that are known."""
     known = sorted(path.stem for path in SHAPES.glob("*.json"))
-    check(name, f"--model is missing (fix: a folder, a size such as 7B, or one of {', '.join(known)})")
+    check(
+        name, f"--model is missing (fix: a folder, a size such as 7B, or one of {', '.join(known)})"
+    )
     if size := re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([a-zA-Z]?)", name):
         units = {"b": 1e9, "m": 1e6, "": 1}
         check(size[2].lower() in units, f"--model {name} is no size (did you mean {size[1]}B?)")
@@ -157,7 +169,9 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
                 config = transformers.AutoConfig.for_model(**fields)
                 config.name_or_path = str(path.parent if path.name == "config.json" else path)
                 return config
-            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            return transformers.AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code
+            )
         check(name[0] not in "./~", f"--model {name}: there is no such folder or file (fix: {fix})")
         near = [] if "/" in name else difflib.get_close_matches(name.lower(), known, 1, 0.8)
         check(not near, f"--model {name} is not known (did you mean {near and near[0]}?)")
@@ -167,7 +181,9 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
 def shape_of(parameters: float, name: str) -> transformers.LlamaConfig:
     """A model of about so many parameters, in Llama's proportions: 128 wide for each block."""
     check(1e6 <= parameters <= 1e13, f"--model {name}: no size of a language model (fix: 7B)")
-    blocks = next(n for n in range(1, 2000) if 12 * n * (128 * n) ** 2 + 65536 * 128 * n >= parameters)
+    blocks = next(
+        n for n in range(1, 2000) if 12 * n * (128 * n) ** 2 + 65536 * 128 * n >= parameters
+    )
     width = 128 * blocks
     sizes = {"hidden_size": width, "intermediate_size": round(width * 8 / 3 / 256 + 0.5) * 256}
     return transformers.LlamaConfig(
@@ -224,7 +240,9 @@ def report(cfg: Config, need: Need, planner: Planner, told: dict) -> str:
     lines += [f"  {name:22}{size / GIB:9.2f} GiB" for name, size in parts]
     limit = f" of {cfg.host_memory:g}" if cfg.host_memory else ""
     lines += [f"  {'host, a machine':22}{told['host_bytes'] / GIB:9.2f} GiB{limit}"]
-    said = {FITS: FITS, TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}[told["answer"]]
+    said = {FITS: FITS, TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}[
+        told["answer"]
+    ]
     lines += [f"  {said}", "", "Every method with every lever:"]
     table = [HEAD, *map(cells, told["strategies"])]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -234,7 +252,9 @@ def report(cfg: Config, need: Need, planner: Planner, told: dict) -> str:
             for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         ]
         lines.append("  " + "  ".join(aligned))
-    lines += ["GPU GiB: what must be there; comfort: with which nothing has to be given back in a step"]
+    lines += [
+        "GPU GiB: what must be there; comfort: with which nothing has to be given back in a step"
+    ]
     lines += [
         "rows: the largest micro-batch that fits, also tightly; tokens: the longest row; -: nothing does"
     ]
@@ -253,7 +273,11 @@ def recommendation(cfg: Config, told: dict) -> list[str]:
     lines += [f"  {escaped(told['command'])}"]
     if told["recommended"]["cpu_offload"]:
         host = f"{told['recommended_host_bytes'] / GIB:.0f} GiB of host memory a machine"
-        limit = f", of {cfg.host_memory:g}" if cfg.host_memory else "; --host_memory says how much there is"
+        limit = (
+            f", of {cfg.host_memory:g}"
+            if cfg.host_memory
+            else "; --host_memory says how much there is"
+        )
         lines += [f"  It offloads, and needs {host}{limit}."]
     return lines
 
@@ -265,8 +289,16 @@ def cells(row: dict) -> tuple[str, ...]:
     gpu = [f"{row[name] / GIB:.1f}" for name in ("gpu_bytes", "comfortable_bytes")]
     sizes = [*gpu, IN_TABLE[row["answer"]], f"{row['host_bytes'] / GIB:.0f}"]
     most = [f"{row[name]:,}" if row[name] else "-" for name in ("largest_batch", "longest")]
-    most[1] += "*" if 0 < row["positions"] < row["longest"] else ""  # more than the model was made for
-    return (row["method"], knobs["activation_checkpointing"], *levers, *sizes, *most, f"{row['speed']:.2f}")
+    # more than the model was made for
+    most[1] += "*" if 0 < row["positions"] < row["longest"] else ""
+    return (
+        row["method"],
+        knobs["activation_checkpointing"],
+        *levers,
+        *sizes,
+        *most,
+        f"{row['speed']:.2f}",
+    )
 
 
 def check_plot(file: Path) -> None:
@@ -276,8 +308,14 @@ def check_plot(file: Path) -> None:
     except ImportError:
         raise ConfigError("--plot needs a package (fix: pip install matplotlib)") from None
     endings = Figure().canvas.get_supported_filetypes()
-    check(file.suffix[1:] in endings, f"--plot {file}: no ending of a picture (fix: plan.png, .pdf or .svg)")
-    check(not os.path.lexists(file), f"--plot {file} exists, and is not overwritten (fix: another name)")
+    check(
+        file.suffix[1:] in endings,
+        f"--plot {file}: no ending of a picture (fix: plan.png, .pdf or .svg)",
+    )
+    check(
+        not os.path.lexists(file),
+        f"--plot {file} exists, and is not overwritten (fix: another name)",
+    )
     folder = file.absolute().parent
     writable = folder.is_dir() and os.access(folder, os.W_OK)
     check(writable, f"--plot {file}: {folder} is no folder that may be written (fix: another one)")

@@ -18,7 +18,9 @@ def known_skips() -> int:
     """How many tests may be skipped on this machine: none where a disk may be mounted and no GPU is."""
     import torch
 
-    may_mount = shutil.which("unshare") and not subprocess.run(["unshare", "--mount", "true"]).returncode
+    may_mount = (
+        shutil.which("unshare") and not subprocess.run(["unshare", "--mount", "true"]).returncode
+    )
     return (0 if may_mount else NEED_MOUNT) + (NEED_NO_GPU if torch.cuda.is_available() else 0)
 
 
@@ -27,5 +29,7 @@ def pytest_sessionfinish(session, exitstatus):
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
     skipped = len(reporter.stats.get("skipped", [])) if reporter else 0
     if skipped and exitstatus == 0 and skipped > (known := known_skips()):
-        reporter.write_line(f"{skipped} tests were skipped, {known} are known (tests/conftest.py)", red=True)
+        reporter.write_line(
+            f"{skipped} tests were skipped, {known} are known (tests/conftest.py)", red=True
+        )
         session.exitstatus = 1

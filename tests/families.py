@@ -17,10 +17,14 @@ LAYERS = 3
 SIZES = {
     **dict.fromkeys(["vocab_size", "unpadded_vocab_size", "decoder_vocab_size"], VOCABULARY),
     **dict.fromkeys(["hidden_size", "d_model", "n_embd", "emb_dim", "backbone_hidden_size"], 64),
-    **dict.fromkeys(["embedding_size", "word_embed_proj_dim", "input_embedding_size", "dim_model_base"], 64),
+    **dict.fromkeys(
+        ["embedding_size", "word_embed_proj_dim", "input_embedding_size", "dim_model_base"], 64
+    ),
     **dict.fromkeys(["output_embedding_size", "pronunciation_embed_dim", "shape_embed_dim"], 64),
     **dict.fromkeys(["attention_hidden_size", "lru_width", "centroid_intermediate_top_k"], 64),
-    **dict.fromkeys(["intermediate_size", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim", "n_inner"], 96),
+    **dict.fromkeys(
+        ["intermediate_size", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim", "n_inner"], 96
+    ),
     **dict.fromkeys(["d_inner", "dff", "dim_ff", "ffn_hidden_size", "feed_forward_size"], 96),
     **dict.fromkeys(
         ["intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size"], 96
@@ -29,42 +33,66 @@ SIZES = {
     **dict.fromkeys(["shared_experts_intermediate_size", "shared_intermediate_size"], 32),
     **dict.fromkeys(["moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"], 32),
     **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers"], LAYERS),
-    **dict.fromkeys(["decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"], LAYERS),
-    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"], 4),
+    **dict.fromkeys(
+        ["decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"], LAYERS
+    ),
+    **dict.fromkeys(
+        ["num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"], 4
+    ),
     **dict.fromkeys(["decoder_attention_heads", "encoder_attention_heads"], 4),
     **dict.fromkeys(["num_decoder_attention_heads", "num_encoder_attention_heads"], 4),
-    **dict.fromkeys(["swa_num_attention_heads", "linear_num_heads", "index_n_heads", "indexer_n_heads"], 4),
+    **dict.fromkeys(
+        ["swa_num_attention_heads", "linear_num_heads", "index_n_heads", "indexer_n_heads"], 4
+    ),
     **dict.fromkeys(["num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"], 2),
     **dict.fromkeys(["linear_num_key_heads", "indexer_kv_heads"], 2),
     **dict.fromkeys(["linear_num_value_heads"], 4),
-    **dict.fromkeys(["head_dim", "swa_head_dim", "d_head", "kv_channels", "attention_head_dim"], 16),
+    **dict.fromkeys(
+        ["head_dim", "swa_head_dim", "d_head", "kv_channels", "attention_head_dim"], 16
+    ),
     **dict.fromkeys(["dim_head", "attention_head_size", "qk_nope_head_dim", "v_head_dim"], 16),
     **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"], 16),
     **dict.fromkeys(["index_head_dim", "indexer_head_dim"], 16),
     **dict.fromkeys(["qk_rope_head_dim", "rotary_dim"], 8),
-    **dict.fromkeys(["q_lora_rank", "kv_lora_rank", "o_lora_rank", "adapter_rank", "gated_norm_rank"], 16),
+    **dict.fromkeys(
+        ["q_lora_rank", "kv_lora_rank", "o_lora_rank", "adapter_rank", "gated_norm_rank"], 16
+    ),
     **dict.fromkeys(["laurel_rank", "hc_lowrank", "mamba_dt_rank", "time_step_rank"], 8),
     **dict.fromkeys(
         ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"], 128
     ),
     **dict.fromkeys(["max_target_positions", "max_source_positions"], 128),
     **dict.fromkeys(["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"], 4),
-    **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "cross_attn_k"], 2),
+    **dict.fromkeys(
+        ["num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "cross_attn_k"], 2
+    ),
     **dict.fromkeys(["n_shared_experts", "num_shared_experts", "moe_num_shared_experts"], 1),
     **dict.fromkeys(["n_group", "topk_group", "zero_expert_num"], 1),
     **dict.fromkeys(["first_k_dense_replace", "num_dense_layers"], 1),
     **dict.fromkeys(["mamba_d_state", "state_size", "ssm_state_size"], 16),
     **dict.fromkeys(["mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim"], 8),
     **dict.fromkeys(["chunk_size", "mamba_chunk_size", "attention_chunk_size"], 8),
-    **dict.fromkeys(["sliding_window", "sliding_window_size", "attention_window_size", "window_size"], 8),
+    **dict.fromkeys(
+        ["sliding_window", "sliding_window_size", "attention_window_size", "window_size"], 8
+    ),
     **dict.fromkeys(["index_topk", "indexer_budget", "local_attention"], 8),
     **dict.fromkeys(["router_hidden_size"], 16),
     # Dropout is drawn at random, and what is compared is not.
-    **dict.fromkeys(["attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"], 0.0),
-    **dict.fromkeys(["dropout", "activation_dropout", "decoder_layerdrop", "encoder_layerdrop"], 0.0),
-    **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "layerdrop"], 0.0),
-    **dict.fromkeys(["resid_dropout", "embed_dropout", "embedding_dropout", "residual_dropout"], 0.0),
-    **dict.fromkeys(["mlp_dropout", "dropout_p", "emb_pdrop", "local_attention_probs_dropout_prob"], 0.0),
+    **dict.fromkeys(
+        ["attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"], 0.0
+    ),
+    **dict.fromkeys(
+        ["dropout", "activation_dropout", "decoder_layerdrop", "encoder_layerdrop"], 0.0
+    ),
+    **dict.fromkeys(
+        ["resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "layerdrop"], 0.0
+    ),
+    **dict.fromkeys(
+        ["resid_dropout", "embed_dropout", "embedding_dropout", "residual_dropout"], 0.0
+    ),
+    **dict.fromkeys(
+        ["mlp_dropout", "dropout_p", "emb_pdrop", "local_attention_probs_dropout_prob"], 0.0
+    ),
     **dict.fromkeys(["lsh_attention_probs_dropout_prob", "attention_dropout_prob"], 0.0),
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -99,7 +127,9 @@ DOTS3_TEXT = LATENT | {
 }
 VISION = {"image_size": 28, "patch_size": 14}
 CHANGES: dict[str, dict] = {
-    **dict.fromkeys(["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT),
+    **dict.fromkeys(
+        ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT
+    ),
     **dict.fromkeys(["bailing_hybrid", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu"], LATENT),
     **dict.fromkeys(["bamba", "granitemoehybrid", "falcon_h1"], MAMBA2_HEADS),
     "blt": {
@@ -172,7 +202,9 @@ def family_config(model_type: str) -> PretrainedConfig:
     return config_class(**_sizes(config_class, CHANGES.get(model_type, {})))
 
 
-def family_model(model_type: str, seed: int = 0, config: PretrainedConfig | None = None) -> torch.nn.Module:
+def family_model(
+    model_type: str, seed: int = 0, config: PretrainedConfig | None = None
+) -> torch.nn.Module:
     """A model with seeded random weights in fp32, larger than usual so that its logits differ."""
     torch.manual_seed(seed)
     config = config or family_config(model_type)

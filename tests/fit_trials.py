@@ -34,7 +34,8 @@ SHAPES = {  # millions of parameters -> width, inner width, blocks, vocabulary
     450: (1152, 3072, 24, 32000),
 }
 ROOM = r"room +([\d.]+) GiB a rank, reserve included; there is ([\d.]+) GiB a rank"
-EACH = 0.02  # GiB of a rank that are added: the plan is told in hundredths, and two starts differ a little
+# GiB of a rank that are added: the plan is told in hundredths, and two starts differ a little
+EACH = 0.02
 
 
 def draw(number: int) -> dict:
@@ -48,7 +49,10 @@ def draw(number: int) -> dict:
     if not lora:
         flags["param_dtype"] = dice.choice(["bf16"] if size > 150 else ["fp32", "bf16"])
     if lora:
-        flags |= {"lora_rank": dice.choice([8, 64]), "quantization": dice.choice(["none", "8bit", "4bit"])}
+        flags |= {
+            "lora_rank": dice.choice([8, 64]),
+            "quantization": dice.choice(["none", "8bit", "4bit"]),
+        }
     flags["cpu_offload"] = dice.random() < 0.2
     flags["async_save"] = dice.random() < 0.3
     flags["reshard_after_forward"] = dice.random() < 0.7
@@ -74,7 +78,9 @@ def make_model(folder: Path, size: int) -> Path:
 
 
 def make_rows(file: Path) -> Path:
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1 " * 900}]}
+    row = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1 " * 900}]
+    }
     file.write_text("\n".join(json.dumps(row) for _ in range(16)))
     return file
 
@@ -88,29 +94,50 @@ def command(setting: dict, model: Path, rows: Path, out: Path, *more: str) -> li
     words = [{"True": "true", "False": "false"}.get(word, word) for word in words]
     launcher = [sys.executable]
     if setting["ranks"] > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(setting["ranks"])]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(setting["ranks"]),
+        ]
     return [*launcher, str(ROOT / "recipes" / "finetune.py"), *words, *more]
 
 
 def trial(setting: dict, model: Path, rows: Path, out: Path) -> dict:
     """What became of a setting, in as much memory as its plan says."""
-    options = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
+    options = {
+        "cwd": ROOT,
+        "env": os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    }
     with Limit(MOST) as limit:
         planned = limit.run(command(setting, model, rows, out, "--check"), **options)
     needed, there_is = map(float, re.search(ROOM, planned.stdout).groups())
     found = {"limit": MOST - int((there_is - needed - EACH) * setting["ranks"] * GIB), "killed": 0}
-    found |= {"larger": found["limit"] > MOST, "rc": 0, "said": "", "all": planned.stdout, "seconds": 0}
+    found |= {
+        "larger": found["limit"] > MOST,
+        "rc": 0,
+        "said": "",
+        "all": planned.stdout,
+        "seconds": 0,
+    }
     if found["larger"]:
         return found
     began = time.monotonic()
     with Limit(found["limit"]) as limit:
         ended = limit.run(
-            command(setting, model, rows, out, *["--fit"] * setting["flags"]["fit"]), seconds=1800, **options
+            command(setting, model, rows, out, *["--fit"] * setting["flags"]["fit"]),
+            seconds=1800,
+            **options,
         )
         found["killed"] = limit.kills
     told = ("memory", "room", "error", "fitted")
     found["said"] = "".join(f"    {x}\n" for x in ended.stdout.splitlines() if x.startswith(told))
-    return found | {"rc": ended.returncode, "all": ended.stdout, "seconds": round(time.monotonic() - began)}
+    return found | {
+        "rc": ended.returncode,
+        "all": ended.stdout,
+        "seconds": round(time.monotonic() - began),
+    }
 
 
 def main(numbers: list[int]) -> int:
@@ -126,7 +153,11 @@ def main(numbers: list[int]) -> int:
             found = trial(setting, model, rows, folder / "run")
             shutil.rmtree(folder / "run", ignore_errors=True)
             if found["larger"]:
-                print(f"{number}: needs more than {MOST / GIB:.0f} GiB", json.dumps(setting), flush=True)
+                print(
+                    f"{number}: needs more than {MOST / GIB:.0f} GiB",
+                    json.dumps(setting),
+                    flush=True,
+                )
                 continue
             done, killed = done + 1, killed + bool(found["killed"])
             result = f"limit {found['limit'] / GIB:.2f} GiB, killed {found['killed']}, exit {found['rc']}"

@@ -34,14 +34,19 @@ def planner(case: dict) -> tuple[Planner, Knobs]:
     """kind and sizes of a model, shards, replicate, batch, seq_len, dtype, param_dtype, knobs. The kernels
     are those of a CPU, on which the tracker counts.
     """
-    structure = (tiny_config(case["kind"], **case["sizes"]), DTYPES[case["param_dtype"]], "auto", False)
+    structure = (
+        tiny_config(case["kind"], **case["sizes"]),
+        DTYPES[case["param_dtype"]],
+        "auto",
+        False,
+    )
     how = {"gpu": False, "replicate": case["replicate"], "sync_each": case["sync_each"]}
     made = Planner(structure, DTYPES[case["dtype"]], case["shards"], case["seq_len"], **how)
     return made, Knobs(**case["knobs"])
 
 
 def loss_of_all(self, ids, labels):
-    """The model's own loss finds the taught tokens by their values, which fake tensors have not."""
+    """The model's own loss finds the trained tokens by their values, which fake tensors have not."""
     hidden = self.base_model(ids, use_cache=False).last_hidden_state
     rows, columns = (torch.zeros(ids.numel(), dtype=torch.int64) for _ in range(2))
     return self.get_output_embeddings()(hidden[rows, columns], labels.view(-1)).clone()
@@ -55,7 +60,9 @@ def peak(case: dict) -> int:
     masking_utils.find_packed_sequence_indices = lambda positions: None  # it looks at values too
     axes = {"replicate": plan.replicate} if plan.replicate > 1 else {}
     axes["shard"] = plan.shards
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.replicate * plan.shards)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=plan.replicate * plan.shards
+    )
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")

@@ -23,7 +23,9 @@ class Launch:
         words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         self.text, self.pids = "", {}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+        }
         self.process = subprocess.Popen(
             words, cwd=cwd, env=inherited | env, start_new_session=True, **options
         )
@@ -49,7 +51,10 @@ class Launch:
         """rank -> pid of the launcher's children, as far as they have been seen."""
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) == self.process.pid:
+                if (
+                    int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                    == self.process.pid
+                ):
                     ranks = re.findall(rb"\0RANK=(\d+)\0", (path / "environ").read_bytes())
                     self.pids |= {int(rank): int(path.name) for rank in ranks}
             except (OSError, IndexError):

@@ -76,7 +76,13 @@ class Limit:
         """The finished command, a CompletedProcess with all that it said in stdout; on_line is told each
         line. Its process group is killed when the time is up.
         """
-        words = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *words]
+        words = [
+            "sh",
+            "-c",
+            'echo $$ > "$0" && exec "$@"',
+            str(self.folder / "cgroup.procs"),
+            *words,
+        ]
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             **options,

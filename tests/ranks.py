@@ -18,7 +18,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "bitsandbytes", "peft"]
+    [
+        "torch",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "bitsandbytes",
+        "peft",
+    ]
 )
 _pools: dict[int, list[tuple[multiprocessing.Process, Connection]]] = {}
 SECONDS = 240

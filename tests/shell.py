@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def shell(command: str, cwd: Path = ROOT, seconds: float = 240, **env: str) -> subprocess.CompletedProcess:
+def shell(
+    command: str, cwd: Path = ROOT, seconds: float = 240, **env: str
+) -> subprocess.CompletedProcess:
     """The finished process, output as text. `python` and `torchrun` are this environment's; torchrun takes a
     free port.
 
@@ -21,7 +23,9 @@ def shell(command: str, cwd: Path = ROOT, seconds: float = 240, **env: str) -> s
         words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     elif words[0] == "python":
         words[0] = sys.executable
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     process = subprocess.Popen(
         words,
         cwd=cwd,

@@ -9,7 +9,8 @@ class Kind(NamedTuple):
     template: str
     lead: str  # what it writes between its generation prompt and a last answer
     end: str  # what ends an answer
-    thought: str | None  # how it writes the thought "so" before a last answer; None: it drops thoughts
+    # how it writes the thought "so" before a last answer; None: it drops thoughts
+    thought: str | None
     call: str | None  # how it writes a call of look(at="sea"); None: it drops calls
     exact: bool  # whether an answer without thoughts begins with its generation prompt
     trl: str  # names
@@ -18,7 +19,8 @@ class Kind(NamedTuple):
 USER = "{%- if m.role == 'user' %}{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
 TOOL = "{%- elif m.role == 'tool' %}{{- '<|im_start|>tool\n' + m.content + '<|im_end|>\n' }}"
 CALLS = (
-    "{%- for call in m.tool_calls or [] %}{{- '<call>' + call.function | tojson + '</call>' }}{%- endfor %}"
+    "{%- for call in m.tool_calls or [] %}"
+    "{{- '<call>' + call.function | tojson + '</call>' }}{%- endfor %}"
 )
 PROMPT = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 OPEN_PROMPT = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
@@ -109,7 +111,9 @@ KINDS = {
     "thoughts that the prompt closes": Kind(
         chatml(
             "{{- '<|im_start|>assistant\n' }}{%- if loop.index0 > ns.last %}"
-            "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{{- m.content }}" + CALLS + "{{- '<|im_end|>\n' }}",
+            "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{{- m.content }}"
+            + CALLS
+            + "{{- '<|im_end|>\n' }}",
             OPEN_PROMPT.replace("<think>\n", "<think>\n\n</think>\n\n"),
         ),
         lead="",
@@ -162,7 +166,10 @@ KINDS = {
         trl="idefics3 smolvlm llava_next",
     ),
     "a prompt that opens thoughts which no answer has": Kind(
-        chatml("{{- '<|im_start|>assistant\n' + m.content }}" + CALLS + "{{- '<|im_end|>\n' }}", OPEN_PROMPT),
+        chatml(
+            "{{- '<|im_start|>assistant\n' + m.content }}" + CALLS + "{{- '<|im_end|>\n' }}",
+            OPEN_PROMPT,
+        ),
         lead="",
         end="<|im_end|>",
         thought=None,

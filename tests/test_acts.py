@@ -31,8 +31,17 @@ DMESG = "; not for memory, as far as can be seen (fix: look at the kernel's log,
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     root = tmp_path_factory.mktemp("acts")
-    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 8)
-    return {"model": str(model), "dataset": str(rows), "steps": 3, "batch_size": 2, "save_model": False}
+    model, rows = (
+        tiny_model_folder(root / "model", vocab_size=271),
+        write_rows(root / "rows.jsonl", 8),
+    )
+    return {
+        "model": str(model),
+        "dataset": str(rows),
+        "steps": 3,
+        "batch_size": 2,
+        "save_model": False,
+    }
 
 
 def lines(out) -> list[dict]:
@@ -65,7 +74,9 @@ def killed_in_load(out):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_is_named_at_the_next_start_once_and_one_that_ends_is_not(flags, tmp_path):
+def test_a_run_that_is_killed_is_named_at_the_next_start_once_and_one_that_ends_is_not(
+    flags, tmp_path
+):
     out = tmp_path / "run"
     words = " ".join(f"--{name} {value}" for name, value in flags.items()) + f" --output_dir {out}"
     result = shell(f"python recipes/finetune.py {words}", FAULT="step:0:1")
@@ -107,7 +118,8 @@ def test_a_refused_start_leaves_no_folder_and_changes_no_file(flags, tmp_path):
     killed_in_load(tmp_path / "run")
     before = (tmp_path / "run" / "acts.jsonl").read_bytes()
     for out in (tmp_path / "run", tmp_path / "new" / "run"):
-        with pytest.raises(ConfigError, match="there is no complete checkpoint"):  # said after the claim
+        # said after the claim
+        with pytest.raises(ConfigError, match="there is no complete checkpoint"):
             finetune.main(finetune.Config(**flags, output_dir=str(out), resume="no/such"))
     assert os.listdir(tmp_path) == ["run"]
     assert (tmp_path / "run" / "acts.jsonl").read_bytes() == before
@@ -117,7 +129,9 @@ def test_a_refused_start_leaves_no_folder_and_changes_no_file(flags, tmp_path):
 # --- what is written
 
 
-def test_a_run_killed_while_it_loads_leaves_its_acts_and_the_same_command_starts_again(tmp_path, capsys):
+def test_a_run_killed_while_it_loads_leaves_its_acts_and_the_same_command_starts_again(
+    tmp_path, capsys
+):
     out = tmp_path / "run"
     killed_in_load(out)
     assert [line["act"] for line in lines(out)] == ["build", "load"]
@@ -126,7 +140,9 @@ def test_a_run_killed_while_it_loads_leaves_its_acts_and_the_same_command_starts
     claims(None, out, "build", "save", lambda out: (out / "metrics.jsonl").touch())
     said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("---")]
     assert len(said) == 1
-    assert said[0].startswith("warning: the run before was killed in act 'load', 0 s after its start")
+    assert said[0].startswith(
+        "warning: the run before was killed in act 'load', 0 s after its start"
+    )
     assert newest_run(out)[1]["run"] == 2
     assert newest_run(out)[1]["ended"] == "finished"
 
@@ -143,7 +159,14 @@ def test_a_run_that_ends_by_itself_says_so_and_leaves_nothing_if_it_had_not_begu
         claims(None, tmp_path / "run", "build", "load", fails)
     assert os.listdir(tmp_path) == []
     with pytest.raises(type(ENDS[ended])):
-        claims(None, tmp_path / "run", "build", "train", lambda out: (out / "metrics.jsonl").touch(), fails)
+        claims(
+            None,
+            tmp_path / "run",
+            "build",
+            "train",
+            lambda out: (out / "metrics.jsonl").touch(),
+            fails,
+        )
     assert lines(tmp_path / "run")[-1]["ended"] == ended
     assert last_words(tmp_path / "run") == ""
 
@@ -172,7 +195,9 @@ def test_a_disk_that_takes_nothing_does_not_end_the_run(tmp_path, target, capsys
         (out / "acts.jsonl").symlink_to(target)
 
     claims(None, tmp_path, full, "build", "train", "save")
-    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("---")] == []
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if not line.startswith("---")
+    ] == []
 
 
 # --- what is said
@@ -189,9 +214,15 @@ WORDS = {
         FULL | {"act": "load"},
         "23.1 of 24.0 GiB (fix: --low_cpu_fsdp, fewer ranks on this machine, or ",
     ),
-    "train on a GPU": (FULL | DEVICE, "23.1 of 24.0 GiB (fix: without --cpu_offload and --async_save, "),
+    "train on a GPU": (
+        FULL | DEVICE,
+        "23.1 of 24.0 GiB (fix: without --cpu_offload and --async_save, ",
+    ),
     "train on the CPU": (FULL, "23.1 of 24.0 GiB (fix: a smaller --batch_size, "),
-    "device": (FREE | DEVICE, "2.0 of 24.0 GiB; the device's was nearly full (fix: --activation_checkp"),
+    "device": (
+        FREE | DEVICE,
+        "2.0 of 24.0 GiB; the device's was nearly full (fix: --activation_checkp",
+    ),
     "neither": (FREE, f"2.0 of 24.0 GiB{DMESG}"),
 }
 
@@ -214,7 +245,9 @@ def test_the_kernels_count_tells_of_this_process_and_of_another_rank(tmp_path):
     if count is None:
         pytest.skip("this kernel does not count")
     before = FREE | {"oom_kills": count - 1}
-    assert "and the kernel has killed 1 process for memory (fix: a " in leaves(tmp_path, before, before)
+    assert "and the kernel has killed 1 process for memory (fix: a " in leaves(
+        tmp_path, before, before
+    )
     assert leaves(tmp_path, before | {"host": "another"}).endswith(DMESG)
     said = leaves(tmp_path, before, FREE | {"oom_kills": count + 1, "ended": "error"})
     assert said.startswith(

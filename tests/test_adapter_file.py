@@ -30,7 +30,8 @@ from utils.run.distributed import init_distributed
 from utils.run.errors import ConfigError
 from utils.train.trained_run import check_settings
 
-SLOW = r"([\w.]+)+!"  # tries each way to cut a name in pieces, which are 2 to the power of its length
+# tries each way to cut a name in pieces, which are 2 to the power of its length
+SLOW = r"([\w.]+)+!"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,9 @@ def peft_adapter(base, folder, targets, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **options)
+        config = LoraConfig(
+            r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **options
+        )
         model = get_peft_model(model, config)
         with torch.no_grad():
             for parameter in filter(lambda p: p.requires_grad, model.parameters()):
@@ -94,7 +97,10 @@ HONEST = {
         ["q_proj", "v_proj"],
         {"rank_pattern": {r"layers\.[01]\..*q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
     ),
-    "some layers": (["q_proj", "up_proj"], {"layers_to_transform": [0, 2], "layers_pattern": "layers"}),
+    "some layers": (
+        ["q_proj", "up_proj"],
+        {"layers_to_transform": [0, 2], "layers_pattern": "layers"},
+    ),
     "excluded": (["q_proj", "v_proj"], {"exclude_modules": r".*layers\.1\..*"}),
 }
 
@@ -132,14 +138,19 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("setting", [*PATTERNS, "layers_pattern"])
-def test_a_regular_expression_that_never_ends_is_one_line(adapter, untouched, tmp_path, monkeypatch, setting):
+def test_a_regular_expression_that_never_ends_is_one_line(
+    adapter, untouched, tmp_path, monkeypatch, setting
+):
     monkeypatch.setattr(adapter_file, "MATCHING_SECONDS", 0.3)
     settings = {setting: PATTERNS.get(setting, SLOW)}
     if setting == "layers_pattern":
         settings["layers_to_transform"] = [0]
     folder = changed(adapter, tmp_path / "adapter", **settings)
     before = time.process_time()
-    for use in (lambda: add_adapter(untouched, folder, {}), lambda: export.load_peft(untouched, folder)):
+    for use in (
+        lambda: add_adapter(untouched, folder, {}),
+        lambda: export.load_peft(untouched, folder),
+    ):
         says = rf"{SETTINGS}: {setting}: a regular expression was not matched after 0\.3 s \(fix: names of"
         with pytest.raises(ConfigError, match=says):
             use()
@@ -148,7 +159,9 @@ def test_a_regular_expression_that_never_ends_is_one_line(adapter, untouched, tm
 
 def test_a_flag_that_never_ends_is_one_line(monkeypatch):
     monkeypatch.setattr(adapter_file, "MATCHING_SECONDS", 0.3)
-    with pytest.raises(ConfigError, match=r"^--lora_targets .* was not matched after 0\.3 s \(fix: names"):
+    with pytest.raises(
+        ConfigError, match=r"^--lora_targets .* was not matched after 0\.3 s \(fix: names"
+    ):
         add_lora(meta(), 4, 8, SLOW)
 
 
@@ -160,7 +173,9 @@ def count_for_ever():
 
 def test_the_limit_is_one_of_time_and_leaves_no_timer_behind():
     earlier = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(ConfigError, match=r"here: a regular expression was not matched after 0\.05 s"):
+    with pytest.raises(
+        ConfigError, match=r"here: a regular expression was not matched after 0\.05 s"
+    ):
         count_for_ever()
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == earlier
@@ -172,13 +187,25 @@ WRONG = [
     *(("lora_alpha", value) for value in ("16", True, [16], {}, 0, float("nan"), float("inf"))),
     *(("lora_dropout", value) for value in ("0", -0.1, 1, 7, True, [], float("nan"))),
     *((name, value) for name in ("use_rslora", "use_dora") for value in ("yes", 1, [], "")),
-    *(("target_modules", value) for value in (7, True, {}, {"q": 1}, [1], [["q_proj"]], [], "", None)),
+    *(
+        ("target_modules", value)
+        for value in (7, True, {}, {"q": 1}, [1], [["q_proj"]], [], "", None)
+    ),
     *(("target_modules", value) for value in ("(q_proj", "*q", "a{99999999999}", DEEP)),
     *(("exclude_modules", value) for value in (7, {"a": 1}, [None], "(q", DEEP)),
-    *(("modules_to_save", value) for value in ("lm_head", 3, [3], ["(a+)+$"], [""], {"lm_head": 1})),
-    *(("rank_pattern", value) for value in ([], "q_proj", {"q_proj": "8"}, {"q_proj": -1}, {"(q": 4})),
+    *(
+        ("modules_to_save", value)
+        for value in ("lm_head", 3, [3], ["(a+)+$"], [""], {"lm_head": 1})
+    ),
+    *(
+        ("rank_pattern", value)
+        for value in ([], "q_proj", {"q_proj": "8"}, {"q_proj": -1}, {"(q": 4})
+    ),
     *(("rank_pattern", value) for value in ({"q_proj": 10**9}, {"q_proj": True}, {DEEP: 4})),
-    *(("alpha_pattern", value) for value in ([1], {"q_proj": "x"}, {"q_proj": float("nan")}, {"*": 1})),
+    *(
+        ("alpha_pattern", value)
+        for value in ([1], {"q_proj": "x"}, {"q_proj": float("nan")}, {"*": 1})
+    ),
     *(("layers_to_transform", value) for value in ("0", 0.5, [True], [-1], {"0": 1})),
     *(("layers_pattern", value) for value in (7, {"a": 1}, [7])),
     *(("peft_type", value) for value in ("IA3", "", 7, [], {}, None, "LORA\n")),
@@ -189,13 +216,17 @@ WRONG = [
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["trained", "merged"])
-def test_each_setting_of_a_wrong_type_or_size_is_one_line_that_names_it(adapter, untouched, tmp_path, merge):
+def test_each_setting_of_a_wrong_type_or_size_is_one_line_that_names_it(
+    adapter, untouched, tmp_path, merge
+):
     folder = changed(adapter, tmp_path / "adapter")
     stored = json.loads((folder / SETTINGS).read_text())
     for name, value in WRONG:
         (folder / SETTINGS).write_text(json.dumps(stored | {name: value}))
         with pytest.raises(ConfigError) as error:
-            (export.load_peft if merge else add_adapter)(untouched, folder, *([] if merge else [{}]))
+            (export.load_peft if merge else add_adapter)(
+                untouched, folder, *([] if merge else [{}])
+            )
         text = str(error.value)
         assert len(text) < 700, (name, value)
         assert "(fix: " in text, (name, value, text)
@@ -214,7 +245,9 @@ def test_what_is_null_or_unknown_but_empty_is_passed_over(adapter, tmp_path):
         "lora_dropout",
         "use_dora",
     )
-    file.write_text(json.dumps(stored | dict.fromkeys(names) | {"of_a_later_peft": None, "another": False}))
+    file.write_text(
+        json.dumps(stored | dict.fromkeys(names) | {"of_a_later_peft": None, "another": False})
+    )
     assert read_lora_config(file.parent).r == 4
 
 
@@ -254,7 +287,8 @@ def test_planted_files_are_refused_at_once(adapter, tmp_path, plant, name):
     (folder / name).unlink()
     plant(folder / name)
     began = time.monotonic()
-    uses = [lambda: add_adapter(meta(), folder, {}), lambda: export.load_peft(meta(), folder)]  # and its file
+    # and its file
+    uses = [lambda: add_adapter(meta(), folder, {}), lambda: export.load_peft(meta(), folder)]
     for use in uses + [lambda: base_of(folder)] * (name == SETTINGS):
         with pytest.raises(ConfigError, match=r"\(fix: "):
             use()
@@ -289,7 +323,9 @@ def test_whole_numbers_for_weights_are_refused_by_name(adapter, tmp_path):
             use()
 
 
-def test_a_rank_that_the_file_does_not_hold_is_refused_before_memory_is_given_to_it(adapter, tmp_path):
+def test_a_rank_that_the_file_does_not_hold_is_refused_before_memory_is_given_to_it(
+    adapter, tmp_path
+):
     folder = changed(adapter, tmp_path / "adapter", r=100_000)
     with pytest.raises(ConfigError, match=r"lora_A.weight \[100000, 64\], there \[4, 64\]"):
         add_adapter(meta(), folder, {})
@@ -311,9 +347,13 @@ def use(recipe, base, folder, root):
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "generate", "export"])
-def test_every_recipe_says_one_line_of_a_hostile_adapter(base, adapter, tmp_path, recipe, monkeypatch):
+def test_every_recipe_says_one_line_of_a_hostile_adapter(
+    base, adapter, tmp_path, recipe, monkeypatch
+):
     monkeypatch.setattr(adapter_file, "MATCHING_SECONDS", 0.3)
-    for i, settings in enumerate(({"target_modules": SLOW}, {"r": "8"}, {"r": -1}, {"rank_pattern": [1]})):
+    for i, settings in enumerate(
+        ({"target_modules": SLOW}, {"r": "8"}, {"r": -1}, {"rank_pattern": [1]})
+    ):
         folder = changed(adapter, tmp_path / f"adapter_{i}", **settings)
         with pytest.raises(ConfigError, match=r"\(fix: ") as error:
             use(recipe, base, folder, tmp_path)

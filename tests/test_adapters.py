@@ -52,7 +52,13 @@ def call(world, flags):
 def train(files, out, ranks=2, **flags):
     """The losses and gradient norms of the recipe on so many ranks."""
     model, rows = files
-    settings = {"model": str(model), "dataset": str(rows), "output_dir": str(out), "lora_rank": 4, "lr": 1e-2}
+    settings = {
+        "model": str(model),
+        "dataset": str(rows),
+        "output_dir": str(out),
+        "lora_rank": 4,
+        "lr": 1e-2,
+    }
     settings |= {"steps": 4, "seed": 3, "save_every": 0, "global_batch_size": 8}
     run_ranks(call, ranks, settings | {"batch_size": 8 // ranks} | flags)
     return [(line["loss"], line["grad_norm"]) for line in numbers(out) if "loss" in line]
@@ -62,7 +68,9 @@ def numbers(out):
     return read_metrics(out / "metrics.jsonl")
 
 
-@pytest.fixture(scope="module", params=["16bit", pytest.param("8bit", marks=pytest.mark.slow), "4bit"])
+@pytest.fixture(
+    scope="module", params=["16bit", pytest.param("8bit", marks=pytest.mark.slow), "4bit"]
+)
 def base(request):
     return BASES[request.param]
 
@@ -72,7 +80,9 @@ def one_rank(files, base, tmp_path_factory):
     return train(files, tmp_path_factory.mktemp("one") / "out", 1, **base)
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.slow) for more in (3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(more, marks=pytest.mark.slow) for more in (3, 4))]
+)
 def test_any_number_of_ranks_gives_the_losses_of_one(files, base, one_rank, tmp_path, ranks):
     flags = {"batch_size": 1, "global_batch_size": 6} if ranks == 3 else {}
     expected = train(files, tmp_path / "one", 1, **base, **flags) if flags else one_rank
@@ -85,7 +95,8 @@ LONG = ("selective_recompute", "zero_2", "accumulation")  # left to make test-al
 
 
 @pytest.mark.parametrize(
-    "lever", [pytest.param(lever, marks=[pytest.mark.slow] if lever in LONG else []) for lever in LEVERS]
+    "lever",
+    [pytest.param(lever, marks=[pytest.mark.slow] if lever in LONG else []) for lever in LEVERS],
 )
 def test_a_lever_changes_no_loss(files, base, one_rank, tmp_path, lever):
     curve = train(files, tmp_path / "out", **base, **LEVERS[lever])
@@ -100,12 +111,14 @@ def test_compiled_layers_train_alike(files, base, one_rank, tmp_path):
 
 def test_bf16_trains_like_fp32_to_its_rounding(files, base, one_rank, tmp_path):
     curve = train(files, tmp_path / "out", **base, dtype="bf16")
-    torch.testing.assert_close([loss for loss, _ in curve], [loss for loss, _ in one_rank], rtol=3e-2, atol=0)
+    torch.testing.assert_close(
+        [loss for loss, _ in curve], [loss for loss, _ in one_rank], rtol=3e-2, atol=0
+    )
 
 
 @torch.no_grad()
 def summed_loss(model, folder, rows):
-    """Summed cross-entropy and taught tokens of a file by plain transformers."""
+    """Summed cross-entropy and trained tokens of a file by plain transformers."""
     examples = load_examples(rows, load_tokenizer(folder), 2048)
     batches = GlobalBatches(examples, 0, 20, 20, 0, 1, 0)
     (batch,) = batches.batches(0)
@@ -130,20 +143,33 @@ def test_peft_on_the_original_base_gives_the_held_out_loss_of_the_run(files, tmp
 def test_an_adapter_is_continued_from_where_it_was(files, base, tmp_path):
     _, rows = files
     train(files, tmp_path / "first", eval_dataset=str(rows), **base)
-    flags = {"lora_rank": 0, "adapter": str(tmp_path / "first" / "adapter"), "lr": 1e-12, "steps": 1}
+    flags = {
+        "lora_rank": 0,
+        "adapter": str(tmp_path / "first" / "adapter"),
+        "lr": 1e-12,
+        "steps": 1,
+    }
     train(files, tmp_path / "second", eval_dataset=str(rows), **base | flags)
     first, second = (numbers(tmp_path / name)[-1]["eval_loss"] for name in ("first", "second"))
     assert second == pytest.approx(first, rel=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.slow)])
-def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(files, base, tmp_path, optimizer):
-    flags = {**base, "optimizer": optimizer, "lora_rank": 64, "save_every": 2}  # (64, 64): enough for 8 bits
+def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(
+    files, base, tmp_path, optimizer
+):
+    # (64, 64): enough for 8 bits
+    flags = {**base, "optimizer": optimizer, "lora_rank": 64, "save_every": 2}
     curve = train(files, tmp_path / "whole", **flags)
-    names = Reader(tmp_path / "whole" / "checkpoints" / "step_00000002").read_metadata().state_dict_metadata
+    names = (
+        Reader(tmp_path / "whole" / "checkpoints" / "step_00000002")
+        .read_metadata()
+        .state_dict_metadata
+    )
     assert any(".lora_" in name for name in names)
     assert all(".lora_" in name or name.startswith("rng.") for name in names)
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # as a kill after the second step leaves it
+    # as a kill after the second step leaves it
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     (tmp_path / "killed" / "plan.json").unlink()
     for name in ("adapter", "checkpoints/step_00000004"):
         shutil.rmtree(tmp_path / "killed" / name)
@@ -160,14 +186,22 @@ def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(files, ba
         ({"lora_rank": 0, "lora_alpha": 32.0}, "--lora_alpha without --lora_rank changes nothing"),
         ({"param_dtype": "bf16"}, "--param_dtype bf16"),
         ({"int8_mode": "llm_int8"}, "--int8_mode without --quantization changes nothing"),
-        ({"keep_experts_16bit": True}, "--keep_experts_16bit without --quantization changes nothing"),
+        (
+            {"keep_experts_16bit": True},
+            "--keep_experts_16bit without --quantization changes nothing",
+        ),
         ({"lora_init": "pissa"}, "--lora_init pissa"),
         ({"lora_targets": "w_proj"}, "--lora_targets w_proj"),
         ({"adapter": "nowhere"}, "nowhere"),
-        ({"quantization": "4bit", "int8_mode": "llm_int8"}, "--int8_mode llm_int8 is of --quantization 8bit"),
+        (
+            {"quantization": "4bit", "int8_mode": "llm_int8"},
+            "--int8_mode llm_int8 is of --quantization 8bit",
+        ),
     ],
 )
-def test_what_cannot_work_is_refused_before_weights_are_read(files, tmp_path, monkeypatch, flags, says):
+def test_what_cannot_work_is_refused_before_weights_are_read(
+    files, tmp_path, monkeypatch, flags, says
+):
     model, rows = files
     monkeypatch.setattr(finetune, "load_pieces", None)
     settings = {
@@ -189,7 +223,9 @@ def test_the_head_is_quantized_where_that_is_asked(files, tmp_path):
     torch.testing.assert_close(train(files, tmp_path / "two", 2, **flags), one, rtol=2e-5, atol=0)
     plain = train(files, tmp_path / "plain", 1, quantization="8bit")
     assert one != plain
-    torch.testing.assert_close([loss for loss, _ in one], [loss for loss, _ in plain], rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        [loss for loss, _ in one], [loss for loss, _ in plain], rtol=1e-2, atol=0
+    )
     tied = tiny_model_folder(tmp_path / "qwen2", "qwen2", vocab_size=271)
     with pytest.raises(AssertionError, match="--quantize_head: it is the embedding too"):
         train((tied, files[1]), tmp_path / "tied", **flags)
@@ -207,12 +243,16 @@ def test_a_mixture_that_stays_16_bit_for_the_most_part_is_refused_unless_asked(f
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["", "--quantization 8bit", "--quantization 4bit"])
 def test_the_llama_recipes_command_runs_verbatim(files, tmp_path, quantization):
-    command = (
-        f"torchrun --nnodes 1 --nproc_per_node 2 {ROOT}/recipes/finetune.py --enable_fsdp --low_cpu_fsdp"
+    command = f"torchrun --nnodes 1 --nproc_per_node 2 {ROOT}/recipes/finetune.py"
+    command += " --enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora"
+    command += f" --model_name {files[0]} --batch_size_training 1"
+    command += (
+        f" --output_dir ./output --num_epochs 1 --save_model --dataset {files[1]} {quantization}"
     )
-    command += f" --use_peft --peft_method lora --model_name {files[0]} --batch_size_training 1"
-    command += f" --output_dir ./output --num_epochs 1 --save_model --dataset {files[1]} {quantization}"
     result = shell(command, tmp_path)
     assert result.returncode == 0, result.stderr
     base = AutoModelForCausalLM.from_pretrained(files[0])
-    assert PeftModel.from_pretrained(base, tmp_path / "output" / "adapter").peft_config["default"].r == 8
+    assert (
+        PeftModel.from_pretrained(base, tmp_path / "output" / "adapter").peft_config["default"].r
+        == 8
+    )

@@ -149,15 +149,15 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
     (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is a picture, video or sound; finetune.py trains rows with one text answer"),
     (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)), "messages[0].content[0].text: missing"),
     (49, "a.jsonl", lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)), Taken("1 rows in which text spells a special token, which stays text")),
-    (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), Taken("1 dropped: nothing taught in the first 256 tokens")),
-    (52, "a.jsonl", lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)), "all 1 rows were dropped: 1 x nothing taught in the first 256 tokens; raise --seq_len"),
+    (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), Taken("1 dropped: no trained token in the first 256 tokens")),
+    (52, "a.jsonl", lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)), "all 1 rows were dropped: 1 x no trained token in the first 256 tokens; raise --seq_len"),
     (63, "a.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "a.txt: not UTF-8"),
     (63, "a.txt", "text\0with a NUL", "a.txt: a NUL character: no text"),
-    (63, "a.txt", "word " * 2200, Taken(": 43 rows, 11,001 tokens, 100% taught")),
+    (63, "a.txt", "word " * 2200, Taken(": 43 rows, 11,001 tokens, 100% trained")),
     (63, "a.jsonl", lines({"text": "a"}, {"text": None}), "a.jsonl:2: text: expected text, got null"),
-    (63, "a.jsonl", lines({"text": "some words"}, {"text": " "}), Taken("1 dropped: nothing taught")),
-    (64, "a.jsonl", lines({"input_ids": [5, 6, 7]}), Taken(": 1 rows, 3 tokens, 100% taught")),
-    (64, "a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}), Taken("67% taught")),
+    (63, "a.jsonl", lines({"text": "some words"}, {"text": " "}), Taken("1 dropped: no trained token")),
+    (64, "a.jsonl", lines({"input_ids": [5, 6, 7]}), Taken(": 1 rows, 3 tokens, 100% trained")),
+    (64, "a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}), Taken("67% trained")),
     (64, "a.jsonl", lines({"input_ids": [5, 6]}, {"input_ids": [5, 99999]}), "a.jsonl:2: input_ids[1]: 99999 is no token; they are 0 to "),
     (64, "a.jsonl", lines({"input_ids": [-1]}), "a.jsonl:1: input_ids[0]: -1 is no token"),
     (64, "a.jsonl", lines({"input_ids": [1.0]}), "a.jsonl:1: input_ids[0]: 1.0 is no token"),
@@ -198,7 +198,8 @@ def write(name: str, content) -> str:
 @pytest.mark.parametrize(("row", "name", "content", "expected"), TABLE)
 def test_a_file_is_read_or_refused_in_one_line(said, row, name, content, expected):
     write(name, content)
-    template = {"chat_template": "chatml"} if row in (43, 44) else {}  # one that writes calls of tools
+    # one that writes calls of tools
+    template = {"chat_template": "chatml"} if row in (43, 44) else {}
     answer = said("a.jsonl" if row == 19 else name, **template)
     assert expected in answer
     assert answer.startswith("--- world" if isinstance(expected, Taken) else "refused: ")
@@ -208,7 +209,9 @@ def test_a_file_is_read_or_refused_in_one_line(said, row, name, content, expecte
 def test_calls_that_the_template_does_not_write_are_refused_by_row_and_template(said, row):
     """A model was trained to say nothing in their place, in 153 of 153 rows of a real file."""
     write("a.jsonl", next(content for number, _, content, _ in TABLE if number == row))
-    expected = r"refused: a.jsonl:1: tool_calls of turn 2: the chat template of \S+/model does not write"
+    expected = (
+        r"refused: a.jsonl:1: tool_calls of turn 2: the chat template of \S+/model does not write"
+    )
     assert re.match(expected, said("a.jsonl"))
 
 
@@ -287,7 +290,9 @@ def test_50_51_a_template_that_fails_is_named_with_the_role(said, row, template,
 
 def test_65_rows_that_are_held_out_and_trained_on_are_counted(said):
     write("a.jsonl", lines(LINE, chat(USER, {"role": "assistant", "content": "Ho"})))
-    assert "warning: 2 of 2 held-out rows are trained on too" in said("a.jsonl", eval_dataset="a.jsonl")
+    assert "warning: 2 of 2 held-out rows are trained on too" in said(
+        "a.jsonl", eval_dataset="a.jsonl"
+    )
 
 
 def test_more_ways_in_which_rows_are_no_text_answers(said):
@@ -297,7 +302,9 @@ def test_more_ways_in_which_rows_are_no_text_answers(said):
     )
     assert said("kto.jsonl").endswith("(and 149 more rows)")
     write("seen.jsonl", lines(chat({"role": "user", "content": "<image>What is it?"}, ANSWER)))
-    assert "1 rows whose text has <image>, <video> or <audio>, which stays text" in said("seen.jsonl")
+    assert "1 rows whose text has <image>, <video> or <audio>, which stays text" in said(
+        "seen.jsonl"
+    )
 
 
 def test_one_object_and_a_list_in_an_object_are_rows(said):
@@ -316,12 +323,17 @@ def test_the_form_and_dropped_rows_are_told(said):
     assert "form      a.jsonl: chat, 66.7% of rows, " in answer
     assert "form      b.jsonl: alpaca, 33.3% of rows, " in answer
     assert "2 dropped: bad rows" in answer
-    assert "warning: 2 bad rows are left out; the first is a.jsonl:2: Expecting property name" in answer
+    assert (
+        "warning: 2 bad rows are left out; the first is a.jsonl:2: Expecting property name"
+        in answer
+    )
 
 
 def test_columns_of_the_command_line(said):
     write("a.csv", "question,answer\n1 + 1?,2\n")
-    assert "form      a.csv: completion" in said("a.csv", columns="prompt=question,completion=answer")
+    assert "form      a.csv: completion" in said(
+        "a.csv", columns="prompt=question,completion=answer"
+    )
     assert "no row has 'anser'; the first row has 'question', 'answer'" in said(
         "a.csv", columns="output=anser"
     )
@@ -348,7 +360,9 @@ def test_the_check_refuses_what_the_run_refuses_and_leaves_nothing(said, model, 
     assert expected in answer
     try:
         with pytest.raises(ConfigError) as refused:
-            finetune.main(finetune.Config(dataset="a.jsonl", model=str(model), seq_len=256, **flags))
+            finetune.main(
+                finetune.Config(dataset="a.jsonl", model=str(model), seq_len=256, **flags)
+            )
     finally:
         stop_distributed()
     assert f"refused: {refused.value}" == answer
@@ -356,9 +370,14 @@ def test_the_check_refuses_what_the_run_refuses_and_leaves_nothing(said, model, 
 
 
 def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, model):
-    write("a.jsonl", lines(*[chat(USER, {"role": "assistant", "content": "a" * i}) for i in range(1, 8)]))
+    write(
+        "a.jsonl",
+        lines(*[chat(USER, {"role": "assistant", "content": "a" * i}) for i in range(1, 8)]),
+    )
     before = sorted(os.listdir())
-    answer = said("a.jsonl", lora_rank=4, quantization="8bit", output_dir="out/deep", global_batch_size=4)
+    answer = said(
+        "a.jsonl", lora_rank=4, quantization="8bit", output_dir="out/deep", global_batch_size=4
+    )
     assert "steps     2 an epoch" in answer
     assert "checked   all that a run checks before it reads weights" in answer
     assert sorted(os.listdir()) == before

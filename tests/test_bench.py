@@ -32,7 +32,9 @@ def ran(tmp_path, flags, seconds=240, **env):
     flags = f"{flags} --small --ranks 2 --json {tmp_path}/out.json"
     done = shell(f"{BENCH} {flags}", seconds=seconds, TMPDIR=str(scratch), **env)
     assert not left(scratch)
-    return done, json.loads((tmp_path / "out.json").read_text()) if (tmp_path / "out.json").exists() else {}
+    return done, json.loads((tmp_path / "out.json").read_text()) if (
+        tmp_path / "out.json"
+    ).exists() else {}
 
 
 def left(folder):
@@ -54,7 +56,16 @@ def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {bound["metric"]: bound["verdict"] for bound in results["bounds"]}
     assert verdicts["peak_of_allowed"] == verdicts["read_of_checkpoint"] == "ok"
-    assert {"command", "date", "config", "machine", "versions", "runs", "tables", "bounds"} <= results.keys()
+    assert {
+        "command",
+        "date",
+        "config",
+        "machine",
+        "versions",
+        "runs",
+        "tables",
+        "bounds",
+    } <= results.keys()
 
     # What was measured is there: each rank holds half of the model in fp32, and all of the file was read.
     half_bytes, file_bytes = 84_157_440 * 4 / 2, 84_157_440 * 2
@@ -65,14 +76,18 @@ def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_
 
     failure = row(results, "accelerate")["error"]
     assert failure.startswith("failed: ModuleNotFoundError: import of accelerate halted")
-    assert any(line.startswith("accelerate") and line.endswith(failure) for line in done.stdout.splitlines())
+    assert any(
+        line.startswith("accelerate") and line.endswith(failure)
+        for line in done.stdout.splitlines()
+    )
 
 
 @pytest.mark.slow
 def test_save_writes_each_byte_once_and_leaves_nothing_behind(tmp_path):
     done, results = ran(tmp_path, "save --repeats 2 --only ours,raw_write")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [run["contender"] for run in results["runs"]] == ["ours", "raw_write"] * 2  # they take turns
+    # they take turns
+    assert [run["contender"] for run in results["runs"]] == ["ours", "raw_write"] * 2
     ours = results["runs"][0]["values"]
     assert ours["rate"] == pytest.approx(84_157_440 * 2 / ours["seconds"])
     assert 0 < ours["write_seconds"] < ours["seconds"]
@@ -86,7 +101,9 @@ def test_checkpoints_are_measured_beside_their_raw_bytes_and_keep_their_bounds_o
     done, results = ran(tmp_path, flags, seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr
     names = ("checkpoint", "checkpoint_async")
-    ours, background = ({k: v[0] for k, v in row(results, name)["values"].items()} for name in names)
+    ours, background = (
+        {k: v[0] for k, v in row(results, name)["values"].items()} for name in names
+    )
     saved = 12 * 8_522_240  # fp32 weights and two moments
     assert ours["rate"] == pytest.approx(saved / ours["seconds"], rel=1e-4)
     for numbers in (ours, background):
@@ -97,7 +114,9 @@ def test_checkpoints_are_measured_beside_their_raw_bytes_and_keep_their_bounds_o
     assert 0.9 < background["growth"] <= 1.02
     assert background["blocked_of_copy"] > 0
     assert min(background[key] for key in ("blocked", "copy", "step")) > 0
-    judged = {(bound["contender"], bound["metric"]): bound["verdict"] for bound in results["bounds"]}
+    judged = {
+        (bound["contender"], bound["metric"]): bound["verdict"] for bound in results["bounds"]
+    }
     late = "not judged: --small is over too soon"
     assert judged == {
         ("checkpoint", "of_raw"): late,
@@ -110,12 +129,22 @@ def test_checkpoints_are_measured_beside_their_raw_bytes_and_keep_their_bounds_o
 
 def test_a_ratio_is_formed_within_its_repeat():
     benchmark = SimpleNamespace(REFERENCES={"ours": "raw"}, RATIOS=("seconds",))
-    seconds = {("ours", 0): 2.0, ("raw", 0): 1.0, ("ours", 1): 9.0, ("raw", 1): 3.0, ("ours", 2): 1.0}
+    seconds = {
+        ("ours", 0): 2.0,
+        ("raw", 0): 1.0,
+        ("ours", 1): 9.0,
+        ("raw", 1): 3.0,
+        ("ours", 2): 1.0,
+    }
     runs = [made(name, repeat, seconds=value) for (name, repeat), value in seconds.items()]
     runs.append(made("raw", 2, "failed: it is gone"))
     driver._add_ratios(benchmark, runs)
     assert driver._row("ours", runs)["values"]["seconds_ratio"] == (2.5, 2.0, 3.0)
-    assert driver._row("raw", runs) == {"contender": "raw", "error": "failed: it is gone", "values": {}}
+    assert driver._row("raw", runs) == {
+        "contender": "raw",
+        "error": "failed: it is gone",
+        "values": {},
+    }
 
 
 def test_time_is_judged_only_where_other_processes_left_the_machine_alone():
@@ -130,12 +159,16 @@ def test_time_is_judged_only_where_other_processes_left_the_machine_alone():
 
 
 def test_bytes_are_judged_by_the_worst_repeat_on_a_busy_machine_too():
-    runs = [made("ours", repeat, others=2.0, read=read) for repeat, read in enumerate((1.0, 1.0, 1.03))]
+    runs = [
+        made("ours", repeat, others=2.0, read=read) for repeat, read in enumerate((1.0, 1.0, 1.03))
+    ]
     judged = driver._judge(Bound("read", 1.02, "bytes read"), 2, runs)
     assert judged["sentence"] == "ours, 2 ranks: bytes read: 1.03, at most 1.02: MISSED"
     assert driver._judge(Bound("read", 1.04, "bytes read"), 2, runs)["verdict"] == "ok"
     runs.append(made("ours", 3, "failed: it is gone"))
-    assert driver._judge(Bound("read", 1.04, "bytes read"), 2, runs)["verdict"].startswith("MISSED (failed:")
+    assert driver._judge(Bound("read", 1.04, "bytes read"), 2, runs)["verdict"].startswith(
+        "MISSED (failed:"
+    )
 
 
 def made(name, repeat, error="", others=0.0, **values):
@@ -154,7 +187,9 @@ def made(name, repeat, error="", others=0.0, **values):
         ({"ranks": "100000"}, "GiB of memory are needed"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything_is_written(flags, said, tmp_path, monkeypatch):
+def test_what_cannot_be_run_is_refused_before_anything_is_written(
+    flags, said, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(said)):
         driver.main(driver.Config(what="load", **flags))
@@ -176,16 +211,34 @@ def test_a_copy_without_the_benchmarks_says_what_it_lacks(tmp_path):
     done = shell(BENCH, cwd=tmp_path)
     assert done.returncode == 2
     lacks = f"{tmp_path}/tests/benchmarks is not here"
-    assert done.stderr == f"error: {lacks} (fix: copy it too, or run bench.py where it comes from)\n"
+    assert (
+        done.stderr == f"error: {lacks} (fix: copy it too, or run bench.py where it comes from)\n"
+    )
 
 
 @contextmanager
 def running(folder):
     """`bench.py load --only from_pretrained` whose ranks have been started."""
-    command = [sys.executable, "recipes/bench.py", "load", "--small", "--ranks", "2", "--repeats", "1"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    command = [
+        sys.executable,
+        "recipes/bench.py",
+        "load",
+        "--small",
+        "--ranks",
+        "2",
+        "--repeats",
+        "1",
+    ]
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
     env = {**os.environ, "TMPDIR": str(folder)}
-    process = subprocess.Popen([*command, "--only", "from_pretrained"], cwd=ROOT, env=env, **options)
+    process = subprocess.Popen(
+        [*command, "--only", "from_pretrained"], cwd=ROOT, env=env, **options
+    )
     try:
         deadline = time.monotonic() + 120
         while len(workers(folder)) < 3:  # torchrun and two ranks
@@ -255,7 +308,8 @@ def test_a_quantized_base_keeps_its_bounds_on_memory_and_bytes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert [bound["verdict"] for bound in results["bounds"]] == ["ok"] * 12
     gathered = {
-        name: row(results, name)["values"]["layers_gathered_bytes_ratio"][0] for name in ("8bit", "4bit")
+        name: row(results, name)["values"]["layers_gathered_bytes_ratio"][0]
+        for name in ("8bit", "4bit")
     }
     assert 0.5 < gathered["8bit"] < 0.52
     assert 0.28 < gathered["4bit"] < 0.29

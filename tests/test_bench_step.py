@@ -60,7 +60,8 @@ def test_every_loop_has_the_losses_of_the_bare_loop_and_its_time_is_taken(
     numbers = ran(2, step, contender, input_folder, tmp_path)
     assert 0 <= numbers["loss_error"] <= 1e-5
     assert min(numbers["seconds"], numbers["cpu_seconds"], numbers["peak_bytes"]) > 0
-    assert numbers["gathered_bytes"] > numbers["reduced_bytes"] > 0  # so it is sharded, accelerate too
+    # so it is sharded, accelerate too
+    assert numbers["gathered_bytes"] > numbers["reduced_bytes"] > 0
 
 
 def test_the_bare_loop_sends_the_least_and_fits_on_a_page(bare):
@@ -115,13 +116,22 @@ def test_the_compiled_step_runs_on_a_cpu_too(tmp_path):
 
 
 def row(contender, tokens_per_second, **ratios):
-    values = {"tokens_per_second": tokens_per_second, "mfu": 0.5, "peak_bytes": 2**30, "seconds": 2.0}
+    values = {
+        "tokens_per_second": tokens_per_second,
+        "mfu": 0.5,
+        "peak_bytes": 2**30,
+        "seconds": 2.0,
+    }
     spread = {key: (v, v, v) for key, v in {**values, **ratios}.items()}
     return {"contender": contender, "error": "", "values": spread}
 
 
 def test_the_written_table_has_every_row_its_ratios_and_errors():
-    failed = {"contender": "hf_tuned", "error": "failed: OutOfMemoryError: CUDA out of memory", "values": {}}
+    failed = {
+        "contender": "hf_tuned",
+        "error": "failed: OutOfMemoryError: CUDA out of memory",
+        "values": {},
+    }
     lines = gpu.table([row("plain", 13_000.0), row("full", 9000.0, peak_bytes_ratio=0.7), failed])
     assert [line.count("|") for line in lines] == [8] * 5
     assert lines[2].startswith("| plain | 13,000 | 50.0% | 1.0 | 2.00 |  |")
@@ -138,4 +148,6 @@ def test_on_a_cpu_the_report_writes_nothing(capsys):
 
 
 def test_without_a_gpu_the_gpu_benchmark_says_so():
-    assert gpu.unavailable() == ("" if torch.cuda.is_available() else "no GPU here: nothing was run")
+    assert gpu.unavailable() == (
+        "" if torch.cuda.is_available() else "no GPU here: nothing was run"
+    )

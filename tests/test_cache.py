@@ -52,7 +52,12 @@ def files(tmp_path_factory):
     rows = write_rows(root / "rows.jsonl", 700).read_text().splitlines()
     rows[5] = rows[4]  # one comes twice
     rows[9] = json.dumps(
-        {"messages": [{"role": "user", "content": "1 " * 80}, {"role": "assistant", "content": "a"}]}
+        {
+            "messages": [
+                {"role": "user", "content": "1 " * 80},
+                {"role": "assistant", "content": "a"},
+            ]
+        }
     )
     (root / "rows.jsonl").write_text("\n".join(rows))
     return model, root / "rows.jsonl"
@@ -69,7 +74,9 @@ def kept(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*") if path.is_dir()]
 
 
-def test_it_holds_what_memory_would_hold_and_is_made_once(files, monkeypatch, everything_is_large, capsys):
+def test_it_holds_what_memory_would_hold_and_is_made_once(
+    files, monkeypatch, everything_is_large, capsys
+):
     tokenizer = load_tokenizer(files[0])
     mapped = load_examples(files[1], tokenizer, 64)
     (folder,) = kept(everything_is_large)
@@ -102,7 +109,12 @@ def test_what_is_damaged_is_made_again(files, everything_is_large):
 def test_its_name_follows_from_all_that_the_tokens_follow_from(files, tmp_path):
     def key(path=files[1], template="", **settings):
         tokenizer = load_tokenizer(files[0], template)
-        settings = {"seq_len": 64, "train_on": "assistant", "form": "", "too_long": "truncate"} | settings
+        settings = {
+            "seq_len": 64,
+            "train_on": "assistant",
+            "form": "",
+            "too_long": "truncate",
+        } | settings
         return cache.key_of("rows", [path], {"tokenizer": tokenizer, **settings})
 
     other = tmp_path / "rows.jsonl"
@@ -158,10 +170,17 @@ def test_mixtures_and_dropped_rows_are_the_same_from_the_disk(
 ):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(
-        "\n".join([*files[1].read_text().splitlines()[:300], '{"messages": 5}', '{"text": "other form"}'])
+        "\n".join(
+            [*files[1].read_text().splitlines()[:300], '{"messages": 5}', '{"text": "other form"}']
+        )
     )
     tokenizer = load_tokenizer(files[0])
-    options = {"path": f"{bad}:1,{files[1]}:1", "tokenizer": tokenizer, "seq_len": 64, "bad_rows": "drop"}
+    options = {
+        "path": f"{bad}:1,{files[1]}:1",
+        "tokenizer": tokenizer,
+        "seq_len": 64,
+        "bad_rows": "drop",
+    }
     mapped = load_examples(**options)
     monkeypatch.setattr(data, "SMALL", 2**30)
     plain = load_examples(**options)
@@ -170,7 +189,7 @@ def test_mixtures_and_dropped_rows_are_the_same_from_the_disk(
     assert mapped.fingerprint == plain.fingerprint
     assert mapped.sources() == plain.sources()
     assert (mapped.dropped, mapped.notes) == (plain.dropped, plain.notes)
-    assert torch.equal(mapped.trained, plain.trained)
+    assert torch.equal(mapped.trained_tokens, plain.trained_tokens)
     assert torch.equal(mapped.rows, plain.rows)
 
 
@@ -209,7 +228,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(files, monkeypatch, tmp_pat
     monkeypatch.setattr(data, "SMALL", 0)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"file/raw_fsdp.*Not a directory \(fix: XDG_CACHE_HOME=FOLDER"):
+    with pytest.raises(
+        ConfigError, match=r"file/raw_fsdp.*Not a directory \(fix: XDG_CACHE_HOME=FOLDER"
+    ):
         load_examples(files[1], load_tokenizer(files[0]), 64)
 
 
@@ -224,7 +245,11 @@ def start(files, cache_home: Path, limits: str = "") -> subprocess.Popen:
         files[0],
         files[1],
     ]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache_home), "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(cache_home),
+        "PYTHONUNBUFFERED": "1",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
@@ -273,7 +298,10 @@ def test_data_that_goes_away_meanwhile_is_named(files, everything_is_large):
     gone = everything_is_large / "gone.jsonl"
     with pytest.raises(ConfigError, match=r"gone.jsonl: No such file or directory$"):
         cache.cached_tokens(
-            gone, [Source("gone", 0.0, [gone], list)], check_rows, partial(encode_rows, tokenizer=None)
+            gone,
+            [Source("gone", 0.0, [gone], list)],
+            check_rows,
+            partial(encode_rows, tokenizer=None),
         )
 
 
@@ -287,7 +315,9 @@ def test_two_runs_at_once_make_it_once(files, tmp_path):
 
 
 def test_parts_are_cut_by_rows_and_by_bytes():
-    encode = partial(encode_rows, tokenizer=None, seq_len=64, train_on="assistant", form="", too_long="drop")
+    encode = partial(
+        encode_rows, tokenizer=None, seq_len=64, train_on="assistant", form="", too_long="drop"
+    )
     assert encode([]).rows == 0
     assert [len(part) for part in workers.chunks([("f:1", b"x")] * 600)] == [256, 256, 88]
     assert [len(part) for part in workers.chunks([("f:1", b"x" * 2**19)] * 7)] == [3, 3, 1]

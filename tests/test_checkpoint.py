@@ -18,7 +18,12 @@ from utils.train.checkpoint import CheckpointSaver
 from utils.train.optim import build_optimizer, clip_gradients
 from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
 
-SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+SMALL = {
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+}
 # 1003 rows of vocabulary divide by nothing; of a key projection's 4 rows, the third of 3 ranks holds none.
 # none.
 
@@ -70,7 +75,12 @@ def straight_and_resumed(world, folder, kind):
     second, second_optimizer = build(world, kind, seed=1)
     state = load_checkpoint(path, second, second_optimizer, world)
     resumed += train(world, second, second_optimizer, state["step"], 4)
-    return straight == resumed, fingerprint(model, optimizer), fingerprint(second, second_optimizer), state
+    return (
+        straight == resumed,
+        fingerprint(model, optimizer),
+        fingerprint(second, second_optimizer),
+        state,
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -111,7 +121,9 @@ def save_before_the_first_step(world, folder):
     save_checkpoint(folder, 0, model, optimizer, {}, 0, world)
     other, other_optimizer = build(world)
     losses = train(world, model, optimizer, 0, 2), train(world, other, other_optimizer, 0, 2)
-    return losses[0] == losses[1] and fingerprint(model, optimizer) == fingerprint(other, other_optimizer)
+    return losses[0] == losses[1] and fingerprint(model, optimizer) == fingerprint(
+        other, other_optimizer
+    )
 
 
 def test_saving_changes_nothing_even_before_the_first_step(tmp_path):
@@ -129,7 +141,9 @@ def refuse(world, folder, changes):
 
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path):
     run_ranks(train_and_save, 2, tmp_path)
-    (text, agreed), other = run_ranks(refuse, 2, tmp_path, {"vocab_size": 1000, "num_hidden_layers": 3})
+    (text, agreed), other = run_ranks(
+        refuse, 2, tmp_path, {"vocab_size": 1000, "num_hidden_layers": 3}
+    )
     assert (text, agreed) == other
     assert agreed
     assert "\n" not in text
@@ -155,7 +169,9 @@ def test_a_payload_in_the_metadata_does_not_run(tmp_path):
     for planted in (pickle.dumps(good), pickle.dumps(Payload(tmp_path / "canary"))):
         file.write_bytes(planted)
         for text, agreed in run_ranks(refuse, 2, tmp_path, {}):
-            assert text.startswith(f"{file} is damaged or foreign: UnpicklingError: it asks for posix.mkdir")
+            assert text.startswith(
+                f"{file} is damaged or foreign: UnpicklingError: it asks for posix.mkdir"
+            )
             assert agreed
     assert not (tmp_path / "canary").exists()
 
@@ -205,7 +221,11 @@ def test_leftovers_and_odd_names_are_not_checkpoints(tmp_path):
         "xstep_00000011",
         "step_00000011\n",
     ]
-    for name in [*odd, "step_\u0660\u0660\u0660\u0660\u0660\u0660\u0661\u0661", ".tmp_step_00000011_ab12"]:
+    for name in [
+        *odd,
+        "step_\u0660\u0660\u0660\u0660\u0660\u0660\u0661\u0661",
+        ".tmp_step_00000011_ab12",
+    ]:
         shutil.copytree(right, tmp_path / name)
     shutil.copytree(right, tmp_path / "step_00000012")
     (tmp_path / "step_00000012" / "manifest.json").unlink()
@@ -221,7 +241,8 @@ def test_the_newest_are_kept_and_killed_saves_are_cleared(tmp_path):
     assert names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
     run_ranks(save_many, 1, tmp_path, [5], 4)
     assert names(tmp_path) == ["latest", "step_00000003", "step_00000004", "step_00000005"]
-    run_ranks(save_many, 1, tmp_path, [2], 1)  # after resuming from an early one: what comes later is not its
+    # after resuming from an early one: what comes later is not its
+    run_ranks(save_many, 1, tmp_path, [2], 1)
     later = ["step_00000003", "step_00000004", "step_00000005"]
     assert names(tmp_path) == ["latest", "step_00000002", *later]
 
@@ -244,7 +265,9 @@ def save_with_a_full_disk_on(world, folder, full_rank):
 def test_a_failed_save_is_one_line_and_leaves_the_previous_checkpoint(tmp_path, full_rank):
     run_ranks(train_and_save, 2, tmp_path)
     for text, agreed in run_ranks(save_with_a_full_disk_on, 2, tmp_path, full_rank):
-        assert text.startswith(f"{tmp_path}/step_00000003 cannot be written: rank {full_rank}: OSError: ")
+        assert text.startswith(
+            f"{tmp_path}/step_00000003 cannot be written: rank {full_rank}: OSError: "
+        )
         assert text.endswith("File too large (fix: make room, or another --output_dir)")
         assert "\n" not in text
         assert agreed
@@ -262,7 +285,9 @@ def save_twice(world, folder):
 
 def test_an_existing_checkpoint_is_not_overwritten(tmp_path):
     for text in run_ranks(save_twice, 2, tmp_path):
-        assert text == f"{tmp_path}/step_00000001 exists, and is not overwritten (fix: move it away)"
+        assert (
+            text == f"{tmp_path}/step_00000001 exists, and is not overwritten (fix: move it away)"
+        )
 
 
 def save_half_frozen(world, folder):

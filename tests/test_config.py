@@ -134,7 +134,8 @@ def test_text_may_start_with_a_dash_after_an_equals_sign():
         (["--lr", "1e-4"], {"lr": 1e-4}),
         (["--lr=3"], {"lr": 3.0}),
         (["--lr", ".5"], {"lr": 0.5}),
-        (["--lr", "-1"], {"lr": -1.0}),  # a number; that it is no learning rate is for the recipe to say
+        # a number; that it is no learning rate is for the recipe to say
+        (["--lr", "-1"], {"lr": -1.0}),
         (["--steps", "-5"], {"steps": -5}),
         (["--batch-size", "4", "--grad-accum=2"], {"batch_size": 4, "grad_accum": 2}),
         (["--attn", "sdpa"], {"attn": "sdpa"}),
@@ -204,7 +205,10 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
         (["--lr", "1_0.0"], "not '1_0.0'"),
         (["--lr="], "not ''"),
         (["--lr", "True"], "not 'True'"),
-        (["--steps", "3.7"], "--steps takes a whole number in plain digits such as 1000, not '3.7'"),
+        (
+            ["--steps", "3.7"],
+            "--steps takes a whole number in plain digits such as 1000, not '3.7'",
+        ),
         (["--steps", "1e3"], "not '1e3'"),
         (["--steps", "1_000"], "not '1_000'"),
         (["--steps", "0x10"], "not '0x10'"),
@@ -224,7 +228,10 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
         (["--quantization", "false"], "--quantization takes one of none, 8bit, 4bit; not 'false'"),
         # row 81: twice, no value, stray words, separators
         (["--lr", "1", "--lr", "1"], "--lr is given twice"),
-        (["--batch_size", "1", "--batch-size=2"], "--batch_size is given twice (--batch_size, --batch-size)"),
+        (
+            ["--batch_size", "1", "--batch-size=2"],
+            "--batch_size is given twice (--batch_size, --batch-size)",
+        ),
         (["--wandb", "--wandb"], "--wandb is given twice"),
         (["--model"], "--model needs a value"),
         (["--model", "--lr", "1"], "--model needs a value"),
@@ -266,7 +273,9 @@ def test_nothing_of_main_runs_before_the_command_line_is_understood(tmp_path):
     )
 
     def run(*argv):
-        done = subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, script, *argv], capture_output=True, text=True, timeout=60
+        )
         return done.returncode, done.stdout, done.stderr
 
     assert run("--model", "foo#bar") == (0, "ran 'foo#bar' False\n", "")
@@ -365,7 +374,10 @@ BOMB = "a: &a [x, x]\n" + "".join(
         ("\tlr: 1", "a.yaml:1: found character '\\t'"),
         ("lr: 1\nmodel: a: b", "a.yaml:2: mapping values are not allowed here"),
         ("model: !!python/object/apply:os.system [touch hacked]", "model takes one value"),
-        ("model: !!python/name:os.system x", "model takes a plain value, not python/name:os.system"),
+        (
+            "model: !!python/name:os.system x",
+            "model takes a plain value, not python/name:os.system",
+        ),
         ("model: !mine x", "model takes a plain value, not !mine"),
         (BOMB, "a is no setting"),
         (BOMB.replace("a:", "model:", 1), "model takes one value"),
@@ -447,7 +459,9 @@ def test_a_saved_config_reads_back_exactly(text, tmp_path):
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
-@pytest.mark.parametrize("number", [5e-324, 1e22, 1.7976931348623157e308, 0.1, 1 / 3, 1e-5, 2.0, 1e16])
+@pytest.mark.parametrize(
+    "number", [5e-324, 1e22, 1.7976931348623157e308, 0.1, 1 / 3, 1e-5, 2.0, 1e16]
+)
 def test_a_saved_float_has_every_bit(number, tmp_path):
     save_config(Config(lr=number), tmp_path / "config.yaml")
     assert load_config(Config, tmp_path / "config.yaml").lr == number
@@ -456,7 +470,9 @@ def test_a_saved_float_has_every_bit(number, tmp_path):
 def test_a_saved_config_has_every_setting_in_its_order_a_line_each(tmp_path):
     save_config(Config(), tmp_path / "config.yaml")
     lines = (tmp_path / "config.yaml").read_text().splitlines()
-    assert [line.partition(":")[0] for line in lines] == [f.name for f in dataclasses.fields(Config)]
+    assert [line.partition(":")[0] for line in lines] == [
+        f.name for f in dataclasses.fields(Config)
+    ]
 
 
 def test_a_path_is_saved_as_text(tmp_path):
@@ -493,7 +509,9 @@ def llama(*argv: str, cls=Config):
 
 
 def test_a_llama_recipes_command_runs_in_our_words(capsys):
-    command = "--enable_fsdp --low_cpu_fsdp --model_name DIR --batch_size_training 1 --context_length 512"
+    command = (
+        "--enable_fsdp --low_cpu_fsdp --model_name DIR --batch_size_training 1 --context_length 512"
+    )
     command += " --num_epochs 3 --gradient_accumulation_steps 4 --output_dir ./output --save_model"
     command += " --mixed_precision --use_wandb"
     assert llama(*command.split()) == {
@@ -543,12 +561,18 @@ def test_llama_recipes_values_become_ours(argv, expected):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--use_peft --peft_method lora", "--use_peft needs --lora_rank, which is not here yet (fix: "),
+        (
+            "--use_peft --peft_method lora",
+            "--use_peft needs --lora_rank, which is not here yet (fix: ",
+        ),
         ("--batching_strategy packing", "--batching_strategy packing needs --packing"),
         ("--use_fp16", "--use_fp16 needs --dtype"),
         ("--fsdp_config.pure_bf16", "--fsdp_config.pure_bf16 needs --param_dtype"),
         ("--sharding_strategy NO_SHARD", "--sharding_strategy no_shard is not possible here"),
-        ("--peft_method prefix", "--peft_method prefix is not possible here: leave it out, or write lora"),
+        (
+            "--peft_method prefix",
+            "--peft_method prefix is not possible here: leave it out, or write lora",
+        ),
         ("--freeze_layers", "--freeze_layers is not possible here"),
         ("--model_name a --model b", "--model is given twice (--model_name, --model)"),
         ("--model_name", "--model_name needs a value"),
@@ -563,12 +587,19 @@ def test_llama_recipes_flags_that_cannot_work_say_so(argv, words):
 
 
 def test_use_peft_means_rank_8_unless_the_rank_is_set_elsewhere(tmp_path):
-    lora = {"lora_rank": 8, "lora_alpha": 32.0, "lora_targets": "q_proj,v_proj", "lora_dropout": 0.05}
+    lora = {
+        "lora_rank": 8,
+        "lora_alpha": 32.0,
+        "lora_targets": "q_proj,v_proj",
+        "lora_dropout": 0.05,
+    }
     assert llama("--use_peft", "--peft_method", "lora", cls=WithLora) == lora
     assert llama("--r", "16", "--use_peft", cls=WithLora) == lora | {"lora_rank": 16}
     assert llama("--use_peft", "--lora_alpha", "64", cls=WithLora) == lora | {"lora_alpha": 64.0}
     (tmp_path / "a.yaml").write_text("lora_rank: 4")
-    assert llama("--use_peft", "--config", str(tmp_path / "a.yaml"), cls=WithLora) == lora | {"lora_rank": 4}
+    assert llama("--use_peft", "--config", str(tmp_path / "a.yaml"), cls=WithLora) == lora | {
+        "lora_rank": 4
+    }
 
 
 def test_flags_of_later_versions_work_where_the_recipe_has_the_setting():

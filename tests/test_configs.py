@@ -42,7 +42,9 @@ def test_every_config_is_valid_and_says_what_it_is_for(path):
     assert "GPUs:" in header
 
 
-@pytest.mark.parametrize("path", [p for p in PATHS if "Planned" in header_of(p)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in PATHS if "Planned" in header_of(p)], ids=lambda path: path.stem
+)
 def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     cfg, header = load_config(finetune.Config, path), header_of(path)
     ranks = int(re.search(r"GPUs: +(\d+) x", header)[1])
@@ -52,12 +54,17 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     kind, sizes, others = SHAPES[cfg.model]
     config = AutoConfig.for_model(kind, **dict(zip(NAMES.split(), sizes, strict=True)), **others)
     gib = int(re.search(r"GPUs: +\d+ x (\d+) GB", header)[1])
-    how = {"lora": {"alpha": cfg.lora_alpha, "targets": cfg.lora_targets}, "optimizer": cfg.optimizer}
+    how = {
+        "lora": {"alpha": cfg.lora_alpha, "targets": cfg.lora_targets},
+        "optimizer": cfg.optimizer,
+    }
     how |= {"replicate": ranks // mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]}
     how |= {"local": processes, "packed": cfg.packing, "sync_each": cfg.sync_each_microbatch}
     structure = (config, DTYPES[cfg.param_dtype], cfg.attn, False)
     shards = mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]
-    planner = Planner(structure, DTYPES[cfg.dtype.replace("auto", "bf16")], shards, cfg.seq_len, **how)
+    planner = Planner(
+        structure, DTYPES[cfg.dtype.replace("auto", "bf16")], shards, cfg.seq_len, **how
+    )
     rows = cfg.global_batch_size // ranks or cfg.batch_size * max(1, cfg.grad_accum)
     knobs = {name: getattr(cfg, name) for name in KNOBS} | {"grad_accum": rows // cfg.batch_size}
     need = planner.need(Knobs(**knobs))

@@ -113,7 +113,10 @@ def test_an_empty_field_of_a_table_is_not_there():
     rows = [{"instruction": "a", "input": "", "output": "b"}]
     assert values(write_csv("a.csv", rows)) == [{"instruction": "a", "output": "b"}]
     messy = [{"messages": [{"role": "user", "content": "a", "name": None}]}, {"messages": None}]
-    assert values(write_parquet("a.parquet", messy)) == [{"messages": [{"role": "user", "content": "a"}]}, {}]
+    assert values(write_parquet("a.parquet", messy)) == [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {},
+    ]
 
 
 def test_names_with_commas_and_weights_are_understood_or_refused():
@@ -137,13 +140,25 @@ def test_names_with_commas_and_weights_are_understood_or_refused():
         ("cut.json.gz", gzip.compress(json.dumps(ROWS).encode())[:-9], "not gzip, or cut short"),
         ("plain.jsonl.gz", LINES, "plain.jsonl.gz: not gzip"),
         ("bad.jsonl.gz", gzip.compress(b'{"a": 1}\n{'), "bad.jsonl.gz:2: Expecting"),
-        ("ragged.csv", "a,b\n1,2\n3\n", "ragged.csv row 3: 1 fields, and the first line names 2 columns"),
-        ("semi.csv", "a;b\n1;2\n", "semi.csv:1: one column, ['a;b']: fields are separated by commas"),
+        (
+            "ragged.csv",
+            "a,b\n1,2\n3\n",
+            "ragged.csv row 3: 1 fields, and the first line names 2 columns",
+        ),
+        (
+            "semi.csv",
+            "a;b\n1;2\n",
+            "semi.csv:1: one column, ['a;b']: fields are separated by commas",
+        ),
         ("twice.csv", "a,a\n1,2\n", "twice.csv:1: two columns have one name"),
         ("quote.csv", 'a,b\n"1,2\n', "quote.csv:2: not CSV: unexpected end of data"),
         ("empty.csv", "a,b\n", "empty.csv: no rows"),
         ("page.csv", "<html></html>", "page.csv:1: an HTML page"),
-        ("lfs.parquet", "version https://git-lfs.github.com/spec/v1\n", "lfs.parquet:1: a git-lfs pointer"),
+        (
+            "lfs.parquet",
+            "version https://git-lfs.github.com/spec/v1\n",
+            "lfs.parquet:1: a git-lfs pointer",
+        ),
         ("no.parquet", "a,b\n1,2\n" * 9, "no.parquet: not parquet, or damaged"),
     ],
 )
@@ -164,7 +179,9 @@ def test_a_packed_file_does_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr(containers, "LONGEST", 2**20)
     space, word = gzip.compress(b"[" + b" " * 2**24), gzip.compress(b'["' + b"a" * 2**24)
     assert "space.json.gz row 1: Expecting value" in refusal(write("space.json.gz", space))
-    assert "word.json.gz row 1: an element of more than 1 Mi" in refusal(write("word.json.gz", word))
+    assert "word.json.gz row 1: an element of more than 1 Mi" in refusal(
+        write("word.json.gz", word)
+    )
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64])
@@ -173,7 +190,16 @@ def test_an_array_reads_the_same_wherever_its_text_is_cut(monkeypatch, block):
 
     words = 'a\u00e9\u2028 \\ "[,]'
     whole = [{"text": words}, {"text": "b", "n": [12, -1.5e3, True, None]}, {"text": ""}]
-    texts = [json.dumps(whole), json.dumps(whole, indent=3), "[]", " [ ] ", "[1", "[1,]", "[1 2]", "[1]x"]
+    texts = [
+        json.dumps(whole),
+        json.dumps(whole, indent=3),
+        "[]",
+        " [ ] ",
+        "[1",
+        "[1,]",
+        "[1 2]",
+        "[1]x",
+    ]
     read = {text: list(containers.read_array(io.StringIO(text), Path("f"))) for text in texts}
     assert [value for _, value in read[texts[0]]] == whole
     monkeypatch.setattr(containers, "BLOCK", block)

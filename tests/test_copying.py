@@ -32,7 +32,10 @@ OPTIONAL = (
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     root = tmp_path_factory.mktemp("copying")
-    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 4)
+    model, rows = (
+        tiny_model_folder(root / "model", vocab_size=271),
+        write_rows(root / "rows.jsonl", 4),
+    )
     return f"--model {model} --dataset {rows} --steps 1 --batch_size 4"
 
 
@@ -77,7 +80,9 @@ def test_a_copy_without_the_tiny_model_says_so(tmp_path):
     shutil.copy(ROOT / "recipes" / "finetune.py", tmp_path)
     result = shell("python finetune.py", tmp_path)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
+    assert result.stderr.startswith(
+        "error: recipes/tiny is not here (fix: --model FOLDER --dataset FILE)"
+    )
     assert result.stderr.count("\n") == 1
 
 
@@ -106,16 +111,28 @@ for number, missing.name in enumerate({names!r}):
 def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
     """As in test_a_renamed_folder..., one file at a time, and all in one process."""
     model, dataset = re.findall(r"--(?:model|dataset) (\S+)", flags)
-    settings = {"model": model, "dataset": dataset, "steps": 1, "batch_size": 2, "save_model": False}
+    settings = {
+        "model": model,
+        "dataset": dataset,
+        "steps": 1,
+        "batch_size": 2,
+        "save_model": False,
+    }
     names = [f"utils.{name.replace('/', '.')}" for name in OPTIONAL]
     code = WITHOUT.format(
-        recipes=str(ROOT / "recipes"), root=str(ROOT), names=names, settings=settings, out=tmp_path / "out"
+        recipes=str(ROOT / "recipes"),
+        root=str(ROOT),
+        names=names,
+        settings=settings,
+        out=tmp_path / "out",
     )
     (tmp_path / "without.py").write_text(code)
     result = shell(f"python {tmp_path / 'without.py'}", tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("finished  1 steps") == len(OPTIONAL)
-    not_planned = result.stdout.count("not planned: utils/plan/fit.py or a file that it needs is not here")
+    not_planned = result.stdout.count(
+        "not planned: utils/plan/fit.py or a file that it needs is not here"
+    )
     assert not_planned == len(["fit", "formula", "replay", "reserve", "speed", "states", "trace"])
 
 
@@ -130,14 +147,18 @@ def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
     ],
 )
 @pytest.mark.slow
-def test_a_flag_that_needs_a_file_that_is_left_out_is_refused_in_one_line(tmp_path, flags, name, needed_by):
+def test_a_flag_that_needs_a_file_that_is_left_out_is_refused_in_one_line(
+    tmp_path, flags, name, needed_by
+):
     shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=NOTHING)
     (tmp_path / "utils" / f"{name}.py").unlink()
     shutil.copy(ROOT / "recipes" / "finetune.py", tmp_path)
     result = shell(f"python finetune.py {flags} {needed_by}", tmp_path)
     assert result.returncode == 2, result.stderr
     expected = (
-        "unknown flag --learning_rate" if name == "run/foreign_flags" else f"utils/{name}.py is not here"
+        "unknown flag --learning_rate"
+        if name == "run/foreign_flags"
+        else f"utils/{name}.py is not here"
     )
     assert result.stderr.startswith("error: ")
     assert expected in result.stderr

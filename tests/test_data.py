@@ -77,7 +77,8 @@ def test_an_array_gives_its_elements(write):
 def test_only_line_feeds_end_a_line(write):
     text = "a\u2028b\x85c\u2029\x0b😀\u200d\u202e"
     file = write(
-        "odd.jsonl", json.dumps({"instruction": text, "output": text}, ensure_ascii=False) + "\n" + LINE
+        "odd.jsonl",
+        json.dumps({"instruction": text, "output": text}, ensure_ascii=False) + "\n" + LINE,
     )
     assert read_rows(file)[0].data["output"] == text
     assert read_rows(file)[1].where == "odd.jsonl:2"
@@ -126,9 +127,22 @@ def test_whole_surrogate_pairs_and_escaped_nul_are_text():
 
 
 def test_up_to_ten_different_faults_are_listed(write, tokenizer):
-    values = [[], 5, "x", None, True, [5], [{}], [{"role": 5}], [{"role": "bot"}], [{"role": "user"}]]
+    values = [
+        [],
+        5,
+        "x",
+        None,
+        True,
+        [5],
+        [{}],
+        [{"role": 5}],
+        [{"role": "bot"}],
+        [{"role": "user"}],
+    ]
     bad = ["{]", *(json.dumps({"messages": value}) for value in values), "5", "[]"]
-    lines = refusal(load_examples, write("bad.jsonl", "\n".join([LINE, *bad])), tokenizer, 64).splitlines()
+    lines = refusal(
+        load_examples, write("bad.jsonl", "\n".join([LINE, *bad])), tokenizer, 64
+    ).splitlines()
     assert [line.split(": ")[0] for line in lines[:10]] == [f"bad.jsonl:{n}" for n in range(2, 12)]
     assert lines[10:] == ["and perhaps more: nothing was read after that"]
 
@@ -202,12 +216,12 @@ def test_long_rows_are_cut_or_dropped_and_counted(write, tokenizer):
     assert [item.where for item in examples] == ["rows.json row 1", "rows.json row 2"]
     assert max(len(item.ids) for item in examples) == 64
     assert examples.notes["cut at --seq_len"] == 1
-    assert examples.dropped == {"nothing taught in the first 64 tokens": 2}
+    assert examples.dropped == {"no trained token in the first 64 tokens": 2}
     message = refusal(
         load_examples, write("long.json", json.dumps([long_question] * 3)), tokenizer, seq_len=64
     )
     assert message == (
-        "long.json: all 3 rows were dropped: 3 x nothing taught in the first 64 tokens; raise --seq_len"
+        "long.json: all 3 rows were dropped: 3 x no trained token in the first 64 tokens; raise --seq_len"
     )
 
 
@@ -227,21 +241,29 @@ def test_a_form_that_is_given_is_not_guessed(write, tokenizer):
     assert list(plain.labels) == list(plain.ids)
     assert len(load_examples(file, tokenizer, seq_len=64)[0].ids) > len(plain.ids)
     line = refusal(load_examples, file, tokenizer, seq_len=64, form="chat")
-    assert line.startswith("both.jsonl:1: messages: missing; the row has 'instruction', 'input', 'output'")
+    assert line.startswith(
+        "both.jsonl:1: messages: missing; the row has 'instruction', 'input', 'output'"
+    )
 
 
 def test_what_is_left_out_is_counted_in_the_summary(write, tokenizer):
     talk = [{"from": who, "value": who} for who in ("gpt", "human", "gpt")]
-    examples = load_examples(write("s.json", json.dumps([{"conversations": talk}] * 3)), tokenizer, 64)
+    examples = load_examples(
+        write("s.json", json.dumps([{"conversations": talk}] * 3)), tokenizer, 64
+    )
     assert "3 turns of the assistant before the first of the user left out" in examples.summary()
 
 
 def test_the_fingerprint_follows_contents_and_order(write, tokenizer):
     def fingerprint(name, *rows):
-        return load_examples(write(name, "\n".join(map(json.dumps, rows))), tokenizer, seq_len=64).fingerprint
+        return load_examples(
+            write(name, "\n".join(map(json.dumps, rows))), tokenizer, seq_len=64
+        ).fingerprint
 
     other = {**ALPACA, "output": "4"}
-    assert fingerprint("a.jsonl", ALPACA, other) == fingerprint("b.jsonl", {**ALPACA, "id": 1}, other)
+    assert fingerprint("a.jsonl", ALPACA, other) == fingerprint(
+        "b.jsonl", {**ALPACA, "id": 1}, other
+    )
     assert fingerprint("a.jsonl", ALPACA, other) != fingerprint("b.jsonl", other, ALPACA)
 
 
@@ -258,9 +280,9 @@ def examples_of(part: Part) -> Examples:
     part.close("f")
     bounds = torch.tensor([0, *part.lengths]).cumsum(0)
     ids = torch.frombuffer(part.ids, dtype=torch.int32)
-    taught = torch.frombuffer(part.taught, dtype=torch.uint8)
-    trained = torch.tensor(part.trained)
-    return Examples(ids, taught, bounds, trained, torch.tensor(part.keys), part.where)
+    trained = torch.frombuffer(part.loss_mask, dtype=torch.uint8)
+    trained = torch.tensor(part.trained_tokens)
+    return Examples(ids, trained, bounds, trained, torch.tensor(part.keys), part.where)
 
 
 def test_a_row_is_held_out_whatever_stands_around_it():
@@ -296,7 +318,10 @@ def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
 
 
 def test_columns_are_renamed_and_those_that_no_row_has_are_named(write, tokenizer):
-    rows = [{"question": "1 + 1?", "answer": "2", "label_name": "sum"}, {"question": "2?", "answer": "2"}]
+    rows = [
+        {"question": "1 + 1?", "answer": "2", "label_name": "sum"},
+        {"question": "2?", "answer": "2"},
+    ]
     file = write("sums.jsonl", "\n".join(map(json.dumps, rows)))
     assert "its keys are 'question', 'answer'" in refusal(load_examples, file, tokenizer, 64)
     read = load_examples(file, tokenizer, 64, columns="instruction=question, output=answer")
@@ -323,7 +348,9 @@ BAD = [
 
 
 def test_bad_rows_are_dropped_counted_and_listed_if_asked(write, tokenizer, tmp_path):
-    file = write("chat.jsonl", "\n".join([BAD[0], LINE, BAD[1], BAD[2], LINE, BAD[3], json.dumps(TURNS)]))
+    file = write(
+        "chat.jsonl", "\n".join([BAD[0], LINE, BAD[1], BAD[2], LINE, BAD[3], json.dumps(TURNS)])
+    )
     assert len(refusal(load_examples, file, tokenizer, 64).splitlines()) == 4
     examples = load_examples(file, tokenizer, 64, bad_rows="drop")
     assert [item.where for item in examples] == ["chat.jsonl:2", "chat.jsonl:5", "chat.jsonl:7"]
@@ -341,8 +368,9 @@ def test_bad_rows_are_dropped_counted_and_listed_if_asked(write, tokenizer, tmp_
         "images",
     ]
     only_bad = write("only_bad.jsonl", BAD[0])
-    assert "all 1 rows were dropped: 1 x bad rows; the first: only_bad.jsonl:1: messages[1]" in refusal(
-        load_examples, only_bad, tokenizer, 64, bad_rows="drop"
+    assert (
+        "all 1 rows were dropped: 1 x bad rows; the first: only_bad.jsonl:1: messages[1]"
+        in refusal(load_examples, only_bad, tokenizer, 64, bad_rows="drop")
     )
 
 
@@ -355,7 +383,9 @@ def test_a_file_that_cannot_be_read_further_is_no_bad_row(write, tokenizer):
 def shares(examples) -> list[int]:
     """How many examples count of each source."""
     rows = torch.arange(len(examples.keys)) if examples.rows is None else examples.rows
-    return [int(((rows >= origin.first) & (rows < origin.last)).sum()) for origin in examples.origins]
+    return [
+        int(((rows >= origin.first) & (rows < origin.last)).sum()) for origin in examples.origins
+    ]
 
 
 def test_weights_count_what_is_drawn_after_long_texts_are_cut_or_dropped(write, tokenizer):
@@ -377,7 +407,9 @@ def test_weights_count_what_is_drawn_after_long_texts_are_cut_or_dropped(write, 
     train, held_out = split_by_hash(mixed, 0.3)
     assert len(train) + len(held_out) == 60  # of those that are drawn
     write("d.jsonl", json.dumps({"instruction": "word " * 300, "output": "d"}))
-    assert "d.jsonl: no row is left of it" in refusal(load_examples, "a.jsonl:1,d.jsonl:1", tokenizer, 64)
+    assert "d.jsonl: no row is left of it" in refusal(
+        load_examples, "a.jsonl:1,d.jsonl:1", tokenizer, 64
+    )
 
 
 def test_the_form_and_each_sources_share_are_told(write, tokenizer):
@@ -403,7 +435,9 @@ def test_the_form_and_each_sources_share_are_told(write, tokenizer):
 def test_all_rows_are_checked_before_one_is_tokenized(write, tokenizer, monkeypatch):
     file = write("late.jsonl", "\n".join([LINE] * 3000 + [BAD[0]]))
     monkeypatch.setattr(encode, "encode_chats", lambda *_: pytest.fail("a row is tokenized"))
-    assert refusal(load_examples, file, tokenizer, 64).startswith("late.jsonl:3001: messages[1].role")
+    assert refusal(load_examples, file, tokenizer, 64).startswith(
+        "late.jsonl:3001: messages[1].role"
+    )
 
 
 def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypatch):
@@ -422,17 +456,22 @@ def rows_of(batches) -> list[str]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 23, 64])
-@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 16), (1, 3), (2, 8), (4, 1), (3, 2), (16, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "batch_size"), [(1, 16), (1, 3), (2, 8), (4, 1), (3, 2), (16, 1)]
+)
 def test_global_batches_do_not_depend_on_ranks_or_batch_size(rows, ranks, batch_size):
     examples, size = numbered(rows), 16
-    loaders = [GlobalBatches(examples, 7, size, batch_size, rank, ranks, pad_id=0) for rank in range(ranks)]
+    loaders = [
+        GlobalBatches(examples, 7, size, batch_size, rank, ranks, pad_id=0) for rank in range(ranks)
+    ]
     steps = loaders[0].per_epoch
     assert steps == -(-rows // size)
     for epoch in range(2):
         order = permutation(rows, f"{examples.fingerprint} 7 {epoch}").tolist()
         for k in range(steps):
             dealt = [loader.batches(epoch * steps + k) for loader in loaders]
-            assert len({len(batches) for batches in dealt}) == 1  # equally many collectives on all ranks
+            # equally many collectives on all ranks
+            assert len({len(batches) for batches in dealt}) == 1
             want = sorted(f"f:{i}" for i in order[k * size : (k + 1) * size])
             assert rows_of([batch for batches in dealt for batch in batches]) == want
 
@@ -441,7 +480,11 @@ def test_every_row_is_trained_once_an_epoch_in_a_new_order():
     loader = GlobalBatches(numbered(50), 0, 8, 4, 0, 1, pad_id=0)
     epochs = [[rows_of(loader.batches(step)) for step in range(e * 7, e * 7 + 7)] for e in range(2)]
     assert [len(step) for step in epochs[0]] == [8] * 6 + [2]
-    assert sorted(sum(epochs[0], [])) == sorted(sum(epochs[1], [])) == sorted(f"f:{i}" for i in range(50))
+    assert (
+        sorted(sum(epochs[0], []))
+        == sorted(sum(epochs[1], []))
+        == sorted(f"f:{i}" for i in range(50))
+    )
     assert epochs[0] != epochs[1]
     other_seed = GlobalBatches(numbered(50), 1, 8, 4, 0, 1, pad_id=0)
     assert rows_of(other_seed.batches(0)) != epochs[0][0]
@@ -476,7 +519,11 @@ def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():
     assert batch.ids.tolist() == [[5, 6, 7, 0, 0, 0, 0, 0], [2] * 8]
     assert batch.labels.tolist() == [[IGNORE, IGNORE, 7] + [IGNORE] * 5, [IGNORE] + [2] * 7]
     assert batch.mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]
-    assert (batch.ids.dtype, batch.labels.dtype, batch.mask.dtype) == (torch.int64, torch.int64, torch.bool)
+    assert (batch.ids.dtype, batch.labels.dtype, batch.mask.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.bool,
+    )
     assert batch.where == ["a", "f:1"]
     assert batch.to("meta").ids.device.type == "meta"
 
@@ -492,8 +539,12 @@ def of_kind(kind):
 
 def test_a_row_that_inference_would_ask_for_otherwise_is_told_once(write, capsys):
     write("a.jsonl", f"{LINE}\n{LINE}\n")
-    opened = load_examples("a.jsonl", of_kind("a prompt that opens thoughts which no answer has"), 256)
-    assert opened.problem.startswith("a.jsonl:1: the chat template of the tokenizer ends its prompt with")
+    opened = load_examples(
+        "a.jsonl", of_kind("a prompt that opens thoughts which no answer has"), 256
+    )
+    assert opened.problem.startswith(
+        "a.jsonl:1: the chat template of the tokenizer ends its prompt with"
+    )
     print_data("a.jsonl", opened.summary(), opened, None)
     out = capsys.readouterr().out
     assert out.count("warning: a.jsonl:1: the chat template") == 1
@@ -501,15 +552,24 @@ def test_a_row_that_inference_would_ask_for_otherwise_is_told_once(write, capsys
 
 
 def test_a_note_names_its_first_row(write):
-    thought = {"messages": [GOOD["messages"][0], GOOD["messages"][1] | {"reasoning_content": "So."}]}
+    thought = {
+        "messages": [GOOD["messages"][0], GOOD["messages"][1] | {"reasoning_content": "So."}]
+    }
     write("a.jsonl", "\n".join([LINE, json.dumps(thought), json.dumps(thought)]))
     summary = load_examples("a.jsonl", of_kind("plain"), 256).summary()
     template = "the chat template of the tokenizer"
-    assert f"2 rows with reasoning_content, which {template} does not write (the first: a.jsonl:2)" in summary
+    assert (
+        f"2 rows with reasoning_content, which {template} does not write (the first: a.jsonl:2)"
+        in summary
+    )
 
 
 def test_each_answer_of_a_row_may_be_a_sequence_of_its_own(write):
-    turns = [*GOOD["messages"], {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Ho"}]
+    turns = [
+        *GOOD["messages"],
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "Ho"},
+    ]
     write("a.jsonl", json.dumps({"messages": turns}))
     tokenizer = of_kind("empty thoughts in the last answer")
     examples = load_examples("a.jsonl", tokenizer, 256)

@@ -63,7 +63,11 @@ def test_bad_input_is_one_line_and_exit_code_2():
 
 
 def test_several_errors_are_several_lines():
-    assert run("raise ConfigError(['one', 'two'], agreed=True)") == (2, "", "error: one\nerror: two\n")
+    assert run("raise ConfigError(['one', 'two'], agreed=True)") == (
+        2,
+        "",
+        "error: one\nerror: two\n",
+    )
 
 
 FORGED = "x\nerror: forged\r\x1b[2J\x1b]0;title\x07\u2028error: forged\u202egnp.exe\x9b31m\x00\x85\x0b\udcff"
@@ -77,7 +81,15 @@ def test_control_characters_are_escaped_once_and_everything_else_stays():
     assert escaped("a\nb\rc", keep="\n") == "a\nb\\rc"
     plain = "\ttab, ünïcödé, 数据, עברית, \U0001f468\u200d\U0001f469, C:\\new"
     assert escaped(plain) == plain
-    for number in [*range(32), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), 0x2066, 0x2069]:
+    for number in [
+        *range(32),
+        *range(0x7F, 0xA0),
+        0x2028,
+        0x2029,
+        *range(0x202A, 0x202F),
+        0x2066,
+        0x2069,
+    ]:
         assert escaped(chr(number)).isprintable() or chr(number) == "\t"
 
 
@@ -104,7 +116,13 @@ def test_whatever_others_raise_is_one_line_and_ctrl_c_passes():
     class Panic(BaseException):
         """As Rust's."""
 
-    for error in (KeyError("x\ny"), Panic("a\n\n  b"), RecursionError(), MemoryError(), StopIteration(3)):
+    for error in (
+        KeyError("x\ny"),
+        Panic("a\n\n  b"),
+        RecursionError(),
+        MemoryError(),
+        StopIteration(3),
+    ):
         with (
             pytest.raises(ConfigError, match="^config.json: ") as caught,
             others_code("config.json", "another"),
@@ -160,7 +178,9 @@ def test_what_a_model_says_does_not_move_the_cursor(capsys):
     assert capsys.readouterr().out == "two\nlines \\u001b[2J\\rerror: forged\\u202e\n\n"
 
 
-@pytest.mark.parametrize("flag", ["model", "dataset", "tokenizer", "chat_template", "verify", "eval_dataset"])
+@pytest.mark.parametrize(
+    "flag", ["model", "dataset", "tokenizer", "chat_template", "verify", "eval_dataset"]
+)
 def test_a_flag_cannot_forge_a_line(flag, tmp_path, capsys):
     """Its value is named in the error that it leads to."""
     rows = tmp_path / "rows.jsonl"
@@ -182,7 +202,11 @@ def test_a_flag_cannot_forge_a_line(flag, tmp_path, capsys):
 def test_another_rank_gives_rank_0_time_to_speak_and_is_silent_where_all_agree():
     started = time.monotonic()
     agreed = start("raise ConfigError('one', agreed=True)", rank=1)
-    assert run("raise ConfigError('one error: x')", rank=1) == (2, "", "error: rank 1: one error: x\n")
+    assert run("raise ConfigError('one error: x')", rank=1) == (
+        2,
+        "",
+        "error: rank 1: one error: x\n",
+    )
     assert (*agreed.communicate(timeout=60), agreed.returncode) == ("", "", 2)
     assert time.monotonic() - started > 4
 

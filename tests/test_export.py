@@ -44,7 +44,12 @@ CASES = {  # name: (family, dtype, files of the base, changes to LORA)
     ),
     "a head that was trained": ("llama", BF16, 2, {"modules_to_save": ["lm_head"]}),
     "embedding and head": ("llama", FP32, 2, {"target_modules": ["embed_tokens", "lm_head"]}),
-    "tied, both adapted": ("qwen2", BF16, 1, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "tied, both adapted": (
+        "qwen2",
+        BF16,
+        1,
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    ),
     "tied, the head trained": ("qwen2", BF16, 1, {"modules_to_save": ["lm_head"]}),
     "tied, the embedding trained": ("qwen2", FP32, 2, {"modules_to_save": ["embed_tokens"]}),
     "biases": ("qwen2", BF16, 1, {"bias": "all"}),
@@ -61,7 +66,11 @@ CASES = {  # name: (family, dtype, files of the base, changes to LORA)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -113,13 +122,16 @@ def test_a_merge_is_bit_equal_to_pefts_and_leaves_its_sources_alone(case, tmp_pa
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
     assert any(
-        name not in tensors(base) or not torch.equal(t, tensors(base)[name]) for name, t in found.items()
+        name not in tensors(base) or not torch.equal(t, tensors(base)[name])
+        for name, t in found.items()
     )
     configs = [json.loads((folder / "config.json").read_text()) for folder in (expected, out)]
     assert configs[0].get("tie_word_embeddings") == configs[1].get("tie_word_embeddings")
     assert (contents(base), contents(adapter)) == before
     ids = torch.arange(12)[None]
-    logits = [AutoModelForCausalLM.from_pretrained(f, dtype="auto")(ids).logits for f in (expected, out)]
+    logits = [
+        AutoModelForCausalLM.from_pretrained(f, dtype="auto")(ids).logits for f in (expected, out)
+    ]
     assert torch.equal(*logits)
 
 
@@ -141,7 +153,8 @@ def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(tmp_path):
     tokenizer.save_pretrained(adapter)
     out = exported(tmp_path / "out", adapter=adapter)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
-    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 4]  # 4: <|im_end|>
+    # 4: <|im_end|>
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
     assert contents(out)["config.json"] == contents(base)["config.json"]
 
 
@@ -162,10 +175,14 @@ def test_an_adapter_of_another_base_is_refused_by_name_before_anything_is_writte
             exported(tmp_path / "out", model=wrong, adapter=adapter)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     damaged(adapter, lambda stored: stored.update({name.replace("0", "7"): stored[name].clone()}))
-    with pytest.raises(ConfigError, match=r"does not fit this base: model\.layers\.7\.self_attn\.q_proj"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit this base: model\.layers\.7\.self_attn\.q_proj"
+    ):
         exported(tmp_path / "out", model=base, adapter=adapter)
     damaged(adapter, lambda stored: [stored.pop(n) for n in (name, name.replace("0", "7"))])
-    with pytest.raises(ConfigError, match=r"does not fit this base: model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit this base: model\.layers\.0\.self_attn\.q_proj"
+    ):
         exported(tmp_path / "out", model=base, adapter=adapter)
     assert not (tmp_path / "out").exists()
 
@@ -241,7 +258,11 @@ def export_while_the_run_saves(world, flags, late: bool) -> None:
     looks after that, if it looks. The run removes the older one while its weights are read; late: at once.
     """
     checkpoints = Path(flags["checkpoint"]) / "checkpoints"
-    newer, look, load = checkpoints / "step_00000002", trained_run.newest_checkpoint, export.load_weights
+    newer, look, load = (
+        checkpoints / "step_00000002",
+        trained_run.newest_checkpoint,
+        export.load_weights,
+    )
 
     def look_and_go_on(folder: Path) -> Path:
         if world.rank:
@@ -307,7 +328,9 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_one_line_and_no_model(run, t
     flags = {"checkpoint": str(saving), "output_dir": str(tmp_path / "out" / "model")}
     gone = saving / "checkpoints" / "step_00000001"
     fix = "start again: the newest is taken; or a larger --keep for that run"
-    line = f"{gone} was removed while it was read: its run keeps only newer checkpoints (fix: {fix})"
+    line = (
+        f"{gone} was removed while it was read: its run keeps only newer checkpoints (fix: {fix})"
+    )
     assert run_ranks(export_what_is_removed, 2, flags) == [line, line]
     assert not (tmp_path / "out").exists()
 
@@ -317,7 +340,12 @@ def lora_run(root: Path, **flags) -> Path:
     model = tiny_model_folder(root / "base", vocab_size=271)
     rows = write_rows(root / "rows.jsonl", 8)
     flags = {"lora_rank": 4, "lora_targets": "q_proj,v_proj", "use_rslora": True, "lr": 0.1} | flags
-    flags |= {"model": str(model), "dataset": str(rows), "output_dir": str(root / "run"), "steps": 2}
+    flags |= {
+        "model": str(model),
+        "dataset": str(rows),
+        "output_dir": str(root / "run"),
+        "steps": 2,
+    }
     return finetune.main(finetune.Config(**flags))
 
 

@@ -35,7 +35,7 @@ NEEDS = {"gemma3n": "timm"}  # packages that a family asks for while it is built
 
 
 def some_batch() -> Batch:
-    """Rows whose prompt is not taught, one of them padded."""
+    """Rows whose prompt is not trained, one of them padded."""
     ids = torch.randint(3, VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
     labels, mask = ids.clone(), torch.ones_like(ids, dtype=torch.bool)
     labels[:, :5] = IGNORE
@@ -68,7 +68,9 @@ def sweep(world, model_type: str, root: Path) -> list[str]:
             raise
         folder = root / "remedied"  # what the message says to do
         if world.rank == 0:
-            family_model(model_type, config=config).save_pretrained(folder, save_original_format=False)
+            family_model(model_type, config=config).save_pretrained(
+                folder, save_original_format=False
+            )
         gather(world, None)
 
     wrong = []
@@ -76,7 +78,9 @@ def sweep(world, model_type: str, root: Path) -> list[str]:
         if dtype == torch.bfloat16 and model_type in NOT_IN_BF16:
             continue
         model, pieces = load(world, folder, dtype)
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) if world.rank == 0 else None
+        reference = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) if world.rank == 0 else None
+        )
         if reference is not None and model_type in OVERWRITTEN:
             stored = family_model(model_type, config=config).to(dtype)
             reference.load_state_dict(stored.state_dict())
@@ -115,7 +119,9 @@ def compare_logits(model, reference, dtype) -> list[str]:
 def compare_files(folder: Path, saved: Path) -> list[str]:
     """Names, dtypes and bits."""
     read = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-    written = {name: t for file in saved.glob("*.safetensors") for name, t in load_file(file).items()}
+    written = {
+        name: t for file in saved.glob("*.safetensors") for name, t in load_file(file).items()
+    }
     differ = read.keys() ^ written.keys()
     for name in read.keys() & written.keys():
         if read[name].dtype != written[name].dtype or not torch.equal(read[name], written[name]):
@@ -128,10 +134,10 @@ def compare_gradients(model, reference, world, exact: bool) -> list[str]:
     near.
     """
     batch, wrong = some_batch(), []
-    taught = (batch.labels[:, 1:] != IGNORE).sum()
+    trained = (batch.labels[:, 1:] != IGNORE).sum()
     add_chunked_loss(model)
     check_chunked_loss(model, world.device)
-    loss = summed_cross_entropy(model.train(), batch) / taught
+    loss = summed_cross_entropy(model.train(), batch) / trained
     loss.backward()
     ours = {}
     for name, parameter in model.named_parameters():
@@ -167,7 +173,8 @@ def test_a_family_equals_from_pretrained_in_logits_loss_gradients_and_files_on_t
     assert not wrong, wrong[:5]
 
 
-AT_ONCE = ["falcon_h1", "inkling_text"]  # went wrong before, one in a buffer and one in the backward
+# went wrong before, one in a buffer and one in the backward
+AT_ONCE = ["falcon_h1", "inkling_text"]
 
 
 @pytest.mark.parametrize("model_type", AT_ONCE)
@@ -176,7 +183,8 @@ def test_a_family_that_once_differed_is_equal(model_type, tmp_path):
     assert not wrong, wrong[:5]
 
 
-@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "xglm"])  # weights in fp32, and a buffer in bf16
+# weights in fp32, and a buffer in bf16
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "xglm"])
 def test_a_model_that_is_not_sharded_has_the_dtypes_of_from_pretrained(model_type, tmp_path):
     family_model(model_type).save_pretrained(tmp_path)
     model = build_model(AutoConfig.from_pretrained(tmp_path), torch.bfloat16)
@@ -243,7 +251,9 @@ def test_layers_that_share_weights_do(model_type):
 
 def test_the_list_in_the_readme_is_that_of_the_sweep():
     text = README.read_text()
-    listed = re.search(r"<!-- trained -->\n(.*?)\n<!-- refused -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
+    listed = re.search(
+        r"<!-- trained -->\n(.*?)\n<!-- refused -->\n(.*?)\n<!-- end -->", text, re.DOTALL
+    )
     trained, refused = (set(re.findall(r"`([^`]+)`", part)) for part in listed.groups())
     assert not trained & refused
     assert refused == set(NOT_CAUSAL)

@@ -29,8 +29,11 @@ KINDS = ("16bit", "8bit", "4bit")
 # How far codes may move the logits of a random model, as a share of their norm. Codes that are taken for
 # numbers, or numbers for codes, move them by their whole norm and more.
 FAR = {"8bit": 0.3, "4bit": 0.9}
-CONV1D = "has no linear layer that can be: "  # of gpt2's kind, whose weights lie the other way round
-REFUSED = {(name, kind): CONV1D for name in ("gpt2", "gpt-sw3", "openai-gpt") for kind in ("8bit", "4bit")}
+# of gpt2's kind, whose weights lie the other way round
+CONV1D = "has no linear layer that can be: "
+REFUSED = {
+    (name, kind): CONV1D for name in ("gpt2", "gpt-sw3", "openai-gpt") for kind in ("8bit", "4bit")
+}
 
 
 @pytest.mark.slow
@@ -119,7 +122,9 @@ def step(model_type: str, folder: Path, kind: str, plain: torch.Tensor) -> None:
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0, error_if_nonfinite=True)
         assert norm > 0
         optimizer.step()
-    moved = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.any()]
+    moved = [
+        parameter for parameter in trained if parameter.grad is not None and parameter.grad.any()
+    ]
     assert len(moved) >= 6, f"{len(moved)} of {len(trained)} parameters have a gradient"
     if kind == "16bit":
         ours = logits_of(model.eval())

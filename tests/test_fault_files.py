@@ -39,7 +39,9 @@ from utils.train.checkpoint import CheckpointSaver
 from utils.train.resume import damage, find_checkpoint
 
 slow = pytest.mark.slow
-MAY_MOUNT = shutil.which("unshare") and not subprocess.run(["unshare", "--mount", "true"]).returncode
+MAY_MOUNT = (
+    shutil.which("unshare") and not subprocess.run(["unshare", "--mount", "true"]).returncode
+)
 root_only = pytest.mark.skipif(not MAY_MOUNT, reason="mounting a small disk needs root")
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
 
@@ -48,7 +50,10 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_
 def whole(tmp_path_factory):
     """(flags, folder) of an uninterrupted run on 2 ranks with checkpoints after steps 2, 4 and 5."""
     root = tmp_path_factory.mktemp("files")
-    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 14)
+    model, rows = (
+        tiny_model_folder(root / "model", vocab_size=271),
+        write_rows(root / "rows.jsonl", 14),
+    )
     flags = {**RUN, "model": str(model), "dataset": str(rows)}
     return flags, run_ranks(train, 2, flags, root / "whole")[0]
 
@@ -135,7 +140,9 @@ def test_a_disk_that_fills_during_a_run_ends_it_in_one_line_and_it_goes_on_when_
         when((out / "checkpoints" / "latest").exists, lambda: fill(disk, 2**16))
         ended = shell(f"python recipes/finetune.py {words(flags, out)}", FAULT="step:0:3:3")
         assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-        assert ended.stderr.startswith("error: no space left: need 0.001 GiB, have 0.000 GiB at " + str(out))
+        assert ended.stderr.startswith(
+            "error: no space left: need 0.001 GiB, have 0.000 GiB at " + str(out)
+        )
         assert names(out / "checkpoints") == ["latest", "step_00000002"]
         assert damage(out / "checkpoints" / "step_00000002") == ""
         (disk / "filler").unlink()
@@ -147,7 +154,9 @@ def test_a_disk_that_fills_during_a_run_ends_it_in_one_line_and_it_goes_on_when_
 
 @slow
 @root_only
-def test_a_disk_without_inodes_is_one_line_and_every_checkpoint_on_it_is_sound(whole, tmp_path, capsys):
+def test_a_disk_without_inodes_is_one_line_and_every_checkpoint_on_it_is_sound(
+    whole, tmp_path, capsys
+):
     """Row 21, wherever in the run the last inode goes."""
     sound = 0
     for inodes in (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 23):
@@ -283,7 +292,9 @@ def poison(checkpoint, mark, where):
 @pytest.mark.parametrize(
     "where", ["metadata", *(pytest.param(n, marks=slow) for n in ("byte entry", "tensor"))]
 )
-def test_a_payload_in_a_checkpoint_does_not_run_though_the_manifest_vouches_for_it(half, tmp_path, where):
+def test_a_payload_in_a_checkpoint_does_not_run_though_the_manifest_vouches_for_it(
+    half, tmp_path, where
+):
     """Rows 30 and 31."""
     (flags, out), mark = half, tmp_path / "mark"
     newest = out / "checkpoints" / "step_00000004"
@@ -293,7 +304,8 @@ def test_a_payload_in_a_checkpoint_does_not_run_though_the_manifest_vouches_for_
     assert not mark.exists()
     with suppress(CheckpointException):
         dcp.load({"loader": None}, checkpoint_id=newest, no_dist=True)
-    assert mark.exists() == (where != "tensor")  # it is a live one, but torch itself is careful with tensors
+    # it is a live one, but torch itself is careful with tensors
+    assert mark.exists() == (where != "tensor")
 
 
 POINTERS = ["step_00000002\n", "", "step_00000099\n", "/etc\n", "../../elsewhere\n", "\0\xff", None]
@@ -301,7 +313,9 @@ POINTERS = ["step_00000002\n", "", "step_00000099\n", "/etc\n", "../../elsewhere
 
 @slow
 @pytest.mark.parametrize("text", POINTERS)
-def test_neither_the_pointer_nor_times_say_which_checkpoint_is_the_newest(half, capsys, monkeypatch, text):
+def test_neither_the_pointer_nor_times_say_which_checkpoint_is_the_newest(
+    half, capsys, monkeypatch, text
+):
     """Rows 34 and 53: the pointer is stale, empty or leads elsewhere; clocks jumped or stood."""
     pointer = half[1] / "checkpoints" / "latest"
     newest, before = pointer.with_name("step_00000004"), pointer.with_name("step_00000002")
@@ -387,7 +401,9 @@ def test_a_resume_that_would_be_another_run_is_refused_by_field(whole, adapted, 
 
 @slow
 @pytest.mark.parametrize("kind", ALLOWED)
-def test_a_resume_with_other_settings_goes_on_and_says_what_changed(whole, half, tmp_path, capsys, kind):
+def test_a_resume_with_other_settings_goes_on_and_says_what_changed(
+    whole, half, tmp_path, capsys, kind
+):
     (flags, out), (change, says) = half, ALLOWED[kind]
     train(None, {**flags, **(change(flags, tmp_path) if callable(change) else change)}, out)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed ")]
@@ -404,14 +420,18 @@ def test_a_resume_with_other_settings_goes_on_and_says_what_changed(whole, half,
 def test_a_line_of_ten_megabytes_is_cut_and_counted_and_the_others_train(whole, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     answers = ["1", "a word " * 1_500_000, "2", "3"]
-    rows.write_text("".join(json.dumps({"instruction": "Say.", "output": a}) + "\n" for a in answers))
+    rows.write_text(
+        "".join(json.dumps({"instruction": "Say.", "output": a}) + "\n" for a in answers)
+    )
     changes = {"dataset": str(rows), "seq_len": 256, "eval_share": 0.0, "steps": 2}
     out = train(None, {**whole[0], **changes}, tmp_path / "out")
     printed = capsys.readouterr().out
     assert f"{rows}: 4 rows, " in printed
     assert "1 cut at --seq_len" in printed
     assert [number[0] for number in curve(out)] == [1, 2]
-    assert json.loads((out / "plan.json").read_text())["measured"]["peak_memory_bytes"][0] < 3 * 2**30
+    assert (
+        json.loads((out / "plan.json").read_text())["measured"]["peak_memory_bytes"][0] < 3 * 2**30
+    )
 
 
 # --- rows 51, 54 and 56 to 58: what is around a run
@@ -426,9 +446,12 @@ def test_a_folder_in_use_is_refused_and_that_of_a_dead_process_is_taken_over(who
     first = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     try:
         log = out / "metrics.jsonl"
-        when(lambda: log.exists() and log.read_text().count("\n") == 3).join()  # it sleeps in the fourth step
+        # it sleeps in the fourth step
+        when(lambda: log.exists() and log.read_text().count("\n") == 3).join()
         before = times(out)
-        assert f"{out} is in use by process {first.pid} on {os.uname().nodename}" in refused(flags, out)
+        assert f"{out} is in use by process {first.pid} on {os.uname().nodename}" in refused(
+            flags, out
+        )
         assert times(out) == before
     finally:
         first.kill()
@@ -499,7 +522,9 @@ def test_words_of_every_script_train_where_the_locale_knows_none(whole, tmp_path
     """Row 58: rows and their file in Chinese; Python told to take ASCII for everything."""
     rows = tmp_path / "数据.jsonl"
     chats = [{"instruction": f"数到 {i}", "output": "一二三四五"[: i + 1]} for i in range(5)]
-    rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chats), encoding="utf-8")
+    rows.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chats), encoding="utf-8"
+    )
     flags = {**whole[0], "dataset": str(rows), "eval_share": 0.0}
     locale = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = shell(f"python recipes/finetune.py {words(flags, tmp_path / 'out')}", **locale)
@@ -529,7 +554,8 @@ def train_and_die(world, flags, out, point):
 
 @slow
 @pytest.mark.parametrize(
-    ("point", "newest"), [("data:1:4", 2), ("rename:0:4", 2), ("adapter write", 5), ("adapter rename", 5)]
+    ("point", "newest"),
+    [("data:1:4", 2), ("rename:0:4", 2), ("adapter write", 5), ("adapter rename", 5)],
 )
 def test_a_killed_save_of_adapters_is_absent_and_the_run_goes_on_to_the_same_bits(
     adapted, tmp_path, point, newest
@@ -542,7 +568,9 @@ def test_a_killed_save_of_adapters_is_absent_and_the_run_goes_on_to_the_same_bit
     assert [damage(path) for path in found] == [""] * len(found)
     assert not (out / "adapter").exists()
     run_ranks(train, 2, flags, out)
-    ours, theirs = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (out, whole))
+    ours, theirs = (
+        load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (out, whole)
+    )
     assert same_tensors(ours, theirs)
     assert curve(out) == curve(whole)
     assert not list(out.rglob(".tmp*"))
@@ -551,8 +579,15 @@ def test_a_killed_save_of_adapters_is_absent_and_the_run_goes_on_to_the_same_bit
 @slow
 def test_an_adapter_of_another_shape_is_refused_by_name(adapted, tmp_path, capsys):
     model = tiny_model_folder(tmp_path / "model", vocab_size=271, hidden_size=32)
-    flags = {**adapted[0], "lora_rank": 0, "adapter": str(adapted[1] / "adapter"), "model": str(model)}
-    assert "layers.0.mlp.down_proj.lora_B.weight [32, 4], there [64, 4]" in refused(flags, tmp_path / "out")
+    flags = {
+        **adapted[0],
+        "lora_rank": 0,
+        "adapter": str(adapted[1] / "adapter"),
+        "model": str(model),
+    }
+    assert "layers.0.mlp.down_proj.lora_B.weight [32, 4], there [64, 4]" in refused(
+        flags, tmp_path / "out"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -583,7 +618,15 @@ def test_a_disk_that_fills_during_a_save_leaves_the_checkpoint_before_and_nothin
         folder = disk / "checkpoints"
         run_ranks(save_and_fill, 2, folder, None)
         needed = sum(file.stat().st_size for file in (folder / "step_00000002").iterdir())
-        for leave in (0, 8192, needed // 4, needed // 2, needed - 40960, needed - 8192, needed - 4096):
+        for leave in (
+            0,
+            8192,
+            needed // 4,
+            needed // 2,
+            needed - 40960,
+            needed - 8192,
+            needed - 4096,
+        ):
             for text, agreed, unchanged in run_ranks(save_and_fill, 2, folder, leave):
                 assert text.startswith(f"{folder}/step_00000004 cannot be written: ")
                 assert "no space left" in text.lower()
@@ -608,7 +651,9 @@ def test_weights_of_another_kind_of_number_are_refused(whole, tmp_path):
 def test_a_closed_standard_output_does_not_end_the_run(whole, tmp_path):
     """Row 57: not a pipe that nobody reads, but none."""
     flags = {**whole[0], "steps": 2}
-    ended = shell(f"sh -c '{sys.executable} recipes/finetune.py {words(flags, tmp_path / 'out')} >&-'")
+    ended = shell(
+        f"sh -c '{sys.executable} recipes/finetune.py {words(flags, tmp_path / 'out')} >&-'"
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert curve(tmp_path / "out")[-1][0] == 2
 
@@ -617,7 +662,10 @@ def test_a_closed_standard_output_does_not_end_the_run(whole, tmp_path):
 def test_names_that_are_no_text_are_printed_escaped_or_refused_before_training(whole, tmp_path):
     """Row 58: a byte that is not UTF-8 in a file's name, on a strict standard output; then in a folder's."""
     rows = shutil.copy(whole[0]["dataset"], tmp_path / "rows\udcff.jsonl")
-    flags, strict = {**whole[0], "dataset": str(rows), "steps": 2}, {"PYTHONIOENCODING": "utf-8:strict"}
+    flags, strict = (
+        {**whole[0], "dataset": str(rows), "steps": 2},
+        {"PYTHONIOENCODING": "utf-8:strict"},
+    )
     ended = shell(f"python recipes/finetune.py {words(flags, tmp_path / 'out')}", **strict)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "rows\\udcff.jsonl: " in ended.stdout
@@ -644,6 +692,8 @@ def test_a_full_disk_that_the_log_meets_is_one_line_with_its_name(whole, tmp_pat
 @slow
 def test_of_two_ranks_one_prints_an_error_and_the_other_no_traceback(whole, tmp_path):
     flags = {**whole[0], "dataset": "nowhere.jsonl"}
-    ended = shell(f"torchrun --nproc_per_node 2 recipes/finetune.py {words(flags, tmp_path / 'out')}")
+    ended = shell(
+        f"torchrun --nproc_per_node 2 recipes/finetune.py {words(flags, tmp_path / 'out')}"
+    )
     assert ended.stderr.count("error: ") == 1
     assert "[rank1]" not in ended.stderr

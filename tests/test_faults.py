@@ -35,7 +35,10 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     root = tmp_path_factory.mktemp("faults")
-    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 14)
+    model, rows = (
+        tiny_model_folder(root / "model", vocab_size=271),
+        write_rows(root / "rows.jsonl", 14),
+    )
     return {**FLAGS, "model": str(model), "dataset": str(rows)}
 
 
@@ -60,9 +63,15 @@ def command(flags, out, torchrun="", script="recipes/finetune.py"):
 def results(out) -> dict:
     """What a run leaves: its curve, and by file the hashes of its last checkpoint and of the model."""
     curve = [(x["step"], x["loss"], x["grad_norm"]) for x in read_metrics(out / "metrics.jsonl")]
-    files = json.loads((newest_checkpoint(out / "checkpoints") / "manifest.json").read_text())["files"]
+    files = json.loads((newest_checkpoint(out / "checkpoints") / "manifest.json").read_text())[
+        "files"
+    ]
     tensors = {name: file["sha256"] for name, file in files.items() if name.endswith(".distcp")}
-    return {"curve": curve, "tensors": tensors, "model": (out / "model" / "model.safetensors").read_bytes()}
+    return {
+        "curve": curve,
+        "tensors": tensors,
+        "model": (out / "model" / "model.safetensors").read_bytes(),
+    }
 
 
 def names(folder) -> list[str]:
@@ -75,7 +84,8 @@ def broken(flags, out, fault="", script="recipes/finetune.py", **env) -> str:
         run.until("--- train|error: ")
         begun = time.monotonic()
         assert run.end() != 0
-        assert time.monotonic() - begun < 45  # 15 s from the fault; steps, and torchrun's own wait, before it
+        # 15 s from the fault; steps, and torchrun's own wait, before it
+        assert time.monotonic() - begun < 45
         return run.text
 
 
@@ -106,7 +116,9 @@ KILLS = {  # row: (point, rank, step), the newest complete checkpoint afterwards
 }
 
 
-@pytest.mark.parametrize("row", [row if row in (1, 5, 8) else pytest.param(row, marks=slow) for row in KILLS])
+@pytest.mark.parametrize(
+    "row", [row if row in (1, 5, 8) else pytest.param(row, marks=slow) for row in KILLS]
+)
 def test_a_killed_rank_costs_at_most_one_save_interval(flags, undisturbed, tmp_path, row):
     (fault, newest), out = KILLS[row], tmp_path / "run"
     said = broken(flags, out, fault)
@@ -115,7 +127,8 @@ def test_a_killed_rank_costs_at_most_one_save_interval(flags, undisturbed, tmp_p
     assert f"(local_rank: {rank})" in said  # and torchrun's
     assert "-9" in said
     if row == 8:
-        assert (out / "checkpoints" / "latest").read_text() == "step_00000002\n"  # a pointer that lags
+        # a pointer that lags
+        assert (out / "checkpoints" / "latest").read_text() == "step_00000002\n"
     goes_on(flags, out, undisturbed, newest)
 
 
@@ -128,7 +141,9 @@ def test_a_save_in_the_background_is_killed_as_safely(flags, undisturbed, tmp_pa
 
 
 @slow
-def test_workers_do_not_outlive_a_killed_launcher_and_its_folder_is_free(flags, undisturbed, tmp_path):
+def test_workers_do_not_outlive_a_killed_launcher_and_its_folder_is_free(
+    flags, undisturbed, tmp_path
+):
     with Launch(command(flags, tmp_path / "run"), FAULT="step:1:3:30") as run:  # row 3
         run.until("step 3/")
         run.process.kill()
@@ -141,9 +156,12 @@ def test_workers_do_not_outlive_a_killed_launcher_and_its_folder_is_free(flags, 
 
 
 @slow
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_candidate(flags, undisturbed, tmp_path):
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_candidate(
+    flags, undisturbed, tmp_path
+):
     out, kept = tmp_path / "run", {**flags, "keep": 1}
-    broken(kept, out, script="tests/inject.py retire 0 2")  # row 10; the first call has nothing to remove
+    # row 10; the first call has nothing to remove
+    broken(kept, out, script="tests/inject.py retire 0 2")
     leftovers = [name for name in names(out / "checkpoints") if name.startswith(".tmp_")]
     assert leftovers
     train(2, kept, out)
@@ -223,7 +241,8 @@ def test_every_signal_is_a_checkpoint(flags, tmp_path, row):
 
 @slow
 def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
-    with Launch(command({**flags, **ENDLESS}, tmp_path / "run"), FAULT="step:1:5:60") as run:  # row 14
+    # row 14
+    with Launch(command({**flags, **ENDLESS}, tmp_path / "run"), FAULT="step:1:5:60") as run:
         run.until("step 5/")
         run.process.send_signal(signal.SIGINT)
         time.sleep(2)
@@ -247,15 +266,19 @@ def test_a_signal_during_a_save_lets_it_end(flags, undisturbed, tmp_path, backgr
         assert len(run.lines("stopped ")) == 1
     found = [name for name in names(out / "checkpoints") if name != "latest"]
     assert found[0] == "step_00000002"  # published
-    assert found[1:] in (["step_00000003"], ["step_00000004"], ["step_00000006"])  # and one more, alone
+    # and one more, alone
+    assert found[1:] in (["step_00000003"], ["step_00000004"], ["step_00000006"])
     train(2, slower, out)
     assert results(out) == undisturbed
 
 
 @slow
-def test_a_save_slower_than_the_grace_period_leaves_the_previous_checkpoint(flags, undisturbed, tmp_path):
+def test_a_save_slower_than_the_grace_period_leaves_the_previous_checkpoint(
+    flags, undisturbed, tmp_path
+):
     out = tmp_path / "run"
-    with Launch(command(flags, out, "--shutdown-timeout 4"), FAULT="rename:0:4:60") as run:  # row 18
+    # row 18
+    with Launch(command(flags, out, "--shutdown-timeout 4"), FAULT="rename:0:4:60") as run:
         run.until("step 4/")
         while not list((out / "checkpoints").glob(".tmp_step_00000004_*/manifest.json")):
             time.sleep(0.02)
@@ -283,7 +306,11 @@ def test_a_stop_that_cannot_be_in_time_is_foreseen_at_the_next_start(flags, tmp_
     state.write_bytes(before.replace(b'"step_seconds": 0.', b'"step_seconds": 99.'))
     resign(state)
     _train(None, {**flags, "steps": 3, "save_model": False}, out)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: a step of")]
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("warning: a step of")
+    ]
     assert said == [
         "warning: a step of 99 s and a save of 0 s are more than the 30 s that a SIGTERM leaves; then the "
         "checkpoint before stands (fix: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=198, and as long in the "
@@ -305,7 +332,9 @@ def resign(file):
 
 @slow
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(flags, tmp_path):
-    with Launch(command({**flags, **ENDLESS, "timeout": 8}, tmp_path / "run", "--shutdown-timeout 3")) as run:
+    with Launch(
+        command({**flags, **ENDLESS, "timeout": 8}, tmp_path / "run", "--shutdown-timeout 3")
+    ) as run:
         run.until("step 2/")  # row 19
         os.kill(run.pids[1], signal.SIGSTOP)
         begun = time.monotonic()
@@ -315,7 +344,9 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(flags, tmp_path
 
 
 @slow
-def test_a_rank_that_leaves_out_a_collective_ends_the_run_and_both_places_are_named(flags, tmp_path):
+def test_a_rank_that_leaves_out_a_collective_ends_the_run_and_both_places_are_named(
+    flags, tmp_path
+):
     endless = {**flags, **ENDLESS, "timeout": 8}
     with Launch(
         command(endless, tmp_path / "run", script="tests/inject.py collective 1 20")
@@ -364,7 +395,9 @@ def test_one_two_and_one_ranks_see_the_same_batches(flags, undisturbed, tmp_path
         shutil.rmtree(out / "model")
         (out / "plan.json").unlink()
         train(ranks, flags, out)
-    losses = [[loss for _, loss, _ in curve] for curve in (results(out)["curve"], undisturbed["curve"])]
+    losses = [
+        [loss for _, loss, _ in curve] for curve in (results(out)["curve"], undisturbed["curve"])
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert [x["run"] for x in read_metrics(out / "metrics.jsonl")] == [1, 1, 2, 2, 3, 3]
 
@@ -388,7 +421,9 @@ def spoiled(world, flags, out):
         finetune.summed_cross_entropy = original
 
 
-def test_a_loss_that_is_no_number_stops_all_ranks_and_is_in_no_checkpoint(flags, undisturbed, tmp_path):
+def test_a_loss_that_is_no_number_stops_all_ranks_and_is_in_no_checkpoint(
+    flags, undisturbed, tmp_path
+):
     out = tmp_path / "run"  # row 38
     mine = {**flags, "save_every": 1, "batch_size": 2}
     for text, agreed, calls in run_ranks(spoiled, 2, mine, out):

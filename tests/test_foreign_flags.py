@@ -165,7 +165,10 @@ def test_what_means_the_same_is_understood(argv, expected):
             "--neftune_noise_alpha 5",
             "--neftune_noise_alpha 5: no noise is added to embeddings (fix: leave it out)",
         ),
-        ("--optim lomo", "--optim lomo: it is no optimizer of this recipe (fix: --optimizer adamw, "),
+        (
+            "--optim lomo",
+            "--optim lomo: it is no optimizer of this recipe (fix: --optimizer adamw, ",
+        ),
         ("--adam_beta2 0.999", "--adam_beta2 0.999: it is 0.95 here (fix: "),
         ("--load_best_model_at_end", "OUT/model is the last one (fix: "),
         ("--push_to_hub", "--push_to_hub: nothing is uploaded (fix: hf upload"),
@@ -173,7 +176,10 @@ def test_what_means_the_same_is_understood(argv, expected):
         ("--save_strategy epoch", "checkpoints are counted in steps (fix: --save_every STEPS)"),
         ("--save_steps 0.5", "--save_steps takes a whole number"),
         ("--label_smoothing_factor 0.1", "the loss is plain cross-entropy (fix: leave it out)"),
-        ("--model_name_or_path a --model b", "--model is given twice (--model_name_or_path, --model)"),
+        (
+            "--model_name_or_path a --model b",
+            "--model is given twice (--model_name_or_path, --model)",
+        ),
         ("--bf16 maybe", "--bf16 maybe is not possible here: leave it out, or write true or false"),
     ],
 )
@@ -238,7 +244,9 @@ def test_a_slip_in_a_foreign_name_leads_to_what_it_means_or_nowhere():
     for name in names[::9]:
         slip = name[:4] + name[5:]
         hint = hinted(near_setting(slip, KINDS, "--", renamed(), known_names()))
-        assert not hint or any(edits(slip, other) <= 1 for other, ours in same.items() if ours == hint), slip
+        assert not hint or any(
+            edits(slip, other) <= 1 for other, ours in same.items() if ours == hint
+        ), slip
 
 
 @pytest.mark.parametrize(
@@ -247,7 +255,10 @@ def test_a_slip_in_a_foreign_name_leads_to_what_it_means_or_nowhere():
 def test_the_wrong_hints_of_old_are_gone(name):
     for recipe in (generate, export, finetune):
         kinds = kinds_of(recipe.Config)
-        assert hinted(near_setting(name, kinds, "--", renamed(), known_names())) in ("", renamed().get(name))
+        assert hinted(near_setting(name, kinds, "--", renamed(), known_names())) in (
+            "",
+            renamed().get(name),
+        )
 
 
 def test_edits_are_letters_added_lost_or_swapped():
@@ -387,7 +398,9 @@ def test_a_llama_factory_file_is_understood(tmp_path, capsys):
     }  # fmt: skip
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("LLaMA-Factory itself would take warmup 0, weight_decay 0.0, ")
-    assert last.endswith("here it is warmup -1, weight_decay 0.01 (to match: --warmup 0 --weight_decay 0.0)")
+    assert last.endswith(
+        "here it is warmup -1, weight_decay 0.01 (to match: --warmup 0 --weight_decay 0.0)"
+    )
 
 
 def test_a_torchtune_file_is_understood(tmp_path):
@@ -435,7 +448,8 @@ def test_a_wrong_value_in_their_file_is_one_line(tmp_path, text, says):
 def test_a_file_that_unfolds_without_end_is_refused_at_once(tmp_path):
     names = "abcdefghi"
     bomb = "a: &a {path: x, type: y}\n" + "".join(
-        f"{c}: &{c} {{path: *{p}, type: *{p}, split: *{p}}}\n" for p, c in zip(names, names[1:], strict=False)
+        f"{c}: &{c} {{path: *{p}, type: *{p}, split: *{p}}}\n"
+        for p, c in zip(names, names[1:], strict=False)
     )
     (tmp_path / "theirs.yaml").write_text(bomb + "datasets: [" + "*i, " * 900 + "*i]\n")
     assert len(refusal("--config", str(tmp_path / "theirs.yaml"))) < 3000
@@ -452,7 +466,9 @@ def test_a_file_of_ours_is_read_as_before(tmp_path):
 
 
 def test_the_defaults_of_llama_recipes_are_said_for_what_was_left_out(capsys):
-    understood("--model_name", "X", "--batch_size_training", "4", "--use_peft", "--context_length", "4096")
+    understood(
+        "--model_name", "X", "--batch_size_training", "4", "--use_peft", "--context_length", "4096"
+    )
     assert capsys.readouterr().out.splitlines()[-1] == (
         "llama-recipes itself would take lr 1e-4, weight_decay 0.0, warmup 0, clip_norm 0, epochs 3, "
         "packing true, AdamW's second beta 0.999 in place of 0.95, and a rate that gamma lowers to 0.85 "
@@ -464,7 +480,9 @@ def test_the_defaults_of_llama_recipes_are_said_for_what_was_left_out(capsys):
 
 def test_defaults_are_said_of_the_project_whose_names_are_used_and_only_with_a_model(capsys):
     understood("--model_name_or_path", "X", "--per_device_train_batch_size", "1")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("TRL's SFTTrainer itself would take ")
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("TRL's SFTTrainer itself would take ")
+    )
     understood("--enable_fsdp")
     understood("--model", "X")
     assert "itself would take" not in capsys.readouterr().out

@@ -61,7 +61,12 @@ def test_alpaca_with_a_system_text_and_a_history():
 
 
 def test_sharegpt_in_the_words_of_everyone():
-    for human, model in (("human", "gpt"), ("user", "assistant"), ("human", "chatgpt"), ("user", "model")):
+    for human, model in (
+        ("human", "gpt"),
+        ("user", "assistant"),
+        ("human", "chatgpt"),
+        ("user", "model"),
+    ):
         row = shares(("system", "S"), (human, "Hi"), (model, "Hello"))
         assert to_messages(row) == ([{"role": "system", "content": "S"}, user(), says()], None)
     row = shares(("human", "Hi"), ("gpt", "Hello"), system="S", id=3)
@@ -69,7 +74,12 @@ def test_sharegpt_in_the_words_of_everyone():
 
 
 def test_sharegpt_with_calls_of_tools():
-    calls = [("human", "Hi"), ("function_call", json.dumps(SUM)), ("observation", "3"), ("gpt", "Hello")]
+    calls = [
+        ("human", "Hi"),
+        ("function_call", json.dumps(SUM)),
+        ("observation", "3"),
+        ("gpt", "Hello"),
+    ]
     messages, tools = to_messages(shares(*calls, tools=json.dumps(TOOLS)))
     assert tools == TOOLS
     assert messages[1:3] == [
@@ -84,7 +94,15 @@ def test_openai_with_calls_parts_weights_and_a_developer():
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert messages[2] == {"role": "tool", "content": "3", "tool_call_id": "c1"}
     parts = [{"type": "text", "text": "Hi, "}, {"type": "text", "text": "you"}]
-    row = {"messages": [{"role": "developer", "content": "S"}, user(parts), says(weight=0), user(), says()]}
+    row = {
+        "messages": [
+            {"role": "developer", "content": "S"},
+            user(parts),
+            says(weight=0),
+            user(),
+            says(),
+        ]
+    }
     messages, _ = to_messages(row)
     assert messages[0] == {"role": "system", "content": "S"}
     assert messages[1:3] == [user("Hi, you"), says(weight=0)]
@@ -107,7 +125,10 @@ def test_the_assistants_turns_before_the_first_of_the_user_are_left_out_and_coun
     notes = Counter()
     row = shares(("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Hello"))
     assert to_messages(row, notes=notes)[0] == [user(), says()]
-    assert to_messages(turns("system", "assistant", "user", "assistant"), notes=notes)[0][1]["role"] == "user"
+    assert (
+        to_messages(turns("system", "assistant", "user", "assistant"), notes=notes)[0][1]["role"]
+        == "user"
+    )
     assert notes == {LEADING: 2}
 
 
@@ -130,7 +151,10 @@ def test_every_projects_key_keeps_a_turn_out_of_the_loss():
         assert messages == [user(), says(weight=0), user("Why?"), says("So.", weight=1)], key
         assert not notes
         share = {
-            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", key: off}]
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "Hello", key: off},
+            ]
         }
         assert to_messages(share)[0] == [user(), says(weight=0)], key
 
@@ -140,12 +164,20 @@ def test_a_turn_of_the_user_that_asks_to_be_trained_is_counted():
     row = {"messages": [user(loss_weight=1.0), says(loss_weight=1.0)]}
     assert to_messages(row, notes=notes)[0] == [user(), says(weight=1)]
     assert notes == {NOT_TRAINED: 1}
-    assert to_messages({"messages": [user(loss_weight=0.0), says()]}, notes=Counter())[0] == [user(), says()]
+    assert to_messages({"messages": [user(loss_weight=0.0), says()]}, notes=Counter())[0] == [
+        user(),
+        says(),
+    ]
 
 
 def test_other_keys_of_a_turn_are_counted_by_name():
     notes = Counter()
-    row = {"messages": [user(id=3, mood="good", ts=None), says(mood="bad", refusal=None, annotations=[])]}
+    row = {
+        "messages": [
+            user(id=3, mood="good", ts=None),
+            says(mood="bad", refusal=None, annotations=[]),
+        ]
+    }
     assert to_messages(row, notes=notes)[0] == [user(), says()]
     assert notes == {
         "turns with the key 'id', which is not used": 1,
@@ -185,7 +217,11 @@ def test_the_parts_of_llama_factory():
                 "loss_weight": 1.0,
             },
             {"role": "tool", "content": [{"type": "text", "value": "3"}], "loss_weight": 0.0},
-            {"role": "assistant", "content": [{"type": "text", "value": "Three."}], "loss_weight": 0.0},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "value": "Three."}],
+                "loss_weight": 0.0,
+            },
         ],
         "tools": json.dumps([{"name": "add", "parameters": {}}]),
     }
@@ -195,7 +231,10 @@ def test_the_parts_of_llama_factory():
         {"role": "system", "content": "S"},
         user("Hi, you"),
         says(
-            "Adding.", tool_calls=[{"type": "function", "function": SUM}], reasoning_content="Hm.", weight=1
+            "Adding.",
+            tool_calls=[{"type": "function", "function": SUM}],
+            reasoning_content="Hm.",
+            weight=1,
         ),
         {"role": "tool", "content": "3"},
         says("Three.", weight=0),
@@ -206,11 +245,21 @@ def test_the_parts_of_llama_factory():
 
 def test_bare_tools_and_calls_are_wrapped():
     bare = {"name": "add", "parameters": {}}
-    for tools in ([bare], bare, json.dumps([bare]), json.dumps(bare), [{"type": "function", **bare}], TOOLS):
+    for tools in (
+        [bare],
+        bare,
+        json.dumps([bare]),
+        json.dumps(bare),
+        [{"type": "function", **bare}],
+        TOOLS,
+    ):
         assert to_messages({**calling(), "tools": tools})[1] == TOOLS
     call = {"name": "add", "arguments": {"a": 1, "b": 2}}
     row = {"messages": [user(), {"role": "assistant", "tool_calls": [call]}], "functions": [bare]}
-    assert to_messages(row) == ([user(), says("", tool_calls=[{"type": "function", "function": SUM}])], TOOLS)
+    assert to_messages(row) == (
+        [user(), says("", tool_calls=[{"type": "function", "function": SUM}])],
+        TOOLS,
+    )
     old = {"messages": [user(), {"role": "assistant", "content": None, "function_call": call},
                         {"role": "function", "name": "add", "content": "3"}, says()]}  # fmt: skip
     messages, _ = to_messages(old)
@@ -223,11 +272,24 @@ def test_tool_turns_of_trl_and_hermes():
     assert to_messages(row)[0][2] == {"role": "tool", "content": "3", "name": "add"}
     calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     row = shares(
-        ("system", "S"), ("human", "Hi"), ("gpt", calls), ("tool", "3"), ("gpt", "Hello"), category="x"
+        ("system", "S"),
+        ("human", "Hi"),
+        ("gpt", calls),
+        ("tool", "3"),
+        ("gpt", "Hello"),
+        category="x",
     )
-    assert [m["role"] for m in to_messages(row)[0]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in to_messages(row)[0]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert to_messages(row)[0][2] == says(calls)
-    chat = {"messages": [user(), says(calls), {"role": "tool", "name": "add", "content": "3"}, says()]}
+    chat = {
+        "messages": [user(), says(calls), {"role": "tool", "name": "add", "content": "3"}, says()]
+    }
     assert to_messages(chat)[0] == chat["messages"]
 
 
@@ -251,7 +313,9 @@ def test_rows_that_only_look_like_others_are_taken():
     }
     assert to_messages({"messages": [user(), says()], **nothing})[0] == [user(), says()]
     notes = Counter()
-    assert to_messages({**ALPACA, "label": "arithmetic", "weight": 1}, notes=notes)[0][1] == says("3")
+    assert to_messages({**ALPACA, "label": "arithmetic", "weight": 1}, notes=notes)[0][1] == says(
+        "3"
+    )
     assert notes == {CATEGORY: 1}
     notes.clear()
     to_messages({**ALPACA, "system_prompt": "S", "reasoning": "Hm."}, notes=notes)
@@ -279,7 +343,12 @@ FORMS_OF_KTO = [
 FORMS_OF_PICTURES = [
     {**row, **more}
     for row in (CHAT, ALPACA, PAIR, shares(("human", "<image>Hi"), ("gpt", "Hello")))
-    for more in ({"images": ["a.png"]}, {"image": "a.png"}, {"videos": ["a.mp4"]}, {"audios": ["a.wav"]})
+    for more in (
+        {"images": ["a.png"]},
+        {"image": "a.png"},
+        {"videos": ["a.mp4"]},
+        {"audios": ["a.wav"]},
+    )
 ] + [
     {"messages": [user([{"type": kind, "value": "x"}]), says()]}
     for kind in ("image", "image_url", "video_url", "audio_url", "input_audio")
@@ -306,7 +375,10 @@ BAD = [
     (turns("user"), "messages: no assistant turn"),
     (turns("system"), "messages: no assistant turn"),
     (turns("assistant"), "messages: no assistant turn"),
-    (turns("user", "bot"), "messages[1].role: 'bot' is not one of system, user, assistant, tool, developer"),
+    (
+        turns("user", "bot"),
+        "messages[1].role: 'bot' is not one of system, user, assistant, tool, developer",
+    ),
     (turns("user", "HUMAN"), "messages[1].role: 'HUMAN' is not one of"),
     ({"messages": [{"role": 5, "content": "Hi"}]}, "messages[0].role: expected text, got number"),
     (turns("user", "user"), "messages[1].role: expected assistant, got user"),
@@ -316,7 +388,10 @@ BAD = [
     (turns("user", "tool"), "messages[1].role: expected assistant, got tool"),
     # Parts, calls, tools and weights.
     ({"messages": [user(["Hi"])]}, "messages[0].content[0]: expected object, got text"),
-    ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content[0].type: 'image_url' is a picture"),
+    (
+        {"messages": [user([{"type": "image_url"}])]},
+        "messages[0].content[0].type: 'image_url' is a picture",
+    ),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text: missing"),
     ({"messages": [user([])]}, "messages[0].content: empty"),
     (calling(tool_call_id="c2"), "messages[2].tool_call_id: 'c2' is no call before it"),
@@ -330,17 +405,38 @@ BAD = [
     ({**calling(), "tools": "[{"}, "tools: not JSON"),
     ({**calling(), "tools": ["add"]}, "tools: expected a list of objects"),
     ({"messages": [user(), says(weight=0.5)]}, "messages[1].weight: expected 0 or 1, got 0.5"),
-    ({"messages": [user(), says(loss_weight=0.5)]}, "messages[1].loss_weight: expected 0 or 1, got 0.5"),
+    (
+        {"messages": [user(), says(loss_weight=0.5)]},
+        "messages[1].loss_weight: expected 0 or 1, got 0.5",
+    ),
     ({"messages": [user(), says(train="no")]}, "messages[1].train: expected 0 or 1, got 'no'"),
-    ({"messages": [user(), says(train=True, weight=0)]}, "messages[1]: its keys for the loss contradict"),
-    ({"messages": [user(), says(train_detail=[{}])]}, "messages[1].train_detail: no key for the loss here"),
-    ({"messages": [user(thinking="Hm."), says()]}, "messages[0].thinking: thoughts in a turn of user"),
-    ({"messages": [user(), says(thinking="a", reasoning="b")]}, "messages[1]: thinking and reasoning differ"),
-    ({"messages": [user(tool_calls=[CALL]), says()]}, "messages[0]: a call of a tool in a turn of user"),
+    (
+        {"messages": [user(), says(train=True, weight=0)]},
+        "messages[1]: its keys for the loss contradict",
+    ),
+    (
+        {"messages": [user(), says(train_detail=[{}])]},
+        "messages[1].train_detail: no key for the loss here",
+    ),
+    (
+        {"messages": [user(thinking="Hm."), says()]},
+        "messages[0].thinking: thoughts in a turn of user",
+    ),
+    (
+        {"messages": [user(), says(thinking="a", reasoning="b")]},
+        "messages[1]: thinking and reasoning differ",
+    ),
+    (
+        {"messages": [user(tool_calls=[CALL]), says()]},
+        "messages[0]: a call of a tool in a turn of user",
+    ),
     ({**turns("user", "assistant"), "weight": 0.5}, "weight: 0.5: whole rows cannot be weighted"),
     ({**turns("user", "assistant"), "train": False}, "train: False: whole rows cannot be weighted"),
     ({**turns("user", "assistant"), "tools": [{"parameters": {}}]}, "tools[0].name: missing"),
-    ({"prompt": "a", "completion": "b", "tools": TOOLS}, "tools: a prompt and a completion of plain text"),
+    (
+        {"prompt": "a", "completion": "b", "tools": TOOLS},
+        "tools: a prompt and a completion of plain text",
+    ),
     # ShareGPT.
     ({"conversations": None}, "conversations: expected list, got null"),
     ({"conversations": {}}, "conversations: expected list, got object"),
@@ -351,8 +447,14 @@ BAD = [
         shares(("human", "Hi"), ("bot", "Hello")),
         "conversations[1].from: 'bot' is not one of human, user, system",
     ),
-    (shares(("human", "Hi"), ("human", "Hi")), "conversations[1].from: expected assistant, got human"),
-    (shares(("human", "Hi"), ("gpt", "a"), ("gpt", "b")), "conversations[2].from: expected user, got gpt"),
+    (
+        shares(("human", "Hi"), ("human", "Hi")),
+        "conversations[1].from: expected assistant, got human",
+    ),
+    (
+        shares(("human", "Hi"), ("gpt", "a"), ("gpt", "b")),
+        "conversations[2].from: expected user, got gpt",
+    ),
     (shares(("human", "Hi"), ("function_call", "add")), "conversations[1].value: not JSON"),
     (shares(("human", "Hi"), ("function_call", "3")), "function: expected object, got number"),
     (
@@ -365,14 +467,17 @@ BAD = [
     ({"instruction": "Add.", "output": ""}, "output: empty"),
     ({"instruction": 5, "output": "3"}, "instruction: expected text, got number"),
     ({"instruction": ["a"], "output": "3"}, "instruction: expected text, got list"),
-    ({"instruction": "Add.", "input": True, "output": "3"}, "input: expected text, got true or false"),
+    (
+        {"instruction": "Add.", "input": True, "output": "3"},
+        "input: expected text, got true or false",
+    ),
     ({**ALPACA, "history": [["Hi"]]}, "history[0]: expected two texts"),
     # Texts.
     ({"prompt": 3, "completion": "b"}, "prompt: expected text, got number"),
     ({"prompt": "a", "completion": " "}, "completion: empty"),
     ({"prompt": "a", "completion": []}, "prompt: expected list, got text"),
     ({"text": None}, "text: expected text, got null"),
-    # What is not taught.
+    # What is not trained.
     (
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         "these are preference pairs; finetune.py trains rows with one text answer",
@@ -393,7 +498,8 @@ def test_a_bad_row_is_told_by_its_field(row, message):
 
 
 def test_forms_are_told_by_their_keys():
-    assert to_messages({"text": "a", "label": 1})[0][0]["content"] == "a"  # a class, which is no matter here
+    # a class, which is no matter here
+    assert to_messages({"text": "a", "label": 1})[0][0]["content"] == "a"
     assert to_messages({**ALPACA, "text": "all of it"})[0][1] == says("3")
 
 

@@ -34,7 +34,9 @@ NEW = 12  # tokens of an answer
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def folder(request, tmp_path_factory):
-    return tiny_model_folder(tmp_path_factory.mktemp(request.param) / "model", request.param, vocab_size=271)
+    return tiny_model_folder(
+        tmp_path_factory.mktemp(request.param) / "model", request.param, vocab_size=271
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,13 @@ def prompts(tmp_path):
 def answers(prompts: Path, ranks: int = 1, **flags) -> list[str]:
     """The answers that the recipe writes, one a row, to the prompts of a file."""
     output = prompts.with_name(f"answers-{len(list(prompts.parent.iterdir()))}.jsonl")
-    flags = {"max_new_tokens": NEW, "batch_size": 2, "prompts": str(prompts), "output": str(output), **flags}
+    flags = {
+        "max_new_tokens": NEW,
+        "batch_size": 2,
+        "prompts": str(prompts),
+        "output": str(output),
+        **flags,
+    }
     on_rank(None, flags) if ranks == 1 else run_ranks(on_rank, ranks, flags)
     return [json.loads(line)["answer"] for line in output.read_text().splitlines()]
 
@@ -113,7 +121,10 @@ def test_messages_lose_a_last_answer_and_gain_a_system_turn(llama, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     system = {"role": "system", "content": "Be brief."}
     assert answers(path, model=str(llama)) == plain(llama, llama, [asked]) * 2
-    assert answers(path, model=str(llama), system="Be brief.") == plain(llama, llama, [[system, *asked]]) * 2
+    assert (
+        answers(path, model=str(llama), system="Be brief.")
+        == plain(llama, llama, [[system, *asked]]) * 2
+    )
 
 
 def test_drawn_answers_depend_on_the_seed_and_not_on_the_ranks(llama, prompts):
@@ -129,13 +140,19 @@ def test_an_adapter_answers_as_peft_does(ranks, folder, prompts, tmp_path):
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
     expected = plain(model, folder, ASKED, ends=(4,))  # 4: <|im_end|>
     assert expected != plain(folder, folder, ASKED)
-    assert answers(prompts, ranks, adapter=str(adapter)) == expected  # the base: what the adapter says
+    # the base: what the adapter says
+    assert answers(prompts, ranks, adapter=str(adapter)) == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_answers_as_the_models_it_became(ranks, llama, prompts, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 4)
-    flags = {"model": str(llama), "dataset": str(rows), "output_dir": str(tmp_path / "run"), "steps": 2}
+    flags = {
+        "model": str(llama),
+        "dataset": str(rows),
+        "output_dir": str(tmp_path / "run"),
+        "steps": 2,
+    }
     out = finetune.main(finetune.Config(**flags, lr=1e-2))
     expected = answers(prompts, model=str(out / "model"))
     assert answers(prompts, ranks, checkpoint=str(out)) == expected
@@ -147,7 +164,9 @@ def test_a_checkpoint_answers_as_the_models_it_became(ranks, llama, prompts, tmp
 def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks, prompts, tmp_path):
     run = lora_run(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    expected = plain(PeftModel.from_pretrained(model, run / "adapter"), tmp_path / "base", ASKED, ends=(4,))
+    expected = plain(
+        PeftModel.from_pretrained(model, run / "adapter"), tmp_path / "base", ASKED, ends=(4,)
+    )
     assert expected != plain(tmp_path / "base", tmp_path / "base", ASKED, ends=(4,))
     assert answers(prompts, ranks, checkpoint=str(run)) == expected
     assert answers(prompts, ranks, adapter=str(run / "adapter")) == expected
@@ -175,8 +194,13 @@ def test_a_chat_remembers_its_turns_and_ends_with_the_input(ranks, llama):
     history = [*user("Hello"), {"role": "assistant", "content": first}, *user("what?")]
     second = plain(llama, llama, [history])[0]
     typed = "Hello\nwhat?\n"
-    printed = [chatted(None, llama, typed, {})] if ranks == 1 else run_ranks(chatted, 2, llama, typed, {})
-    assert printed[0].partition("ends the chat\n")[2].strip().split("\n") == [escaped(first), escaped(second)]
+    printed = (
+        [chatted(None, llama, typed, {})] if ranks == 1 else run_ranks(chatted, 2, llama, typed, {})
+    )
+    assert printed[0].partition("ends the chat\n")[2].strip().split("\n") == [
+        escaped(first),
+        escaped(second),
+    ]
     assert not any(printed[1:])
 
 
@@ -212,7 +236,10 @@ def test_an_output_is_never_overwritten_and_never_half(llama, prompts, tmp_path)
 MISTAKES = {
     "no model": ({"prompts": "p.txt"}, "no --model given"),
     "nothing to answer": ({"model": "m"}, "--prompts FILE, or --chat"),
-    "temperature": ({"model": "m", "prompts": "p.txt", "temperature": -1.0}, "--temperature -1.0 is below 0"),
+    "temperature": (
+        {"model": "m", "prompts": "p.txt", "temperature": -1.0},
+        "--temperature -1.0 is below 0",
+    ),
     "top_p": ({"model": "m", "prompts": "p.txt", "temperature": 1.0, "top_p": 0.0}, "--top_p 0.0"),
     "top_p when greedy": ({"model": "m", "prompts": "p.txt", "top_p": 0.5}, "at --temperature 0"),
     "raw chat": ({"model": "m", "chat": True, "raw": True}, "--raw has no turns"),
@@ -239,7 +266,10 @@ FILES = {
         '{"messages": [{"role": "user"}]}',
         r"no_content.jsonl:1: messages\[0\].content: missing",
     ),
-    "answer_only.jsonl": ('{"messages": [{"role": "assistant", "content": "x"}]}', ":1: no turn to answer"),
+    "answer_only.jsonl": (
+        '{"messages": [{"role": "assistant", "content": "x"}]}',
+        ":1: no turn to answer",
+    ),
 }
 
 
@@ -252,7 +282,9 @@ def test_bad_prompts_are_named_by_file_and_line(name, llama, tmp_path):
         on_rank(None, {"model": str(llama), "prompts": str(tmp_path / name), "max_new_tokens": 9})
 
 
-def test_an_adapter_of_another_base_is_refused_before_weights_are_read(llama, prompts, tmp_path, capsys):
+def test_an_adapter_of_another_base_is_refused_before_weights_are_read(
+    llama, prompts, tmp_path, capsys
+):
     adapter = make_adapter(llama, tmp_path / "adapter")
     for kind, sizes in (("llama", {"hidden_size": 32}), ("gpt2", {})):
         other = tiny_model_folder(tmp_path / kind, kind, vocab_size=271, **sizes)

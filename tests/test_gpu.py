@@ -70,7 +70,9 @@ def trained(setting, out, **flags):
     """(losses and gradient norms by step, final weights) of the recipe in this process, on the GPU."""
     folder, rows, _ = setting
     flags = {"batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH, **flags}
-    config = finetune.Config(**RECIPE, model=str(folder), dataset=str(rows), output_dir=str(out), **flags)
+    config = finetune.Config(
+        **RECIPE, model=str(folder), dataset=str(rows), output_dir=str(out), **flags
+    )
     torch.cuda.reset_peak_memory_stats()
     out = finetune.main(config)
     assert torch.cuda.max_memory_allocated() > 0
@@ -87,7 +89,10 @@ def test_losses_gradient_norms_and_weights_are_those_of_the_cpu(setting, tmp_pat
 
 
 def test_compiled_layers_train_as_on_the_cpu(tmp_path):
-    folder, rows = tiny_model_folder(tmp_path / "model", vocab_size=271), write_rows(tmp_path / "rows.jsonl")
+    folder, rows = (
+        tiny_model_folder(tmp_path / "model", vocab_size=271),
+        write_rows(tmp_path / "rows.jsonl"),
+    )
     setting = folder, rows, plain_loop(folder, rows)
     curve, _ = trained(setting, tmp_path / "out", **FP32, compile=True)
     torch.testing.assert_close(curve, setting[2][0], rtol=1e-4, atol=0)
@@ -154,7 +159,9 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dt
     rounding = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(loss, expected, rtol=rounding, atol=0)
     for ours, theirs in zip(chunked.parameters(), plain.parameters(), strict=True):
-        assert (ours.grad - theirs.grad).float().norm() <= 10 * rounding * theirs.grad.float().norm()
+        assert (
+            ours.grad - theirs.grad
+        ).float().norm() <= 10 * rounding * theirs.grad.float().norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,7 +192,9 @@ def quantized(kind, weight, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_quantized_layer_is_a_linear_layer_of_the_weight_that_bitsandbytes_dequantizes(kind, dtype):
+def test_a_quantized_layer_is_a_linear_layer_of_the_weight_that_bitsandbytes_dequantizes(
+    kind, dtype
+):
     torch.manual_seed(0)
     weight, x = torch.randn(96, 256).cuda(), torch.randn(5, 256).to("cuda", dtype)
     layer = quantized(kind, weight.to(dtype), dtype)
@@ -207,8 +216,12 @@ def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():
     torch.manual_seed(0)
     weight, x = torch.randn(96, 256), torch.randn(5, 256)
     x[:, 7] *= 20  # an outlier column
-    theirs = bitsandbytes.nn.Linear8bitLt(256, 96, bias=False, has_fp16_weights=False, threshold=6.0)
-    theirs.weight = bitsandbytes.nn.Int8Params(weight.half(), requires_grad=False, has_fp16_weights=False)
+    theirs = bitsandbytes.nn.Linear8bitLt(
+        256, 96, bias=False, has_fp16_weights=False, threshold=6.0
+    )
+    theirs.weight = bitsandbytes.nn.Int8Params(
+        weight.half(), requires_grad=False, has_fp16_weights=False
+    )
     theirs = theirs.cuda()
     ours = quantized("8bit", weight.half().cuda(), torch.float16)
     ours.mode = "llm_int8"
@@ -219,6 +232,11 @@ def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():
 def test_lora_over_a_quantized_base_learns(setting, tmp_path, kind):
     folder, rows, _ = setting
     flags = {**FP32, "quantization": kind, "lora_rank": 4, "output_dir": str(tmp_path)}
-    settings = {**RECIPE, "model": str(folder), "dataset": str(rows), "global_batch_size": GLOBAL_BATCH}
+    settings = {
+        **RECIPE,
+        "model": str(folder),
+        "dataset": str(rows),
+        "global_batch_size": GLOBAL_BATCH,
+    }
     ours = curve_of(finetune.main(finetune.Config(**settings | flags)))
     assert ours[-1][0] < ours[0][0]

@@ -141,7 +141,10 @@ BAD = {  # what is changed in a config that works
     "rope_parameters as text": {"rope_parameters": "linear"},
     "rope_parameters a number": {"rope_parameters": 3},
     "rope_scaling a list": {"rope_parameters": GONE, "rope_scaling": ["linear", 2]},
-    "rope_scaling unknown": {"rope_parameters": GONE, "rope_scaling": {"type": "odd", "factor": 2.0}},
+    "rope_scaling unknown": {
+        "rope_parameters": GONE,
+        "rope_scaling": {"type": "odd", "factor": 2.0},
+    },
     "rope_scaling as text": {"rope_parameters": GONE, "rope_scaling": "linear"},
     # counts
     "layers none": {"num_hidden_layers": 0},
@@ -233,7 +236,9 @@ BAD = {  # what is changed in a config that works
     "quantized, as text": {"quantization_config": "gptq"},
     "attention from a repository": {"_attn_implementation_internal": "evil/kernel"},
     # the file
-    "10^6 keys": lambda file: file.write_text("{" + ", ".join(map('"{}": 0'.format, range(10**6))) + "}"),
+    "10^6 keys": lambda file: file.write_text(
+        "{" + ", ".join(map('"{}": 0'.format, range(10**6))) + "}"
+    ),
     "10^5 nested lists": lambda file: file.write_text("[" * 10**5 + "]" * 10**5),
     "500 nested objects": {"task_specific_params": nested(500)},
     "100 nested objects": {"task_specific_params": nested(100)},
@@ -280,7 +285,10 @@ GOOD = {  # odd, and meant so
     "no architectures": {"architectures": None},
     "no attention to a text_config of null": {"text_config": None},
     "gpt2's own names": ("gpt2", {"n_layer": 2, "n_head": 4, "n_embd": 16, "n_inner": None}),
-    "windows on some layers": ("qwen2", {"layer_types": ["full_attention"], "use_sliding_window": False}),
+    "windows on some layers": (
+        "qwen2",
+        {"layer_types": ["full_attention"], "use_sliding_window": False},
+    ),
 }
 
 
@@ -310,7 +318,11 @@ def write_config(folder: Path, change) -> Path:
         file.write_text(change)
     else:
         kind, fields = change if isinstance(change, tuple) else ("llama", change)
-        sizes = SIZES if kind != "gpt2" else {"vocab_size": 271, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        sizes = (
+            SIZES
+            if kind != "gpt2"
+            else {"vocab_size": 271, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        )
         config = {**tiny_config(kind, **sizes).to_dict(), **fields}
         file.write_text(json.dumps({key: v for key, v in config.items() if v is not GONE}))
     return file
@@ -332,7 +344,13 @@ def test_an_odd_config_that_is_meant_so_makes_a_model(folder, kind):
         assert list(structure(folder).parameters())
 
 
-REFUSED_BY_ALL = ["layers 10^9", "hidden_act unknown", "id2label a list", "a pipe", "rope_type unknown"]
+REFUSED_BY_ALL = [
+    "layers 10^9",
+    "hidden_act unknown",
+    "id2label a list",
+    "a pipe",
+    "rope_type unknown",
+]
 
 
 @pytest.mark.parametrize("kind", REFUSED_BY_ALL)
@@ -415,7 +433,9 @@ def no_files(*names: str):
 
 
 BAD_TOKENIZER = {
-    **no_files("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    **no_files(
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+    ),
     **no_files("chat_template.jinja", "additional_chat_templates/other.jinja", "merges.txt"),
     "tokenizer.json empty": replaced("tokenizer.json", ""),
     "tokenizer.json a list": replaced("tokenizer.json", "[]"),
@@ -427,29 +447,41 @@ BAD_TOKENIZER = {
     "tokenizer.json of 200 MB": replaced("tokenizer.json", '"' + "x" * 200 * 10**6 + '"'),
     "its model a list": changed("tokenizer.json", model=[]),
     "its model unknown": changed("tokenizer.json", model={"type": "Magic"}),
-    "its vocabulary a list": changed("tokenizer.json", model={"type": "BPE", "vocab": [1], "merges": []}),
-    "its ids negative": changed("tokenizer.json", model={"type": "BPE", "vocab": {"a": -1}, "merges": []}),
-    "its merges wrong": changed("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": ["q q"]}),
+    "its vocabulary a list": changed(
+        "tokenizer.json", model={"type": "BPE", "vocab": [1], "merges": []}
+    ),
+    "its ids negative": changed(
+        "tokenizer.json", model={"type": "BPE", "vocab": {"a": -1}, "merges": []}
+    ),
+    "its merges wrong": changed(
+        "tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": ["q q"]}
+    ),
     "its added tokens text": changed("tokenizer.json", added_tokens="<s>"),
     "its normalizer unknown": changed("tokenizer.json", normalizer={"type": "Magic"}),
     "its pattern broken": changed(
-        "tokenizer.json", pre_tokenizer={"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated"}
+        "tokenizer.json",
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated"},
     ),
     "tokenizer_config.json a list": replaced("tokenizer_config.json", "[]"),
     "tokenizer_config.json null": replaced("tokenizer_config.json", "null"),
     "tokenizer_config.json half": replaced("tokenizer_config.json", '{"a": '),
     "tokenizer_config.json nested": replaced("tokenizer_config.json", "[" * 10**5 + "]" * 10**5),
     "another file by path": changed(
-        "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json", "../../tokenizer.4.0.0.json"]
+        "tokenizer_config.json",
+        fast_tokenizer_files=["tokenizer.json", "../../tokenizer.4.0.0.json"],
     ),
     "a class that is none": changed("tokenizer_config.json", tokenizer_class=5),
     "code of its own": changed(
-        "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["evil/repo--x.Y", None]}
+        "tokenizer_config.json",
+        tokenizer_class="Mine",
+        auto_map={"AutoTokenizer": ["evil/repo--x.Y", None]},
     ),
     "a pad token that is a number": changed("tokenizer_config.json", pad_token=5),
     "an end token that is a list": changed("tokenizer_config.json", eos_token=["</s>"]),
     "added tokens that are text": changed("tokenizer_config.json", added_tokens_decoder="x"),
-    "added tokens without ids": changed("tokenizer_config.json", added_tokens_decoder={"x": {"content": ""}}),
+    "added tokens without ids": changed(
+        "tokenizer_config.json", added_tokens_decoder={"x": {"content": ""}}
+    ),
     "added tokens of nothing": changed("tokenizer_config.json", added_tokens_decoder={"7": None}),
     "a template that is broken": replaced("chat_template.jinja", "{% for m in messages %}"),
     "a template that breaks out": replaced("chat_template.jinja", "{{ ''.__class__.__mro__[1] }}"),
@@ -506,7 +538,9 @@ BAD_WEIGHTS = {
     ),
     "a header of 2^62 bytes": replaced("model.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
     "a header that is a list": replaced("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
-    "a header that is nested": replaced("model.safetensors", (10**5).to_bytes(8, "little") + b"[" * 10**5),
+    "a header that is nested": replaced(
+        "model.safetensors", (10**5).to_bytes(8, "little") + b"[" * 10**5
+    ),
 }
 
 
@@ -578,7 +612,9 @@ def test_only_regular_files_are_read(whole, tmp_path, read, what):
     assert str(tmp_path) in text
 
 
-@pytest.mark.parametrize("read", [as_template, as_config, as_adapter, as_finished_plan, as_settings])
+@pytest.mark.parametrize(
+    "read", [as_template, as_config, as_adapter, as_finished_plan, as_settings]
+)
 def test_what_is_read_whole_has_a_size(whole, tmp_path, read):
     with open(tmp_path / "given", "wb") as file:
         file.truncate(2**40)  # a hole: it takes no room
@@ -586,7 +622,9 @@ def test_what_is_read_whole_has_a_size(whole, tmp_path, read):
 
 
 def test_a_checkpoint_with_a_pipe_in_it_is_damaged(tmp_path):
-    files = {name: {"bytes": 1, "sha256": "0"} for name in (".metadata", "state.json", "__0_0.distcp")}
+    files = {
+        name: {"bytes": 1, "sha256": "0"} for name in (".metadata", "state.json", "__0_0.distcp")
+    }
     (tmp_path / "manifest.json").write_text(json.dumps({"files": files}))
     for name in files:
         os.mkfifo(tmp_path / name)
@@ -627,7 +665,9 @@ def test_a_small_file_is_read_to_its_limit_and_no_further(tmp_path):
     (tmp_path / "link").symlink_to("file")
     assert read_small_file(file, 5) == read_small_file(tmp_path / "link", 5) == b"12345"
     assert "more than 4 bytes" in refusal(read_small_file, file, 4)
-    assert refusal(read_small_file, tmp_path / "none", 4, "--flag X").startswith("--flag X: No such file")
+    assert refusal(read_small_file, tmp_path / "none", 4, "--flag X").startswith(
+        "--flag X: No such file"
+    )
 
 
 # --- a run folder in which somebody planted links
@@ -694,7 +734,9 @@ def test_a_link_planted_during_the_run_is_not_followed(tmp_path):
     assert "metrics.jsonl is a link" in refusal(lambda: log.step(step=1, loss=1.0))
     assert "metrics.jsonl is a link" in refusal(lambda: RunLog(tmp_path, 1))
     assert "plan.json is a link" in refusal(write_plan, tmp_path, {})
-    assert "config.yaml is a link" in refusal(save_config, finetune.Config(), tmp_path / "config.yaml")
+    assert "config.yaml is a link" in refusal(
+        save_config, finetune.Config(), tmp_path / "config.yaml"
+    )
     assert "acts.jsonl is a link" in refusal(newest_run, tmp_path)
     for mode in ("ab", "wb", "r+b", "a+b", "rb"):
         assert "is a link" in refusal(open_own, tmp_path / "acts.jsonl", mode)

@@ -32,7 +32,7 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("train/optim", "train/optim_8bit"),
     ("train/trained_run", "model/lora"),
 }
-RECIPE_LINES, MAIN_LINES, FILE_LINES = 400, 220, 500
+RECIPE_LINES, MAIN_LINES, FILE_LINES = 440, 250, 540
 TOKENS_PER_LINE, TOKENS_PER_LINE_OF_A_FILE = 10.8, 14.9  # the goal is 9.5 and 11: they only go down
 LAYOUT = {
     tokenize.COMMENT,
@@ -86,9 +86,13 @@ def imports() -> list[tuple[str, str, bool]]:
 
 def test_a_room_imports_only_those_that_it_may_know():
     known = {(file.split("/")[0], to.split("/")[0]) for file, to, _ in imports()}
-    wrong = [(room, other) for room, other in known if room != other and other not in MAY_IMPORT[room]]
+    wrong = [
+        (room, other) for room, other in known if room != other and other not in MAY_IMPORT[room]
+    ]
     assert wrong == []
-    assert {path.name for path in UTILS.iterdir() if path.is_dir()} - {"__pycache__"} == set(MAY_IMPORT)
+    assert {path.name for path in UTILS.iterdir() if path.is_dir()} - {"__pycache__"} == set(
+        MAY_IMPORT
+    )
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -107,7 +111,9 @@ def test_imports_stand_at_the_top_but_for_what_is_optional():
 
 def test_a_plain_run_imports_no_package_that_is_only_for_adapters_or_8_bit():
     """They take 3 s and 85 MiB of each process."""
-    code = "import sys, finetune; sys.exit(' '.join({'peft', 'bitsandbytes'} & set(sys.modules)) or 0)"
+    code = (
+        "import sys, finetune; sys.exit(' '.join({'peft', 'bitsandbytes'} & set(sys.modules)) or 0)"
+    )
     path = os.pathsep.join([str(ROOT / "recipes"), str(ROOT)])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0
@@ -144,7 +150,9 @@ def test_lines_are_not_packed():
     counts = {path: code(path) for path in files()}
     tokens, lines = (sum(count[i] for count in counts.values()) for i in range(2))
     assert tokens / lines <= TOKENS_PER_LINE
-    dense = {str(path): t / n for path, (t, n) in counts.items() if t / n > TOKENS_PER_LINE_OF_A_FILE}
+    dense = {
+        str(path): t / n for path, (t, n) in counts.items() if t / n > TOKENS_PER_LINE_OF_A_FILE
+    }
     assert dense == {}
 
 
@@ -157,7 +165,9 @@ def test_each_folder_has_a_readme_and_the_first_one_is_short(folder):
 
 def test_the_tour_names_every_file():
     text = (UTILS / "README.md").read_text()
-    missing = [name_of(path) for path in files() if UTILS in path.parents and f"`{path.name}`" not in text]
+    missing = [
+        name_of(path) for path in files() if UTILS in path.parents and f"`{path.name}`" not in text
+    ]
     assert missing == []
 
 

@@ -26,7 +26,8 @@ from utils.run.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MIB = 2**20
-WEIGHTS = bytes(range(256)) * 4096 * 14  # 14 MiB: huggingface_hub writes, and so resumes, in pieces of 10 MiB
+# 14 MiB: huggingface_hub writes, and so resumes, in pieces of 10 MiB
+WEIGHTS = bytes(range(256)) * 4096 * 14
 FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"[]",
@@ -89,7 +90,9 @@ class Hub(BaseHTTPRequestHandler):
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         cut = 12 * MIB if name == "model.safetensors" and self.first(repo, name) else None
-        self.answer(body[start:], status=206 if start else 200, cut=cut, repo=repo, name=name, **headers)
+        self.answer(
+            body[start:], status=206 if start else 200, cut=cut, repo=repo, name=name, **headers
+        )
         if self.command == "GET":
             self.served.append((repo, name, start, len(body[start:cut])))
 
@@ -103,10 +106,13 @@ class Hub(BaseHTTPRequestHandler):
         if "missing" in repo:
             self.answer(b"{}", status=404, **{"X-Error-Code": "RepoNotFound"})
             return
-        files = {k: v for k, v in FILES.items() if "pickle" not in repo or not k.endswith(".safetensors")}
+        files = {
+            k: v for k, v in FILES.items() if "pickle" not in repo or not k.endswith(".safetensors")
+        }
         if "/tree/" in path:
             answer = [
-                {"type": "file", "path": k, "size": len(v), "oid": f"{k:x<40}"} for k, v in files.items()
+                {"type": "file", "path": k, "size": len(v), "oid": f"{k:x<40}"}
+                for k, v in files.items()
             ]
         else:
             answer = {"id": repo, "sha": COMMIT, "siblings": [{"rfilename": k} for k in files]}
@@ -142,8 +148,19 @@ def fetch(names, endpoint, home, ranks=1, prefix=(), **env) -> list[list[dict]]:
     port, workers = free_port(), []
     for rank in range(ranks):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-        own |= {"HF_ENDPOINT": endpoint, "HF_HOME": home, "HF_HUB_OFFLINE": 0, "no_proxy": "127.0.0.1", **env}
+        own |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+            "PYTHONPATH": ROOT,
+        }
+        own |= {
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": home,
+            "HF_HUB_OFFLINE": 0,
+            "no_proxy": "127.0.0.1",
+            **env,
+        }
         workers.append(
             subprocess.Popen(
                 [*prefix, sys.executable, "-c", WORKER, *names],
@@ -160,7 +177,8 @@ def fetch(names, endpoint, home, ranks=1, prefix=(), **env) -> list[list[dict]]:
         for worker in workers:
             worker.kill()
     answers = [
-        [json.loads(line[7:]) for line in text.splitlines() if line.startswith("ANSWER ")] for text in said
+        [json.loads(line[7:]) for line in text.splitlines() if line.startswith("ANSWER ")]
+        for text in said
     ]
     assert all(len(of_rank) == len(names) for of_rank in answers), "\n".join(said)
     return answers
@@ -251,7 +269,9 @@ def test_a_full_disk_is_one_line(hub, tmp_path):
 
 def test_without_a_network_it_says_so_at_once_and_guesses_the_folder(tmp_path):
     (tmp_path / "output" / "model").mkdir(parents=True)
-    ((answer, offline),) = fetch(["output/modle", "org/x"], f"http://127.0.0.1:{free_port()}", tmp_path)
+    ((answer, offline),) = fetch(
+        ["output/modle", "org/x"], f"http://127.0.0.1:{free_port()}", tmp_path
+    )
     assert answer["seconds"] < 15
     assert answer["error"].startswith(
         "model output/modle is neither a folder (did you mean output/model?) nor reachable on the hub at http"
@@ -284,7 +304,9 @@ def _fetch_own_folder(world, names):
 
 
 def test_a_folder_that_only_some_ranks_see_is_refused_by_all(tmp_path):
-    (first, agreed), second = run_ranks(_fetch_own_folder, 2, [str(tmp_path), str(tmp_path / "gone")])
+    (first, agreed), second = run_ranks(
+        _fetch_own_folder, 2, [str(tmp_path), str(tmp_path / "gone")]
+    )
     assert agreed
     assert first == second[0]
     assert first.startswith("rank 1: model")

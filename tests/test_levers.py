@@ -23,7 +23,11 @@ LEVERS = {
     "zero_2": {"reshard_after_forward": False},
     "hsdp": {"replicate": 2},
     "hsdp_by_shard": {"shard": 1},
-    "together": {"activation_checkpointing": "full", "cpu_offload": True, "reshard_after_forward": False},
+    "together": {
+        "activation_checkpointing": "full",
+        "cpu_offload": True,
+        "reshard_after_forward": False,
+    },
 }
 
 
@@ -76,14 +80,18 @@ def test_either_axis_of_the_mesh_follows_from_the_other(given, axes):
 
 @pytest.mark.parametrize("given", [(3, 0), (0, 3), (2, 2), (16, 0)])
 def test_axes_that_do_not_make_up_the_ranks_are_refused(given):
-    with pytest.raises(ConfigError, match=r"--(replicate|shard) \d+.* does not divide 8 ranks \(fix: "):
+    with pytest.raises(
+        ConfigError, match=r"--(replicate|shard) \d+.* does not divide 8 ranks \(fix: "
+    ):
         mesh_axes(8, *given)
 
 
 def test_pure_bf16_trains_like_fp32_to_its_rounding(setting, tmp_path):
     _, _, (expected, _) = setting
     curve, _ = trained(setting, tmp_path, param_dtype="bf16", dtype="bf16")
-    torch.testing.assert_close([loss for loss, _ in curve], [loss for loss, _ in expected], rtol=3e-2, atol=0)
+    torch.testing.assert_close(
+        [loss for loss, _ in curve], [loss for loss, _ in expected], rtol=3e-2, atol=0
+    )
 
 
 @pytest.mark.slow
@@ -121,7 +129,9 @@ def test_one_compilation_is_shared_by_all_layers(tmp_path):
 def test_fp16_trains_like_fp32_to_its_rounding(setting, tmp_path):
     _, _, (expected, _) = setting
     curve, _ = trained(setting, tmp_path, dtype="fp16")
-    torch.testing.assert_close([loss for loss, _ in curve], [loss for loss, _ in expected], rtol=2e-2, atol=0)
+    torch.testing.assert_close(
+        [loss for loss, _ in curve], [loss for loss, _ in expected], rtol=2e-2, atol=0
+    )
 
 
 def in_fp16(world, flags):
@@ -162,7 +172,9 @@ def test_a_run_may_go_on_in_fp16_and_back(tmp_path):
     flags = {**loud(tmp_path, {}), "steps": 2, "save_every": 1}
     for steps, dtype in ((2, "fp32"), (4, "fp16"), (6, "fp32")):
         run_ranks(continued, 2, {**flags, "steps": steps, "dtype": dtype})
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 

@@ -27,7 +27,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def sharded(world, folder, dtype=torch.float32, whole=False):
     config = AutoConfig.from_pretrained(folder)
-    model = build_model(config, torch.float32, whole=folder) if whole else build_model(config, torch.float32)
+    model = (
+        build_model(config, torch.float32, whole=folder)
+        if whole
+        else build_model(config, torch.float32)
+    )
     pieces = plan_pieces(model, open_weights(folder), folder)
     shard_model(model, build_mesh(world), dtype)
     if not whole:
@@ -62,7 +66,9 @@ def test_more_ranks_than_experts_is_no_problem(tmp_path, ranks):
     folder = tiny_model_folder(tmp_path, "mixtral", num_local_experts=2)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS, use_cache=False).logits
-    assert all(torch.equal(ours, expected) for ours in run_ranks(logits, ranks, folder, torch.float32))
+    assert all(
+        torch.equal(ours, expected) for ours in run_ranks(logits, ranks, folder, torch.float32)
+    )
 
 
 def round_trip(world, folder, out):
@@ -76,10 +82,14 @@ def round_trip(world, folder, out):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_has_the_names_the_dtypes_and_the_bits_that_were_read(folders, tmp_path, kind):
+def test_what_is_saved_has_the_names_the_dtypes_and_the_bits_that_were_read(
+    folders, tmp_path, kind
+):
     run_ranks(round_trip, 3, folders[kind], tmp_path / "out")
     saved = load_file(tmp_path / "out" / "model.safetensors")
-    read = {k: v for file in folders[kind].glob("*.safetensors") for k, v in load_file(file).items()}
+    read = {
+        k: v for file in folders[kind].glob("*.safetensors") for k, v in load_file(file).items()
+    }
     assert saved.keys() == read.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in read.items())
 
@@ -119,7 +129,9 @@ def test_a_rank_reads_exactly_the_bytes_of_its_own_shards(folders, kind):
 def anonymous_growth(world, folder):
     def anonymous_bytes():
         with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+            return next(
+                int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon")
+            )
 
     before = anonymous_bytes()
     model = sharded(world, folder)
@@ -204,12 +216,19 @@ def test_a_tied_weight_stored_twice_is_accepted_when_equal_and_refused_when_not(
 
 
 def test_a_layout_that_is_not_cut_into_slices_is_refused_and_the_named_remedy_works(tmp_path):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
     config = AutoConfig.for_model("hrm_text", vocab_size=1003, num_hidden_layers=4, **sizes)
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path / "original")
-    with pytest.raises(ConfigError, match=r"layout that is not read in slices: Chunk \(fix: .*format=False"):
+    with pytest.raises(
+        ConfigError, match=r"layout that is not read in slices: Chunk \(fix: .*format=False"
+    ):
         plan(tmp_path / "original")
     model.save_pretrained(tmp_path / "remedied", save_original_format=False)
     with torch.no_grad():

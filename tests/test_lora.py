@@ -41,7 +41,10 @@ CASES = {  # of add_lora
     "all_linear": EVERY,
     "regex": {"targets": r"model\.layers\.[02]\..*(q_proj|down_proj)"},
     "embedding_and_head": {"targets": "embed_tokens,lm_head,q_proj"},
-    "modules_to_save": {"targets": "q_proj", "modules_to_save": "lm_head,embed_tokens,input_layernorm"},
+    "modules_to_save": {
+        "targets": "q_proj",
+        "modules_to_save": "lm_head,embed_tokens,input_layernorm",
+    },
     "dora": {"targets": "q_proj,down_proj,embed_tokens", "use_dora": True},
 }
 
@@ -81,7 +84,9 @@ def step(model, optimizer, ids):
 def trained(world, folder, case, out, kind="", recompute=False, adapter=None):
     """Train two steps on this rank's rows and save; the adapter before, and the logits after."""
     model, config = sharded(world, folder, case, kind, recompute, adapter)
-    first = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    first = {
+        n: p.full_tensor().detach().clone() for n, p in model.named_parameters() if p.requires_grad
+    }
     optimizer = build_optimizer(model, 1e-2, 0.0)
     for _ in range(2):
         step(model, optimizer, token_ids().chunk(world.size)[world.rank])
@@ -101,7 +106,8 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("lora")
     sizes = {"vocab_size": 271, "num_hidden_layers": 3}
     return {
-        family: tiny_model_folder(root / family, family, **sizes) for family in ("llama", "qwen2", "mixtral")
+        family: tiny_model_folder(root / family, family, **sizes)
+        for family in ("llama", "qwen2", "mixtral")
     }
 
 
@@ -131,7 +137,9 @@ def plain(folder, first, out, case):
     """The same training with peft in one process, from the same numbers."""
     config = LoraConfig.from_pretrained(out)
     config.inference_mode = False
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config
+    )
     mine = dict(model.get_base_model().named_parameters())
     with torch.no_grad():
         for name, value in first.items():
@@ -201,7 +209,9 @@ def answers(world, folder, case, kind):
 
 def test_an_adapter_continues_on_another_number_of_ranks_where_it_stood(folders, saved, tmp_path):
     stored = load_file(saved / "adapter_model.safetensors")
-    first, _, _ = run_ranks(trained, 3, folders["llama"], {}, tmp_path / "more", "8bit", False, saved)[0]
+    first, _, _ = run_ranks(
+        trained, 3, folders["llama"], {}, tmp_path / "more", "8bit", False, saved
+    )[0]
     assert len(first) == len(stored)
     for name, value in first.items():
         assert torch.equal(stored["base_model.model." + name.replace(".default", "")], value)
@@ -217,7 +227,13 @@ def adapted(model):
 
 
 def test_all_linear_is_every_linear_layer_but_the_head_and_the_routers():
-    for family, count in (("llama", 21), ("mixtral", 12), ("qwen3_moe", 12), ("gpt2", 12), ("phi3", 12)):
+    for family, count in (
+        ("llama", 21),
+        ("mixtral", 12),
+        ("qwen3_moe", 12),
+        ("gpt2", 12),
+        ("phi3", 12),
+    ):
         model = meta(family)
         linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
         add_lora(model, 4, 8, "all-linear")
@@ -228,7 +244,8 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_the_routers():
 @pytest.mark.parametrize(
     ("family", "some", "none"),
     [
-        ("mamba", {"in_proj"}, {"out_proj", "x_proj", "dt_proj"}),  # peft refuses, or kernels pass by
+        # peft refuses, or kernels pass by
+        ("mamba", {"in_proj"}, {"out_proj", "x_proj", "dt_proj"}),
         ("mamba2", {"in_proj"}, {"out_proj"}),
         ("falcon_mamba", {"in_proj"}, {"out_proj"}),
         ("falcon_h1", {"in_proj", "q_proj", "o_proj", "up_proj"}, {"out_proj"}),
@@ -264,13 +281,17 @@ def test_all_linear_leaves_out_what_an_adapter_cannot_stand_beside(family, some,
 )
 def test_what_an_adapter_cannot_stand_beside_is_refused_where_it_is_named(family, targets):
     model = build_model(family_config(family), torch.float32)
-    with pytest.raises(ConfigError, match=r"^--lora_targets .* past an adapter: .*\(fix: all-linear, which"):
+    with pytest.raises(
+        ConfigError, match=r"^--lora_targets .* past an adapter: .*\(fix: all-linear, which"
+    ):
         add_lora(model, 4, 8, targets)
 
 
 def test_what_peft_raises_is_one_line_with_the_remedy():
     model = build_model(family_config("llama"), torch.float32)
-    with pytest.raises(ConfigError, match=r"^--lora_targets: peft: Target module LlamaMLP\(.*\(fix: "):
+    with pytest.raises(
+        ConfigError, match=r"^--lora_targets: peft: Target module LlamaMLP\(.*\(fix: "
+    ):
         inject(model, LoraConfig(target_modules=["mlp"]), "--lora_targets")
 
 
@@ -280,7 +301,8 @@ def test_targets_are_names_or_one_regular_expression():
     attention = {f"model.layers.{i}.self_attn.q_proj" for i in range(3)}
     assert adapted(model) == attention | {"model.layers.1.mlp.up_proj"}
     model = meta("mixtral")
-    add_lora(model, 4, 8, r".*\.[01]\..*[qv]_proj")  # peft itself would forget the layer numbers here
+    # peft itself would forget the layer numbers here
+    add_lora(model, 4, 8, r".*\.[01]\..*[qv]_proj")
     assert adapted(model) == {f"model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qv"}
 
 
@@ -305,7 +327,9 @@ def test_targets_are_names_or_one_regular_expression():
 )
 def test_what_cannot_work_is_refused_in_one_line(options, message):
     options = {"rank": 4, "alpha": 8, **options}
-    with pytest.raises(ConfigError, match=message.replace("(fix", r"\(fix").replace("(q_", r"\(q_")):
+    with pytest.raises(
+        ConfigError, match=message.replace("(fix", r"\(fix").replace("(q_", r"\(q_")
+    ):
         add_lora(meta(), **options)
 
 
@@ -326,9 +350,16 @@ def test_only_adapters_train_in_fp32_and_the_rest_is_stored_in_the_compute_dtype
 
 
 def test_flags_that_contradict_a_stored_adapter_are_refused_by_field(saved):
-    config = add_adapter(meta(), saved, {"lora_rank": 4, "use_rslora": True, "lora_targets": "all-linear"})
+    config = add_adapter(
+        meta(), saved, {"lora_rank": 4, "use_rslora": True, "lora_targets": "all-linear"}
+    )
     assert config.r == 4
-    for flag, value in (("lora_rank", 8), ("lora_alpha", 16), ("use_dora", True), ("lora_targets", "q_proj")):
+    for flag, value in (
+        ("lora_rank", 8),
+        ("lora_alpha", 16),
+        ("use_dora", True),
+        ("lora_targets", "q_proj"),
+    ):
         with pytest.raises(ConfigError, match=f"--{flag} {value}, there "):
             add_adapter(meta(), saved, {flag: value})
 
@@ -425,7 +456,9 @@ def save_with_a_limit(world, folder, out):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_adapter_stays(folders, saved, tmp_path):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_adapter_stays(
+    folders, saved, tmp_path
+):
     out = shutil.copytree(saved, tmp_path / "adapter")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     for error in run_ranks(save_with_a_limit, 2, folders["llama"], out):

@@ -23,7 +23,7 @@ ALL_KINDS = ["llama", "qwen2", "gemma2", "cohere", "granite", "mixtral", "qwen3_
 
 
 def some_batch(rows: int = 3, vocabulary: int = 1003):
-    """Rows whose prompt is not taught, one of them padded."""
+    """Rows whose prompt is not trained, one of them padded."""
     ids = torch.randint(0, vocabulary, (rows, 24), generator=torch.Generator().manual_seed(1))
     labels, mask = ids.clone(), torch.ones_like(ids, dtype=torch.bool)
     labels[:, :5] = IGNORE
@@ -32,7 +32,7 @@ def some_batch(rows: int = 3, vocabulary: int = 1003):
 
 
 def own_loss_and_gradients(model, batch, times=1):
-    """What transformers' forward(labels=...) gives: the mean over the taught tokens, and gradients `times`
+    """What transformers' forward(labels=...) gives: the mean over the trained tokens, and gradients `times`
     those of it.
     """
     mask = batch.mask if getattr(model.config, "output_router_logits", False) else None
@@ -47,10 +47,11 @@ def test_loss_and_gradients_equal_the_models_own(kind, dtype):
     reference, batch = tiny_model(kind, dtype), some_batch()
     model = add_chunked_loss(copy.deepcopy(reference), chunk_tokens=16)
     assert check_chunked_loss(model, CPU) == ""
-    exact, taught = dtype == torch.float32, (batch.labels[:, 1:] != IGNORE).sum()
-    times = 1 if exact else taught  # of the sum: the mean's factor rounds bf16 gradients once more, elsewhere
+    exact, trained = dtype == torch.float32, (batch.labels[:, 1:] != IGNORE).sum()
+    # of the sum: the mean's factor rounds bf16 gradients once more, elsewhere
+    times = 1 if exact else trained
     expected, gradients = own_loss_and_gradients(reference, batch, times)
-    loss = summed_cross_entropy(model, batch) / taught
+    loss = summed_cross_entropy(model, batch) / trained
     (loss * times).backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6 if exact else 1e-4, atol=0)
     for ours, theirs in zip((p.grad for p in model.parameters()), gradients, strict=True):
@@ -67,7 +68,10 @@ def test_the_routers_loss_is_part_of_it():
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma2"])
 def test_full_logits_give_the_same_loss_and_gradients_router_included(kind):
-    chunked, full = add_chunked_loss(tiny_model(kind), chunk_tokens=16), add_chunked_loss(tiny_model(kind))
+    chunked, full = (
+        add_chunked_loss(tiny_model(kind), chunk_tokens=16),
+        add_chunked_loss(tiny_model(kind)),
+    )
     full.full_logits = True
     losses = [summed_cross_entropy(model, some_batch()) for model in (chunked, full)]
     for loss in losses:
@@ -120,7 +124,11 @@ def test_no_tensor_of_the_size_of_the_logits_is_ever_made():
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             output = function(*args, **(kwargs or {}))
             for tensor in output if isinstance(output, (tuple, list)) else [output]:
-                if isinstance(tensor, torch.Tensor) and tensor.ndim >= 2 and tensor.shape[-1] == 1003:
+                if (
+                    isinstance(tensor, torch.Tensor)
+                    and tensor.ndim >= 2
+                    and tensor.shape[-1] == 1003
+                ):
                     sizes.append(
                         0 if tensor.shape[0] == 64 else tensor.numel()
                     )  # 64 rows: the weight, transposed

@@ -55,7 +55,9 @@ def fails_itself(_):
 
 def recipe(port, rank, folder, ends, waits) -> None:
     """What a rank of a recipe does: rank 1 ends in the act load, while rank 0 waits."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     os.dup2(os.open(folder / f"rank_{rank}", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
@@ -85,7 +87,9 @@ def said_by_rank_0(folder, ends, waits) -> str:
 
 
 @pytest.mark.parametrize("waits", [waits_in_a_collective, waits_in_a_new_group, computes])
-def test_a_killed_rank_is_one_line_that_names_it_and_memory_wherever_the_others_are(tmp_path, waits):
+def test_a_killed_rank_is_one_line_that_names_it_and_memory_wherever_the_others_are(
+    tmp_path, waits
+):
     said = said_by_rank_0(tmp_path, die, waits)
     (line,) = said.splitlines()
     assert line.startswith("error: rank 1 gave no answer in act 'load'")
@@ -112,7 +116,9 @@ def test_a_kill_that_the_kernel_counts_is_told_as_such(monkeypatch):
     monkeypatch.setattr(lost, "_kills", counted - 1)
     assert likely_cause("load").startswith("the kernel has killed 1 process for memory (oom_kill)")
     monkeypatch.setattr(lost, "_kills", counted)
-    assert likely_cause("load").startswith("killed, most likely for lack of memory, though the kernel has")
+    assert likely_cause("load").startswith(
+        "killed, most likely for lack of memory, though the kernel has"
+    )
 
 
 @slow
@@ -122,10 +128,13 @@ def test_a_rank_killed_in_any_act_of_a_run_is_one_line(flags, tmp_path, name):
         assert run.end(120) != 0
         (line,) = run.lines("error: ")
     said = re.match(r"error: rank 1 gave no answer in act '(\w+)'", line)
-    assert ACTS.index(said[1]) >= ACTS.index(name)  # that of the rank which waits: it may be further on
+    # that of the rank which waits: it may be further on
+    assert ACTS.index(said[1]) >= ACTS.index(name)
     assert "memory" in line
     assert "KeyboardInterrupt" not in run.text
-    ours = [line for line in run.text.splitlines() if "utils/" in line or 'recipes/finetune.py"' in line]
+    ours = [
+        line for line in run.text.splitlines() if "utils/" in line or 'recipes/finetune.py"' in line
+    ]
     assert ours == []  # no traceback of ours
 
 
@@ -139,7 +148,9 @@ CHOICES = {
     "async_save": [False, True],
     "low_cpu_fsdp": [False, True],
 }
-SETTINGS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+SETTINGS = [
+    dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+]
 
 
 @pytest.mark.parametrize("act", ["load", "optimizer", "train", "save"])
@@ -149,7 +160,10 @@ def test_no_remedy_names_what_is_set_already(act, gpu, of_gpu, ranks):
     for given in SETTINGS:
         said = less_memory(act, given, gpu, ranks, of_gpu)
         assert said
-        assert "--activation_checkpointing full" not in said or given["activation_checkpointing"] != "full"
+        assert (
+            "--activation_checkpointing full" not in said
+            or given["activation_checkpointing"] != "full"
+        )
         assert "--batch_size" not in said or given["batch_size"] > 1
         assert "without --cpu_offload" not in said or given["cpu_offload"]
         assert not of_gpu or "--cpu_offload" not in said or not given["cpu_offload"]
@@ -164,7 +178,12 @@ def test_a_recipe_that_has_no_such_flags_is_told_of_none():
 
 def test_a_change_of_the_plan_is_a_change():
     made = of_llama(local=2, gpu=False)
-    for knobs in (Knobs(), Knobs(2, 1, "full"), Knobs(1, 2, "selective"), Knobs(reshard_after_forward=False)):
+    for knobs in (
+        Knobs(),
+        Knobs(2, 1, "full"),
+        Knobs(1, 2, "selective"),
+        Knobs(reshard_after_forward=False),
+    ):
         need = made.need(knobs)
         for share in (0.5, 0.9):
             said = made.remedy(knobs, share * need.device, 64 * 2**30)
@@ -180,7 +199,8 @@ def test_the_plan_of_a_cpu_holds_every_act_a_copy_to_save_from_and_a_reserve():
     knobs = Knobs(lora_rank=8)
     plain, background = (of_llama(gpu=False, seq_len=16, async_save=copy) for copy in (False, True))
     need, more = plain.need(knobs), background.need(knobs)
-    assert need.acts["load"] > need.peak.total  # two forwards of the whole model, before there are gradients
+    # two forwards of the whole model, before there are gradients
+    assert need.acts["load"] > need.peak.total
     assert need.device > 1.02 * max(need.acts.values()) + 2**26
     assert need.host == need.device
     assert more.acts["train"] == need.acts["train"] + need.states.gradients + need.states.optimizer
@@ -220,7 +240,9 @@ def test_a_process_gives_back_what_it_frees_unless_the_user_has_set_the_allocato
 
     def kept(mapped_bytes: int, **settings: str) -> int:
         command = [sys.executable, "-c", GROW_AND_SHRINK, str(mapped_bytes)]
-        found = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+        found = subprocess.run(
+            command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
+        )
         return int(found.stdout)
 
     tight, usual = kept(MAPPED_BYTES_IF_TIGHT), kept(MAPPED_BYTES)

@@ -31,9 +31,20 @@ sys.path.append(str(ROOT / "recipes"))
 import plan  # noqa: E402
 
 slow = pytest.mark.slow
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
 SIZES |= {"num_key_value_heads": 4, "vocab_size": 8000, "max_position_embeddings": 2048}
-BIG = {**SIZES, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10, "vocab_size": 32000}
+BIG = {
+    **SIZES,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 10,
+    "vocab_size": 32000,
+}
 BIG |= {"num_attention_heads": 12}
 LORA = {"lora_rank": 16}
 FITTING = (0, 2)  # settings of fit_trials.py
@@ -41,7 +52,11 @@ FITTING = (0, 2)  # settings of fit_trials.py
 
 def sizes(kind: str, wide=SIZES) -> dict:
     if kind == "gpt2":
-        names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        names = {
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+        }
         wide = wide | {"n_positions": 2048} | {name: wide[ours] for ours, name in names.items()}
     heads = {"head_dim": 64} if "head_dim" in KINDS[kind][1] else {}
     return wide | heads | ({"sliding_window": 256} if "sliding_window" in KINDS[kind][1] else {})
@@ -85,7 +100,17 @@ def test_the_peak_of_a_step_is_what_torchs_tracker_counts_with_every_lever():
     assert not wrong
 
 
-ARCHITECTURES = ["qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "mixtral", "qwen3_moe"]
+ARCHITECTURES = [
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+]
 ARCHITECTURES += ["glm4", "cohere", "granite"]
 
 
@@ -105,7 +130,9 @@ def test_a_block_keeps_what_the_closed_formula_says():
     assert block.rest == 2 * 512 * (16 * h + 4 * h + 4 * kv + 8 * f + 4 * heads + 8)
 
 
-SAVED = [(kind, {}) for kind in ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "glm4", "mixtral")]
+SAVED = [
+    (kind, {}) for kind in ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "glm4", "mixtral")
+]
 SAVED += [
     ("llama", LORA),
     ("llama", {**LORA, "quantization": "8bit"}),
@@ -168,7 +195,9 @@ def test_the_smallest_change_that_fits_is_named():
     need, less = made.need(asked), made.need(Knobs(batch_size=8, activation_checkpointing="full"))
     room = (need.device + less.device) / 2, 64 * GIB
     text = refusal(made, asked, need, *room, "little")
-    assert re.search(r"a rank needs [\d.]+ GiB, most of it activations, [\d.]+ GiB; there is little", text)
+    assert re.search(
+        r"a rank needs [\d.]+ GiB, most of it activations, [\d.]+ GiB; there is little", text
+    )
     assert re.search(r"\(fix: --\w+( \w+)?; or --force to try\)$", text)  # one flag
     assert made.holds(made.smallest_change(asked, *room), *room)
     assert not made.holds(asked, *room)
@@ -182,7 +211,9 @@ def test_the_fastest_that_fits_keeps_method_precision_and_rows():
     tight = made.fastest(asked, made.need(Knobs(activation_checkpointing="full")).device, 64 * GIB)
     assert tight.batch_size * tight.grad_accum == 8
     assert (tight.lora_rank, tight.quantization) == (0, "none")
-    nothing = made.need(Knobs(lora_rank=16, activation_checkpointing="full", quantization="4bit")).device
+    nothing = made.need(
+        Knobs(lora_rank=16, activation_checkpointing="full", quantization="4bit")
+    ).device
     assert made.fastest(asked, nothing, 3 * GIB) is None
     assert made.fastest(asked, nothing, 5 * GIB, any_method=True).lora_rank == 16
 
@@ -191,7 +222,8 @@ def test_offloaded_states_are_on_the_host_and_rounded_as_pinned_memory_is():
     made = of_llama(local=2)
     there, away = made.need(Knobs()), made.need(Knobs(cpu_offload=True))
     states = there.states.total
-    assert away.device < there.device - states // 2  # weights and moments; gradients come after the peak
+    # weights and moments; gradients come after the peak
+    assert away.device < there.device - states // 2
     assert there.host + states < away.host < there.host + 2 * states
 
 
@@ -213,7 +245,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path):
     ended = shell(f"python recipes/finetune.py --batch_size 900000 --output_dir {out}")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert re.match(r"error: this does not fit: a rank needs [\d.]+ GiB, most of it activations", line)
+    assert re.match(
+        r"error: this does not fit: a rank needs [\d.]+ GiB, most of it activations", line
+    )
     assert "--force to try" in line
     assert not out.exists()
 
@@ -235,15 +269,28 @@ def test_fit_chooses_once_and_a_resume_goes_on_with_it(tmp_path):
 def test_two_ranks_need_what_was_planned_within_two_per_cent(tmp_path, recompute):
     """112 million parameters. glibc would keep what was freed; with a fixed threshold it does not."""
     model = tiny_model_folder(tmp_path / "model", **BIG)
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1 " * 3000}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "1 " * 3000},
+            ]
+        }
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows * 8))
-    flags = f"--model {model} --dataset {tmp_path}/rows.jsonl --seq_len 768 --steps 2 --save_every 0"
-    flags += f" --save_model false --activation_checkpointing {recompute} --output_dir {tmp_path}/run"
+    flags = (
+        f"--model {model} --dataset {tmp_path}/rows.jsonl --seq_len 768 --steps 2 --save_every 0"
+    )
+    flags += (
+        f" --save_model false --activation_checkpointing {recompute} --output_dir {tmp_path}/run"
+    )
     command = f"torchrun --nproc_per_node 2 recipes/finetune.py {flags}"
     ended = shell(command, seconds=600, MALLOC_MMAP_THRESHOLD_="262144")
     assert ended.returncode == 0, ended.stderr
     measured = json.loads((tmp_path / "run" / "plan.json").read_text())["measured"]
-    assert all(abs(measured["acts"][act]["error"]) < 0.02 for act in ("load", "train", "save")), measured
+    assert all(abs(measured["acts"][act]["error"]) < 0.02 for act in ("load", "train", "save")), (
+        measured
+    )
 
 
 @slow
@@ -269,7 +316,9 @@ PLAN = "python recipes/plan.py"
 
 @slow
 def test_plan_prints_tables_and_a_command_that_fits():
-    ended = shell(f"{PLAN} --model llama-3.2-1b --gpus 2 --gpu_memory 8 --seq_len 1024 --host_memory 64")
+    ended = shell(
+        f"{PLAN} --model llama-3.2-1b --gpus 2 --gpu_memory 8 --seq_len 1024 --host_memory 64"
+    )
     assert ended.returncode == 0, ended.stderr
     assert "llama-3.2-1b: 1.24 billion parameters; 2 GPUs of 8 GiB" in ended.stdout
     assert ended.stdout.count("selective") == 16
@@ -289,7 +338,9 @@ def test_the_command_of_a_plan_has_every_flag_that_it_was_made_for():
 
 
 def test_plan_knows_a_size_however_it_is_written():
-    shapes = [plan.find_config(size, False).to_dict() for size in ("0.1B", "0.1b", "100_000_000", "100M")]
+    shapes = [
+        plan.find_config(size, False).to_dict() for size in ("0.1B", "0.1b", "100_000_000", "100M")
+    ]
     assert all(shape == shapes[0] for shape in shapes)
     model = build_model(plan.find_config("7B", False), torch.bfloat16)
     assert 7e9 <= sum(p.numel() for p in model.parameters()) < 8e9
@@ -298,8 +349,14 @@ def test_plan_knows_a_size_however_it_is_written():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--model llama-3-8b --gpu_memory 0", "--gpu_memory 0 holds nothing (fix: --gpu_memory 24)"),
-        ("--model llama-3-8b --gpu_memory -3", "--gpu_memory -3 holds nothing (fix: --gpu_memory 24)"),
+        (
+            "--model llama-3-8b --gpu_memory 0",
+            "--gpu_memory 0 holds nothing (fix: --gpu_memory 24)",
+        ),
+        (
+            "--model llama-3-8b --gpu_memory -3",
+            "--gpu_memory -3 holds nothing (fix: --gpu_memory 24)",
+        ),
         ("--model llama-3-8b --gpus 0", "--gpus 0 is too small (fix: at least 1)"),
         ("--model llama-3-8b --dtype int3", "int3"),
         ("--model 7B --gpus 12", "--gpus 12: machines have 8 (fix: a multiple of it"),
@@ -307,10 +364,16 @@ def test_plan_knows_a_size_however_it_is_written():
         ("--model llama3-8b", "--model llama3-8b is not known (did you mean llama-3-8b?)"),
         ("--model 7T", "--model 7T is no size (did you mean 7B?)"),
         ("--model ./modle", "--model ./modle: there is no such folder or file (fix: a folder"),
-        ("--model 7B --gpu h10", "--gpu h10 is not known (did you mean h100?) (fix: one of a10g, l4, "),
+        (
+            "--model 7B --gpu h10",
+            "--gpu h10 is not known (did you mean h100?) (fix: one of a10g, l4, ",
+        ),
         ("--model 7B --gpu A100", "--gpu A100 is not known (did you mean a100-40 or a100-80?)"),
         ("--model 7B --gpu 8", "--gpu 8 is no name of a card (did you mean --gpus 8?)"),
-        ("--model 7B --gpu h100 --gpu_memory 80", "--gpu h100 and --gpu_memory 80 (fix: give one of them)"),
+        (
+            "--model 7B --gpu h100 --gpu_memory 80",
+            "--gpu h100 and --gpu_memory 80 (fix: give one of them)",
+        ),
         ("", "--model is missing (fix: a folder, a size such as 7B, or one of gemma-2-9b"),
         ("--model 7B --quantization 4bit", "trains nothing (fix: --lora_rank 16)"),
     ],
@@ -343,14 +406,22 @@ def test_the_recommended_line_names_the_host_memory_that_it_needs():
     assert last == (
         "  It offloads, and needs 167 GiB of host memory a machine; --host_memory says how much there is."
     )
-    assert plan.recommendation(plan.Config(model="7B", host_memory=256), told)[2].endswith("machine, of 256.")
+    assert plan.recommendation(plan.Config(model="7B", host_memory=256), told)[2].endswith(
+        "machine, of 256."
+    )
     assert len(plan.recommendation(plan.Config(), told | {"recommended": asdict(Knobs())})) == 2
 
 
 def test_a_model_of_pictures_is_refused_with_what_to_take_instead(tmp_path):
-    fields = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config": {"hidden_size": 64}}
+    fields = {
+        "model_type": "qwen2_5_vl",
+        "vision_config": {"depth": 2},
+        "text_config": {"hidden_size": 64},
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=r"qwen2_5_vl has a vision_config, .* \(fix: a text-only causal"):
+    with pytest.raises(
+        ConfigError, match=r"qwen2_5_vl has a vision_config, .* \(fix: a text-only causal"
+    ):
         plan.main(plan.Config(model=str(tmp_path)))
 
 
@@ -371,9 +442,13 @@ def test_what_a_plot_needs_is_asked_for_at_the_start(tmp_path, monkeypatch):
     for name, answer in answers.items():
         with pytest.raises(ConfigError, match=re.escape(answer)):
             parse_cli(plan.Config, ["--model", "7B", "--plot", str(tmp_path / name)])
-    assert parse_cli(plan.Config, ["--plot", str(tmp_path / "new.svg")]).plot == str(tmp_path / "new.svg")
+    assert parse_cli(plan.Config, ["--plot", str(tmp_path / "new.svg")]).plot == str(
+        tmp_path / "new.svg"
+    )
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
-    with pytest.raises(ConfigError, match=r"--plot needs a package \(fix: pip install matplotlib\)"):
+    with pytest.raises(
+        ConfigError, match=r"--plot needs a package \(fix: pip install matplotlib\)"
+    ):
         parse_cli(plan.Config, ["--model", "7B", "--plot", str(tmp_path / "new.png")])

@@ -28,7 +28,13 @@ from utils.train.optim import build_optimizer, check_packages
 from utils.train.trained_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-NUMBERS = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-4, "taught_tokens": 99, "tokens_per_second": 12345.6}
+NUMBERS = {
+    "loss": 2.5,
+    "grad_norm": 0.75,
+    "lr": 1e-4,
+    "trained_tokens": 99,
+    "tokens_per_second": 12345.6,
+}
 LINE = "step 2/4  loss 2.5000  grad_norm 0.750  lr 1.00e-04  12,346 tokens/s"
 
 
@@ -76,7 +82,9 @@ def test_a_resume_adds_lines_and_readers_take_the_last_of_a_step(tmp_path):
     log.step(step=4, loss=1.0)
     log.step(step=4, eval_loss=2.0)
     assert [entry["run"] for entry in objects(tmp_path)] == [1] * 5 + [2] * 2
-    read = [(entry["step"], entry.get("loss")) for entry in read_metrics(tmp_path / "metrics.jsonl")]
+    read = [
+        (entry["step"], entry.get("loss")) for entry in read_metrics(tmp_path / "metrics.jsonl")
+    ]
     assert read == [(1, 0), (2, 0), (3, 0), (4, 1), (4, None), (5, 0)]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
@@ -96,7 +104,11 @@ print("done")
 
 def run_script(folder, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder], cwd=ROOT, timeout=100, stderr=subprocess.PIPE, **options
+        [sys.executable, "-c", SCRIPT, folder],
+        cwd=ROOT,
+        timeout=100,
+        stderr=subprocess.PIPE,
+        **options,
     )
 
 
@@ -143,7 +155,12 @@ def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+        (4, 2.0),
+    ]
 
 
 def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):
@@ -172,7 +189,8 @@ EIGHT_B = {
 def test_flops_of_llama_3_8b_are_the_known_ones():
     model = on_meta("llama", **EIGHT_B)
     params = matmul_parameters(model)
-    assert params == sum(p.numel() for p in model.parameters()) - 128256 * 4096 - 65 * 4096  # table, norms
+    # table, norms
+    assert params == sum(p.numel() for p in model.parameters()) - 128256 * 4096 - 65 * 4096
     assert flops_per_token(model.config, 4096, params) == pytest.approx(48.25e9, rel=1e-4)
     assert flops_per_token(model.config, 8192, params) == pytest.approx(51.47e9, rel=1e-4)
 
@@ -183,7 +201,8 @@ def test_a_tied_table_counts_as_the_head_and_experts_by_visits():
     assert matmul_parameters(tied) == sum(p.numel() for p in tied.parameters() if p.ndim == 2)
     matrices = sum(p.numel() for p in untied.parameters() if p.ndim == 2)
     assert matmul_parameters(untied) == matrices - embedding
-    mixtral = on_meta("mixtral", num_local_experts=8, num_experts_per_tok=2)  # the 8x7B, of which 12.9B work
+    # the 8x7B, of which 12.9B work
+    mixtral = on_meta("mixtral", num_local_experts=8, num_experts_per_tok=2)
     assert matmul_parameters(mixtral) + 32000 * 4096 == pytest.approx(12.9e9, rel=5e-3)
 
 
@@ -207,7 +226,11 @@ def test_peaks_are_known_by_the_names_that_torch_gives(name, tera):
 
 def test_unknown_devices_have_no_peak():
     assert peak_flops(torch.device("cpu")) is None
-    for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"):
+    for name in (
+        "NVIDIA A10G",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    ):
         assert peak_flops_of(name) is None
 
 
@@ -232,18 +255,26 @@ assert peak_memory_bytes(cpu) == with_block
 
 def test_peak_memory_remembers_what_was_freed_and_ignores_mapped_files(tmp_path):
     """In a process of its own: other tests leave memory that is free and still counted."""
-    ended = subprocess.run([sys.executable, "-c", PEAK, tmp_path / "file"], cwd=ROOT, capture_output=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path / "file"], cwd=ROOT, capture_output=True
+    )
     assert ended.returncode == 0, ended.stderr.decode()
 
 
 def planned_and_held(world, kind):
     """The estimate from meta shapes, and the bytes that this rank really holds after one AdamW step."""
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+    }
     with torch.device("meta"):
         planned_model = AutoModelForCausalLM.from_config(tiny_config(kind, **sizes))
     model = tiny_model(kind, **sizes)
     for each in (planned_model, model):
-        each.get_input_embeddings().weight.requires_grad_(kind == "qwen2")  # frozen where it is not tied
+        # frozen where it is not tied
+        each.get_input_embeddings().weight.requires_grad_(kind == "qwen2")
     planned = estimate_states(planned_model, world.size, world.rank)
     model = shard_model(model, init_device_mesh("cpu", (world.size,)), torch.float32)
     optimizer = build_optimizer(model, 1e-3, 0.1)
@@ -259,7 +290,9 @@ def planned_and_held(world, kind):
 def held_bytes(tensors) -> int:
     """Storage of the local parts, what several share counted once, padding included."""
     local = [t.to_local() if hasattr(t, "to_local") else t for t in (t.detach() for t in tensors)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values()
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -51,7 +51,9 @@ def sharded(tmp_path) -> Path:
 
 
 def write_index(folder: Path, weight_map) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
+    )
 
 
 def weight_map(folder: Path) -> dict:
@@ -75,7 +77,9 @@ def test_headers_tell_name_file_dtype_and_shape(single, sharded):
         "y": (torch.bfloat16, (3,)),
         "z": (torch.int64, ()),
     }
-    assert {name: info.file.name for name, info in open_weights(sharded).items()} == weight_map(sharded)
+    assert {name: info.file.name for name, info in open_weights(sharded).items()} == weight_map(
+        sharded
+    )
 
 
 def test_no_file_stays_open(sharded):
@@ -128,9 +132,10 @@ def test_damaged_file_is_refused_by_name(single, sharded, damage):
 @pytest.mark.parametrize("what", ["a flipped name", "a flipped digit of a shape"])
 def test_flips_in_the_header_do_not_pass(sharded, what):
     """Row 25: safetensors itself loads a renamed tensor; the index, or the size, gives it away."""
-    old, new = {"a flipped name": (b'"a3"', b'"q3"'), "a flipped digit of a shape": (b"[2,3]", b"[2,7]")}[
-        what
-    ]
+    old, new = {
+        "a flipped name": (b'"a3"', b'"q3"'),
+        "a flipped digit of a shape": (b"[2,3]", b"[2,7]"),
+    }[what]
     (sharded / A).write_bytes((sharded / A).read_bytes().replace(old, new, 1))
     assert str(sharded) in refusal(open_weights, sharded)
 
@@ -265,7 +270,13 @@ class Payload:
         return Path.touch, (self.mark,)
 
 
-FOREIGN = ["pytorch_model.bin", "model.gguf", "tf_model.h5", "flax_model.msgpack", "consolidated.00.pth"]
+FOREIGN = [
+    "pytorch_model.bin",
+    "model.gguf",
+    "tf_model.h5",
+    "flax_model.msgpack",
+    "consolidated.00.pth",
+]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -314,7 +325,9 @@ def test_advice_for_bin_files_works_as_printed(tmp_path):
 # --- config.json --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "gemma2", "mixtral", "qwen3_moe", "cohere"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama3", "qwen2", "gemma2", "mixtral", "qwen3_moe", "cohere"]
+)
 def test_good_configs_pass(tmp_path, kind):
     tiny_config(kind).save_pretrained(tmp_path)
     check_model_config(tmp_path)
@@ -333,7 +346,10 @@ BAD_CONFIG = {  # rows 70-72 and 76: fields that are changed -> words in the ans
     "no kv heads": ({"num_key_value_heads": 0}, "num_key_value_heads: 0 is not"),
     "negative size": ({"hidden_size": -64}, "hidden_size: -64 is not"),
     "no vocabulary": ({"vocab_size": 0}, "vocab_size: 0 is not"),
-    "layers beyond reason": ({"num_hidden_layers": 10**12}, "num_hidden_layers: 1000000000000 is not"),
+    "layers beyond reason": (
+        {"num_hidden_layers": 10**12},
+        "num_hidden_layers: 1000000000000 is not",
+    ),
     "layers as a float": ({"num_hidden_layers": 1e12}, "num_hidden_layers"),
     "a size of 4000 digits": ({"hidden_size": 10**4000}, "hidden_size: 1000"),
     "size as text": ({"hidden_size": "64"}, "hidden_size: 64 is not"),
@@ -345,7 +361,10 @@ BAD_CONFIG = {  # rows 70-72 and 76: fields that are changed -> words in the ans
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "fp8 weights"),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq weights"),
     "awq": ({"quantization_config": {"quant_method": "awq"}}, "awq weights"),
-    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes weights"),
+    "bitsandbytes": (
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "bitsandbytes weights",
+    ),
     "unnamed": ({"quantization_config": {"bits": 4}}, "unnamed weights"),
     "quantized text_config": (
         {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
@@ -378,7 +397,11 @@ def test_missing_config_is_refused(tmp_path):
 
 def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
     """Row 72: the flag lets it through; a config cannot give it to itself; nobody asks on stdin."""
-    config = {**tiny_config("llama").to_dict(), "model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
+    config = {
+        **tiny_config("llama").to_dict(),
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Mine"},
+    }
     (tmp_path / "config.json").write_text(json.dumps({**config, "trust_remote_code": True}))
     assert "auto_map" in refusal(check_model_config, tmp_path)
     check_model_config(tmp_path, trust_remote_code=True)
@@ -418,9 +441,15 @@ def sums_of(folder, **changed):
 
 def test_a_list_of_sums_tells_a_flipped_bit_in_any_file(tmp_path):
     """Row 25 of the fault matrix: a bit of a weight, which no header shows."""
-    folder, sums = tiny_model_folder(tmp_path / "model", vocab_size=271, files=3), tmp_path / "SHA256SUMS"
+    folder, sums = (
+        tiny_model_folder(tmp_path / "model", vocab_size=271, files=3),
+        tmp_path / "SHA256SUMS",
+    )
     sums.write_text(sums_of(folder) + f"{'0' * 64} *README.md\n\n")
-    files, worlds = set(folder.glob("*.safetensors")), [World(rank, 2, rank, 2, None) for rank in (0, 1)]
+    files, worlds = (
+        set(folder.glob("*.safetensors")),
+        [World(rank, 2, rank, 2, None) for rank in (0, 1)],
+    )
     assert len(files) > 1
     for world in worlds:
         check_hashes(files, str(sums), world)

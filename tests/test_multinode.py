@@ -34,7 +34,8 @@ KUBERNETES = (ROOT / "configs/launch/kubernetes.yaml").read_text()
 MODEL = "org/tiny"  # is in the caches only
 STEPS, KILLED = 8, 3  # steps of a run, and after how many of them something is killed
 FLAGS = f"--steps {STEPS} --save_every 2 --lr 1e-3 --warmup 1 --batch_size 2 --global_batch_size 4"
-GONE_ON = [(1, 1), (1, 2), (1, 3), *((2, step) for step in range(3, STEPS + 1))]  # (run, step): saved was 2
+# (run, step): saved was 2
+GONE_ON = [(1, 1), (1, 2), (1, 3), *((2, step) for step in range(3, STEPS + 1))]
 WITHIN = 60  # seconds in which a job forms again, or ends
 
 
@@ -64,7 +65,9 @@ def test_the_launch_files_parse_and_start_the_same():
 
 
 def test_every_flag_in_the_launch_files_exists():
-    values = {entry["name"]: entry.get("value", "10.0.0.1") for entry in pod()["containers"][0]["env"]}
+    values = {
+        entry["name"]: entry.get("value", "10.0.0.1") for entry in pod()["containers"][0]["env"]
+    }
     for flags in (values["FLAGS"], re.search(r'^export FLAGS="(.*)"$', SLURM, re.MULTILINE)[1]):
         line = Template(torchrun_line(SLURM)).substitute(values, IS_HOST=1, FLAGS=flags)
         known, unknown = get_args_parser().parse_known_args(shlex.split(line))
@@ -83,7 +86,11 @@ class Machine:
     def __init__(self, number: int, root: Path, address="127.0.0.1", interface="lo", enter=()):
         self.address, self.enter, self.log = address, enter, root / f"machine_{number}.log"
         self.process, self.env = None, {"HF_HOME": str(root / f"cache_{number}")}
-        self.env |= {"GLOO_SOCKET_IFNAME": interface, "ADDRESS": address, "SLURMD_NODENAME": address}
+        self.env |= {
+            "GLOO_SOCKET_IFNAME": interface,
+            "ADDRESS": address,
+            "SLURMD_NODENAME": address,
+        }
         self.env |= {"JOB_COMPLETION_INDEX": str(number), "SLURM_NODEID": str(number)}
         self.env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
@@ -165,7 +172,9 @@ def root(tmp_path_factory):
 def alone(root: Path, out: Path, flags: str = "", **env: str) -> Iterator[Machine]:
     """One torchrun with two ranks."""
     machine = Machine(0, root)
-    command = f"exec torchrun --standalone --nproc_per_node 2 {flags} recipes/finetune.py --model {MODEL}"
+    command = (
+        f"exec torchrun --standalone --nproc_per_node 2 {flags} recipes/finetune.py --model {MODEL}"
+    )
     try:
         machine.start(f"{command} --dataset {root}/rows.jsonl --output_dir {out} {FLAGS}", **env)
         yield machine
@@ -184,18 +193,20 @@ def undisturbed(root):
 @pytest.fixture
 def machines(root, capsys):
     """Two of them, the first of which hosts the rendezvous."""
-    spaces = [f"raw{os.getpid()}{letter}" for letter in "ab"]  # namespaces, and the cable's two ends
+    # namespaces, and the cable's two ends
+    spaces = [f"raw{os.getpid()}{letter}" for letter in "ab"]
     a, b = spaces
-    script = (
-        f"ip netns add {a}; ip netns add {b}; ip link add {a} netns {a} type veth peer name {b} netns {b};"
-    )
+    script = f"ip netns add {a}; ip netns add {b};"
+    script += f"ip link add {a} netns {a} type veth peer name {b} netns {b};"
     for number, space in enumerate(spaces):
         script += f"ip -n {space} address add 10.213.0.{number + 1}/24 dev {space};"
         script += f"ip -n {space} link set {space} up; ip -n {space} link set lo up;"
     spaced = subprocess.run(["bash", "-ec", script], capture_output=True).returncode == 0
     places = [("127.0.0.1",), ("127.0.0.2",)]
     if spaced:
-        places = [(f"10.213.0.{i + 1}", s, ("ip", "netns", "exec", s)) for i, s in enumerate(spaces)]
+        places = [
+            (f"10.213.0.{i + 1}", s, ("ip", "netns", "exec", s)) for i, s in enumerate(spaces)
+        ]
     both = [Machine(number, root, *place) for number, place in enumerate(places)]
     with capsys.disabled():
         print("\ntwo torchruns", "in two network namespaces" if spaced else "on loopback", end=": ")
@@ -204,13 +215,20 @@ def machines(root, capsys):
     finally:
         for machine in both:
             machine.kill()
-        subprocess.run(["bash", "-c", f"ip netns delete {a}; ip netns delete {b}"], capture_output=True)
+        subprocess.run(
+            ["bash", "-c", f"ip netns delete {a}; ip netns delete {b}"], capture_output=True
+        )
 
 
 def job(root: Path, out: Path, host: Machine) -> dict[str, str]:
     """What the scheduler and the user say: two machines with one process each."""
     given = {"NODES": "2", "GPUS": "1", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
-    given |= {"JOB": out.name, "SLURM_JOB_ID": out.name, "HOST": host.address, "PORT": str(free_port())}
+    given |= {
+        "JOB": out.name,
+        "SLURM_JOB_ID": out.name,
+        "HOST": host.address,
+        "PORT": str(free_port()),
+    }
     given |= {"MODEL": MODEL, "DATASET": str(root / "rows.jsonl"), "OUT": str(out), "FLAGS": FLAGS}
     return given | {"CUDA_VISIBLE_DEVICES": ""}  # the two would have one and the same
 

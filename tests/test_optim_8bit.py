@@ -30,7 +30,8 @@ SHAPES = {
     "few": (2, 2560),  # fewer rows than 3 or 4 ranks
     "experts": (5, 16, 96),
     "ragged": (50, 100),  # 5000 elements: 8-bit, though each of 2 ranks has fewer than 4096
-    "tall": (512, 16),  # rows are less than a block, but half and a quarter of them are whole blocks
+    # rows are less than a block, but half and a quarter of them are whole blocks
+    "tall": (512, 16),
     "norm": (5000,),
     "small": (30, 100),  # 3000 elements: 32-bit
     "bias": (7,),
@@ -147,7 +148,11 @@ def beside_bitsandbytes(world, name, dtype, replicate):
         assert same.sum() > 0, label
         if label in WHOLE_ROWS:
             assert same.all()
-        assert ("absmax1" in mine) == ("absmax1" in state) == ("8bit" in name and parameter.numel() >= 4096)
+        assert (
+            ("absmax1" in mine)
+            == ("absmax1" in state)
+            == ("8bit" in name and parameter.numel() >= 4096)
+        )
         for key in ("state1", "state2"):
             assert (key in mine) == (key in state)
             if key in mine:
@@ -162,7 +167,9 @@ def beside_bitsandbytes(world, name, dtype, replicate):
         ours, theirs = whole(parameter.detach()).view(-1)[same], weights.view(-1)[same]
         if label in WHOLE_ROWS:
             assert torch.equal(ours, theirs), label
-        tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.0}
+        tolerance = (
+            {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.0}
+        )
         torch.testing.assert_close(ours, theirs, **tolerance)
 
 
@@ -290,14 +297,17 @@ def straight_and_resumed(world, folder, name):
     first, first_optimizer = build(world, name)
     resumed = train(world, first, first_optimizer, 0, 2)
     path = CheckpointSaver(folder, 0, world).save(2, first, first_optimizer, {})
-    second, second_optimizer = build(world, name.removeprefix("paged_") if "8bit" in name else name, seed=1)
+    second, second_optimizer = build(
+        world, name.removeprefix("paged_") if "8bit" in name else name, seed=1
+    )
     load_checkpoint(path, second, second_optimizer, world)
     resumed += train(world, second, second_optimizer, 2, 5)
     return straight == resumed, fingerprint(model, optimizer), fingerprint(second, second_optimizer)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "paged" in name else []) for name in NAMES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if "paged" in name else []) for name in NAMES],
 )
 def test_resume_on_the_same_number_of_ranks_is_bitwise(tmp_path, name):
     """8-bit state also with another --optimizer, where only paging differs."""
@@ -406,7 +416,10 @@ def refuse(world, folder, name):
 def test_another_optimizer_is_refused_by_name(tmp_path, old, new):
     run_ranks(save_as, 2, tmp_path, old)
     path = newest_checkpoint(tmp_path)
-    expected = f"{path} holds {old} state, not {new} (fix: --optimizer {old}, or --resume none)", True
+    expected = (
+        f"{path} holds {old} state, not {new} (fix: --optimizer {old}, or --resume none)",
+        True,
+    )
     assert run_ranks(refuse, 2, tmp_path, new) == [expected] * 2
     if old == "adamw":  # checkpoints from before there was a choice do not say it
         state = json.loads((path / "state.json").read_text())
@@ -436,7 +449,9 @@ def measured_and_estimated(world, name, dtype):
     steps(model, optimizer, 0, 2)
     estimated = estimate_states(model, world.size, world.rank, name).optimizer
     local = [
-        t.to_local() if isinstance(t, DTensor) else t for s in optimizer.state.values() for t in s.values()
+        t.to_local() if isinstance(t, DTensor) else t
+        for s in optimizer.state.values()
+        for t in s.values()
     ]
     owned = {t.untyped_storage().data_ptr() for t in local}
     if name != "adamw":  # what bitsandbytes works on are parts of it, and the maps that all share
@@ -457,7 +472,9 @@ def test_the_estimate_is_what_the_state_takes(ranks):
 
 def test_without_bitsandbytes_the_fix_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"--optimizer lion_8bit: .*\(fix: pip install bitsandbytes\)"):
+    with pytest.raises(
+        ConfigError, match=r"--optimizer lion_8bit: .*\(fix: pip install bitsandbytes\)"
+    ):
         build_optimizer(Shapes(), lr=1e-2, weight_decay=0.1, name="lion_8bit")
 
 

@@ -30,7 +30,7 @@ def lognormal(mean: float, count: int = 20000, seed: int = 0) -> torch.Tensor:
 
 
 def documents(lengths: list[int], vocab: int = 256, seed: int = 0):
-    """Examples of random tokens; the first third of each is not taught."""
+    """Examples of random tokens; the first third of each is not trained."""
     part, generator = Part(rows=len(lengths)), torch.Generator().manual_seed(seed)
     for i, length in enumerate(lengths):
         ids = torch.randint(1, vocab, (length,), generator=generator).tolist()
@@ -49,7 +49,9 @@ def best_fit(lengths: list[int], size: int) -> int:
     return packs
 
 
-@pytest.mark.parametrize(("longest", "size"), [(8, 16), (16, 16), (99, 128), (1000, 1500), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("longest", "size"), [(8, 16), (16, 16), (99, 128), (1000, 1500), (4096, 4096)]
+)
 def test_packs_are_those_of_best_fit_decreasing_and_hold_every_document_once(longest, size):
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
@@ -65,7 +67,9 @@ def test_packs_are_those_of_best_fit_decreasing_and_hold_every_document_once(lon
 def test_few_slots_are_left_empty(mean, short):
     lengths = lognormal(mean)
     least = -(-int(lengths.sum()) // 4096)
-    assert int(lengths.sum()) / (len(pack(lengths, 4096)[1]) * 4096) >= (1 - short) * least / (least + 1)
+    assert int(lengths.sum()) / (len(pack(lengths, 4096)[1]) * 4096) >= (1 - short) * least / (
+        least + 1
+    )
 
 
 def test_an_epoch_teaches_every_document_once_and_the_next_packs_them_otherwise():
@@ -81,7 +85,10 @@ def test_an_epoch_teaches_every_document_once_and_the_next_packs_them_otherwise(
         where = [where for step in batches for batch in step for where in batch.where]
         assert sorted(w for w in where if w != "filler") == sorted(f"f:{i}" for i in range(200))
         assert sum(
-            int(batch.mask.sum()) for step in batches for batch in step if "filler" not in batch.where
+            int(batch.mask.sum())
+            for step in batches
+            for batch in step
+            if "filler" not in batch.where
         ) == int(examples.lengths.sum())
         seen.append(where)
     assert seen[0] != seen[1]
@@ -92,9 +99,14 @@ def test_global_batches_do_not_depend_on_ranks(ranks):
     examples = documents([3 + (7 * i) % 40 for i in range(200)])
     one = PackedBatches(examples, 0, 8, 8, 0, 1, 0, 64)
     for step in range(one.per_epoch):
-        dealt = [PackedBatches(examples, 0, 8, 2, rank, ranks, 0, 64).batches(step) for rank in range(ranks)]
+        dealt = [
+            PackedBatches(examples, 0, 8, 2, rank, ranks, 0, 64).batches(step)
+            for rank in range(ranks)
+        ]
         assert len({len(batches) for batches in dealt}) == 1
-        got = sorted(w for batches in dealt for batch in batches for w in batch.where if w != "filler")
+        got = sorted(
+            w for batches in dealt for batch in batches for w in batch.where if w != "filler"
+        )
         assert got == sorted(one.batches(step)[0].where)
 
 
@@ -118,7 +130,8 @@ def test_ranks_work_alike_in_tokens_and_in_attention(mean, packs):
         assert sum(ratios) / len(ratios) <= 1.02, power
 
 
-WITHOUT_SDPA = ("gemma2",)  # transformers refuses it: test_attention_that_its_class_cannot_is_refused
+# transformers refuses it: test_attention_that_its_class_cannot_is_refused
+WITHOUT_SDPA = ("gemma2",)
 ATTENTION = [(family, "eager") for family in KINDS]
 ATTENTION += [(family, "sdpa") for family in KINDS if family not in WITHOUT_SDPA]
 
@@ -129,7 +142,9 @@ def test_packed_rows_have_the_logits_and_the_loss_of_the_documents_alone(family,
     model = add_chunked_loss(tiny_model(family)).eval()
     model.set_attn_implementation(attn)
     assert model.config._attn_implementation == attn
-    examples = documents([13, 5, 21, 8, 30, 3, 17, 9], vocab=model.config.get_text_config().vocab_size)
+    examples = documents(
+        [13, 5, 21, 8, 30, 3, 17, 9], vocab=model.config.get_text_config().vocab_size
+    )
     loader = PackedBatches(examples, 0, 2, 2, 0, 1, 0, 64)
     loader.flat = False
     (batch,) = loader.batches(0)
@@ -140,14 +155,19 @@ def test_packed_rows_have_the_logits_and_the_loss_of_the_documents_alone(family,
             begins = (batch.positions[row] == 0).nonzero()[:, 0].tolist()
             for begin, end in zip(begins, [*begins[1:], None], strict=True):
                 alone = model(batch.ids[row : row + 1, begin:end], use_cache=False).logits[0]
-                assert (packed[row, begin:end] - alone).abs().max() <= 1e-5 * max(1, alone.abs().max())
+                assert (packed[row, begin:end] - alone).abs().max() <= 1e-5 * max(
+                    1, alone.abs().max()
+                )
         total = sum(
-            summed_cross_entropy(model, b) for b in GlobalBatches(examples, 0, 8, 1, 0, 1, 0).batches(0)
+            summed_cross_entropy(model, b)
+            for b in GlobalBatches(examples, 0, 8, 1, 0, 1, 0).batches(0)
         )
         if not getattr(
             model.config, "output_router_logits", False
         ):  # statistics of a batch, not of documents
-            assert summed_cross_entropy(model, batch).item() == pytest.approx(total.item(), rel=1e-5)
+            assert summed_cross_entropy(model, batch).item() == pytest.approx(
+                total.item(), rel=1e-5
+            )
 
 
 def test_one_flat_row_is_the_same_batch():
@@ -167,7 +187,8 @@ def test_a_model_in_which_documents_see_each_other_is_refused():
     assert model.training
     inner = model.model.forward
 
-    def leaky(input_ids, position_ids=None, **kwargs):  # as a model does that knows nothing of positions
+    # as a model does that knows nothing of positions
+    def leaky(input_ids, position_ids=None, **kwargs):
         return inner(input_ids, **kwargs)
 
     model.model.forward = leaky
@@ -180,11 +201,19 @@ def test_a_model_in_which_documents_see_each_other_is_refused():
 def test_a_packed_run_has_the_losses_of_the_unpacked_one_and_resumes(tmp_path):
     folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
     rows = write_rows(tmp_path / "rows.jsonl", 12)
-    settings = {"model": str(folder), "dataset": str(rows), "save_every": 1, "lr": 1e-3, "save_model": False}
+    settings = {
+        "model": str(folder),
+        "dataset": str(rows),
+        "save_every": 1,
+        "lr": 1e-3,
+        "save_model": False,
+    }
 
     def losses(name, **flags):
         out = finetune.main(finetune.Config(output_dir=str(tmp_path / name), **settings | flags))
-        return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
 
     plain = losses("plain", steps=1, global_batch_size=12, batch_size=12)
     packed = losses("packed", steps=3, batch_size=16, packing=True, seq_len=128)
@@ -197,7 +226,8 @@ def test_a_packed_run_has_the_losses_of_the_unpacked_one_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("too_long", "said"), [("truncate", "cut at --seq_len"), ("drop", "dropped: longer than --seq_len")]
+    ("too_long", "said"),
+    [("truncate", "cut at --seq_len"), ("drop", "dropped: longer than --seq_len")],
 )
 def test_what_becomes_of_longer_rows_is_counted(tmp_path, capsys, too_long, said):
     folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
@@ -206,6 +236,7 @@ def test_what_becomes_of_longer_rows_is_counted(tmp_path, capsys, too_long, said
     finetune.main(finetune.Config(too_long=too_long, packing=True, **flags))
     assert said in capsys.readouterr().out
     with pytest.raises(
-        ConfigError, match=rf"rows.jsonl:\d+: \d+ tokens, more than --seq_len {LONG} \(fix: --too_long"
+        ConfigError,
+        match=rf"rows.jsonl:\d+: \d+ tokens, more than --seq_len {LONG} \(fix: --too_long",
     ):
         finetune.main(finetune.Config(too_long="error", **flags))

@@ -56,7 +56,9 @@ def plain_loop(folder, rows):
     for step in range(STEPS):
         (batch,) = batches.batches(step)
         logits = model(batch.ids, attention_mask=batch.mask, use_cache=False).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100
+        )
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE["clip_norm"])
         for group in optimizer.param_groups:
@@ -73,7 +75,9 @@ def train(world, **flags):
 
 def with_recipe(ranks, **flags):
     """(losses and gradient norms by step, final weights) of the recipe on so many ranks."""
-    flags = {name: str(value) if not isinstance(value, int) else value for name, value in flags.items()}
+    flags = {
+        name: str(value) if not isinstance(value, int) else value for name, value in flags.items()
+    }
     out = run_ranks(_call, ranks, flags)[0]
     return curve_of(out), load_file(out / "model" / "model.safetensors")
 
@@ -87,7 +91,9 @@ def _call(world, flags):
     return train(world, **flags)
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.slow), "gemma2"])
+@pytest.fixture(
+    scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.slow), "gemma2"]
+)
 def setting(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("parity")
     folder = tiny_model_folder(root / "model", request.param, vocab_size=271)
@@ -118,11 +124,13 @@ def test_any_ranks_and_accumulation_equal_a_plain_loop(setting, tmp_path, ranks,
 OTHER_KINDS = [kind for kind in KINDS if kind not in ("llama", "qwen2", "gemma2")]
 
 
-AT_ONCE = ("qwen3", "gpt2", "gemma3", "mixtral")  # one of each sort; the others are left to make test-all
+# one of each sort; the others are left to make test-all
+AT_ONCE = ("qwen3", "gpt2", "gemma3", "mixtral")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in AT_ONCE else pytest.mark.slow) for kind in OTHER_KINDS]
+    "kind",
+    [pytest.param(kind, marks=[] if kind in AT_ONCE else pytest.mark.slow) for kind in OTHER_KINDS],
 )
 def test_every_family_equals_a_plain_loop_on_two_ranks(kind, tmp_path):
     router = {"output_router_logits": False} if "mo" in kind or kind == "mixtral" else {}
@@ -138,22 +146,30 @@ def test_every_family_equals_a_plain_loop_on_two_ranks(kind, tmp_path):
         "global_batch_size": GLOBAL_BATCH,
     }
     run_ranks(
-        _call, 2, {name: value if isinstance(value, int) else str(value) for name, value in flags.items()}
+        _call,
+        2,
+        {name: value if isinstance(value, int) else str(value) for name, value in flags.items()},
     )
     curve = curve_of(tmp_path / "out")
     torch.testing.assert_close(curve, expected, rtol=1e-5, atol=0)
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype=torch.float32).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out" / "model", dtype=torch.float32
+    ).state_dict()
     # All tensors as one vector: a key bias has, in exact arithmetic, no gradient, and Adam makes steps of
     # what rounding leaves there (GPT-2, GLM-4).
     difference = sum((tensor - weights[name]).square().sum() for name, tensor in ours.items())
-    assert difference.sqrt() <= 1e-5 * sum(tensor.square().sum() for tensor in weights.values()).sqrt()
+    assert (
+        difference.sqrt() <= 1e-5 * sum(tensor.square().sum() for tensor in weights.values()).sqrt()
+    )
 
 
 @pytest.mark.slow
 def test_the_same_world_size_gives_the_same_bits(setting, tmp_path):
     folder, rows, _ = setting
     flags = {"model": folder, "dataset": rows, "global_batch_size": GLOBAL_BATCH}
-    first, again = (with_recipe(2, output_dir=tmp_path / name, **flags) for name in ("first", "again"))
+    first, again = (
+        with_recipe(2, output_dir=tmp_path / name, **flags) for name in ("first", "again")
+    )
     assert first[0] == again[0]
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in first[1].items())
 

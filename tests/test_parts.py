@@ -55,7 +55,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path):
 
 def test_what_does_not_fit_is_refused_with_its_remedy_and_forced():
     parts = {"a weight": 2**60, "buffers": 2**20}
-    with pytest.raises(ConfigError, match=r"most of it a weight, .* \(fix: fewer ranks; or --force to try\)"):
+    with pytest.raises(
+        ConfigError, match=r"most of it a weight, .* \(fix: fewer ranks; or --force to try\)"
+    ):
         plan_parts("merge", parts, ALONE, "fewer ranks", False)
     plan = plan_parts("merge", parts, ALONE, "fewer ranks", True)
     plan.peaks.close()
@@ -80,9 +82,8 @@ def test_generating_takes_what_was_planned_within_five_per_cent(tmp_path, ranks)
     model = tiny_model_folder(tmp_path / "model", **SIZES)
     (tmp_path / "prompts.jsonl").write_text("\n".join(['{"prompt": "' + "1 " * 450 + '"}'] * 8))
     words = f"--model {model} --prompts {tmp_path}/prompts.jsonl --raw --max_new_tokens 8 --batch_size 4"
-    command = (
-        f"torchrun --nproc_per_node {ranks} recipes/generate.py {words} --output {tmp_path}/answers.jsonl"
-    )
+    command = f"torchrun --nproc_per_node {ranks} recipes/generate.py {words}"
+    command += f" --output {tmp_path}/answers.jsonl"
     ended = shell(command, MALLOC_MMAP_THRESHOLD_="262144")
     assert ended.returncode == 0, ended.stderr
     planned, measured = map(float, re.search(LAST, ended.stdout).groups())

@@ -26,7 +26,11 @@ from utils.run.folder import claim_output
 def flags(tmp_path_factory):
     root = tmp_path_factory.mktemp("plan")
     model = tiny_model_folder(root / "model", vocab_size=271)
-    return {"model": str(model), "dataset": str(write_rows(root / "rows.jsonl", 6)), "save_every": 0}
+    return {
+        "model": str(model),
+        "dataset": str(write_rows(root / "rows.jsonl", 6)),
+        "save_every": 0,
+    }
 
 
 def run(**flags):
@@ -44,7 +48,9 @@ def refused(**flags) -> str:
 
 def steps(out):
     return [
-        json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "grad_norm" in line
+        json.loads(line)
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+        if "grad_norm" in line
     ]
 
 
@@ -104,7 +110,9 @@ def test_a_read_only_output_folder_is_refused_before_the_model_is_loaded(flags, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_too_little_room_is_said_before_training_with_both_numbers_and_leaves_nothing(flags, tmp_path):
+def test_too_little_room_is_said_before_training_with_both_numbers_and_leaves_nothing(
+    flags, tmp_path
+):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         assert "no space left: need 0.0" in refused(
@@ -128,7 +136,9 @@ def test_resume_none_refuses_a_folder_that_holds_a_run(flags, tmp_path):
     assert "--resume none" in refused(**flags, output_dir=str(tmp_path), resume="none")
 
 
-def test_a_finished_run_is_left_alone_and_another_config_is_refused_by_field(flags, tmp_path, capsys):
+def test_a_finished_run_is_left_alone_and_another_config_is_refused_by_field(
+    flags, tmp_path, capsys
+):
     out = run(**flags, output_dir=str(tmp_path))
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
     run(**flags, output_dir=str(tmp_path))
@@ -161,7 +171,12 @@ def test_after_an_elastic_restart_the_newest_numbered_folder_goes_on(tmp_path):
 
 def write_chats(path, *answers):
     rows = [
-        {"messages": [{"role": "user", "content": "q" * 9}, {"role": "assistant", "content": answer}]}
+        {
+            "messages": [
+                {"role": "user", "content": "q" * 9},
+                {"role": "assistant", "content": answer},
+            ]
+        }
         for answer in answers
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -186,13 +201,17 @@ def test_rows_that_teach_nothing_are_counted_and_a_file_of_them_is_refused(flags
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_fewer_rows_than_ranks_or_than_a_global_batch_train_with_their_true_count(flags, tmp_path, count):
+def test_fewer_rows_than_ranks_or_than_a_global_batch_train_with_their_true_count(
+    flags, tmp_path, count
+):
     rows = write_chats(tmp_path / "rows.jsonl", *["yes", "no", "maybe"][:count])
     changes = {"dataset": rows, "output_dir": str(tmp_path / "out"), "batch_size": 2, "steps": 2}
     curve = steps(run_ranks(on_ranks, 2, {**flags, **changes})[0])
-    alone = steps(run(**{**flags, **changes, "output_dir": str(tmp_path / "alone"), "global_batch_size": 4}))
+    alone = steps(
+        run(**{**flags, **changes, "output_dir": str(tmp_path / "alone"), "global_batch_size": 4})
+    )
     assert len(curve) == len(alone) == 2
-    assert [s["taught_tokens"] for s in curve] == [s["taught_tokens"] for s in alone]
+    assert [s["trained_tokens"] for s in curve] == [s["trained_tokens"] for s in alone]
     assert [s["loss"] for s in curve] == pytest.approx([s["loss"] for s in alone], rel=1e-5)
 
 
@@ -231,7 +250,9 @@ def test_a_port_in_use_is_one_line_that_names_it(flags):
         taken.listen()
         port = str(taken.getsockname()[1])
         ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        result = shell("python recipes/finetune.py", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks)
+        result = shell(
+            "python recipes/finetune.py", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks
+        )
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: the ranks cannot meet at 127.0.0.1:{port}")
     assert result.stderr.count("\n") == 1
@@ -292,7 +313,10 @@ def test_check_reads_everything_but_weights_and_needs_no_group(flags, tmp_path):
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[-1] == "None False"
-    assert lines[-2] == "checked   all that a run checks before it reads weights: flags, files and every row"
+    assert (
+        lines[-2]
+        == "checked   all that a run checks before it reads weights: flags, files and every row"
+    )
     assert lines[-3].startswith("steps ")
     assert any(line.startswith("data      ") for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

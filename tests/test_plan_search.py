@@ -25,7 +25,12 @@ import plan  # noqa: E402
 slow = pytest.mark.slow
 LORA = {"lora_rank": 16}
 FULL = {"activation_checkpointing": "full"}
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 640, "max_position_embeddings": 2048}
 
 
@@ -48,7 +53,10 @@ def misses(made: Planner, knobs: Knobs, gib: float, host: float = 2**40) -> list
         return made.fits(made.need(more, lambda: made.trace(more, tokens)), *room)
 
     rows, tokens = largest_batch(made, knobs, *room), longest(made, knobs, *room)
-    for printed, step, at in ((rows, 1, lambda n: (n, made.seq_len)), (tokens, STEP, lambda n: (1, n))):
+    for printed, step, at in (
+        (rows, 1, lambda n: (n, made.seq_len)),
+        (tokens, STEP, lambda n: (1, n)),
+    ):
         if printed and not fits(*at(printed)):
             found.append(f"{printed} does not fit")
         if fits(*at(printed + step)):
@@ -56,7 +64,8 @@ def misses(made: Planner, knobs: Knobs, gib: float, host: float = 2**40) -> list
     return found
 
 
-SHAPES = [  # name, GPUs, GiB of one, tokens of a row, knobs; the columns were once wrong for most of them
+# name, GPUs, GiB of one, tokens of a row, knobs; the columns were once wrong for most of them
+SHAPES = [
     ("gemma-2-9b", 1, 80, 4096, LORA | FULL),
     ("mistral-7b", 1, 80, 4096, LORA | FULL),
     ("llama-3.2-1b", 1, 24, 128, FULL),
@@ -70,7 +79,9 @@ SHAPES = [  # name, GPUs, GiB of one, tokens of a row, knobs; the columns were o
 
 @slow
 @pytest.mark.parametrize(("name", "gpus", "gib", "seq_len", "knobs"), SHAPES)
-def test_the_printed_rows_and_tokens_fit_and_one_step_more_does_not(name, gpus, gib, seq_len, knobs):
+def test_the_printed_rows_and_tokens_fit_and_one_step_more_does_not(
+    name, gpus, gib, seq_len, knobs
+):
     assert misses(of_shape(name, gpus, seq_len), Knobs(**knobs), gib) == []
 
 
@@ -87,11 +98,17 @@ def test_a_formula_gives_what_a_run_gives_to_the_byte():
     for knobs in (Knobs(), Knobs(**LORA, activation_checkpointing="selective")):
         for rows, tokens in ((1, 40), (1, 96), (1, 97), (1, 1000), (3, 33), (7, 95)):
             many = replace(knobs, batch_size=rows)
-            assert made.formulas.trace(knobs, rows, tokens) == made.trace(many, tokens), (knobs, rows, tokens)
+            assert made.formulas.trace(knobs, rows, tokens) == made.trace(many, tokens), (
+                knobs,
+                rows,
+                tokens,
+            )
 
 
 def test_three_chunks_of_the_loss_peak_as_all_do(monkeypatch):
-    model = add_chunked_loss(build_model(tiny_config("llama", **SIZES), torch.float32), chunk_tokens=64)
+    model = add_chunked_loss(
+        build_model(tiny_config("llama", **SIZES), torch.float32), chunk_tokens=64
+    )
     for tokens in (64, 100, 128, 500, 512):
         few = trace.trace_step(model, torch.bfloat16, 1, tokens)
         with monkeypatch.context() as patch:

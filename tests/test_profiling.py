@@ -15,17 +15,25 @@ from tiny import tiny_model_folder
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     root = tmp_path_factory.mktemp("profiling")
-    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 8)
+    model, rows = (
+        tiny_model_folder(root / "model", vocab_size=271),
+        write_rows(root / "rows.jsonl", 8),
+    )
     return f"--model {model} --dataset {rows} --batch_size 2 --save_every 0 --save_model false --profile"
 
 
 def events(trace):
-    return [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    return [
+        event.get("name", "")
+        for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    ]
 
 
 @pytest.mark.slow
 def test_every_rank_writes_a_trace_of_steps_four_and_five(tmp_path, flags):
-    command = f"torchrun --nproc_per_node 2 recipes/finetune.py {flags} --steps 7 --output_dir {tmp_path}"
+    command = (
+        f"torchrun --nproc_per_node 2 recipes/finetune.py {flags} --steps 7 --output_dir {tmp_path}"
+    )
     result = shell(command)
     assert result.returncode == 0, result.stderr
     for rank in range(2):
@@ -46,5 +54,7 @@ def test_a_run_of_one_step_is_profiled_too_and_an_older_trace_stays(tmp_path, fl
     older.write_text("older")
     result = shell(f"python recipes/finetune.py {flags} --steps 1 --output_dir {tmp_path}")
     assert result.returncode == 0, result.stderr
-    assert "ProfilerStep#0" in events(tmp_path / "profile" / "rank0_from_step_00000001_again.json.gz")
+    assert "ProfilerStep#0" in events(
+        tmp_path / "profile" / "rank0_from_step_00000001_again.json.gz"
+    )
     assert older.read_text() == "older"

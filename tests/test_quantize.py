@@ -33,7 +33,8 @@ from utils.run.errors import ConfigError
 from utils.run.mesh import build_mesh, mesh_axes
 
 KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
-SHAPES = ((37, 128), (5, 64), (3, 192))  # rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks
+# rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks
+SHAPES = ((37, 128), (5, 64), (3, 192))
 ROWS, TOKENS = 12, 10
 
 
@@ -62,7 +63,9 @@ def shard_and_quantize(world, kind):
             mine = mine[world.rank] if world.rank < len(mine) else weight_of(shape, dtype)[:0]
             for first in range(0, len(mine), 2):  # a few rows at a time, as they are read
                 layer.copy_rows(first, mine[first : first + 2])
-            found.append((layer.weight.full_tensor(), layer.scale.full_tensor().view(torch.float32)))
+            found.append(
+                (layer.weight.full_tensor(), layer.scale.full_tensor().view(torch.float32))
+            )
     return found
 
 
@@ -85,7 +88,9 @@ def test_dequantized_weights_are_bit_equal_to_bitsandbytes():
         theirs = codes.to(dtype).mul_(scale.unsqueeze(1).mul(1.0 / 127.0))  # bitsandbytes/autograd
         assert torch.equal(dequantize(codes, scale.view(torch.int32), dtype), theirs)
     codes, state = bnb_functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    ours = dequantize(codes.view(37, -1), state.absmax.view(37, -1).view(torch.int32), torch.float32)
+    ours = dequantize(
+        codes.view(37, -1), state.absmax.view(37, -1).view(torch.int32), torch.float32
+    )
     assert torch.equal(ours, bnb_functional.dequantize_4bit(codes, state))
 
 
@@ -105,7 +110,9 @@ def test_llm_int8_is_linear8bitlt():
     ours, x = made("8bit", "llm_int8")
     theirs = bnb.nn.Linear8bitLt(64, 48, has_fp16_weights=False, threshold=6.0)
     torch.manual_seed(0)
-    theirs.weight = bnb.nn.Int8Params(torch.randn(48, 64), requires_grad=False, has_fp16_weights=False)
+    theirs.weight = bnb.nn.Int8Params(
+        torch.randn(48, 64), requires_grad=False, has_fp16_weights=False
+    )
     theirs.bias = ours.bias
     theirs = theirs.to("cpu").eval()  # in training it does not quantize activations on a CPU
     y = x.detach().clone().requires_grad_()
@@ -207,7 +214,9 @@ def test_what_trains_and_what_was_named_stays_in_16_bit():
     add_lora(model, 4, 8, "q_proj", modules_to_save="k_proj,lm_head")
     quantize_linears(model, "8bit", torch.float32, skip=("v_proj",))
     attention = model.model.layers[0].self_attn
-    assert not any(isinstance(m, QuantizedLinear) for m in [*attention.k_proj.modules(), attention.v_proj])
+    assert not any(
+        isinstance(m, QuantizedLinear) for m in [*attention.k_proj.modules(), attention.v_proj]
+    )
     assert isinstance(attention.q_proj.base_layer, Int8Linear)
     assert isinstance(attention.o_proj, Int8Linear)
 
@@ -232,7 +241,9 @@ def test_a_model_that_is_mostly_experts_is_not_called_quantized():
     add_lora(model, 4, 8, "all-linear")
     quantized = quantize_linears(model, "8bit", torch.bfloat16)
     assert quantized.expert_share > 0.5
-    with pytest.raises(ConfigError, match=r"0\.\d+ GiB, \d\d% of the weights .*--keep_experts_16bit"):
+    with pytest.raises(
+        ConfigError, match=r"0\.\d+ GiB, \d\d% of the weights .*--keep_experts_16bit"
+    ):
         check_experts(quantized, keep_experts_16bit=False)
     check_experts(quantized, keep_experts_16bit=True)
 
@@ -240,7 +251,9 @@ def test_a_model_that_is_mostly_experts_is_not_called_quantized():
 def test_nothing_to_quantize_and_a_mode_without_effect_are_refused():
     model = build_model(tiny_config("gpt2"), torch.float32)
     add_lora(model, 4, 8, "all-linear")
-    with pytest.raises(ConfigError, match="no linear layer that can be: c_attn, c_proj, c_fc .*Conv1D"):
+    with pytest.raises(
+        ConfigError, match="no linear layer that can be: c_attn, c_proj, c_fc .*Conv1D"
+    ):
         quantize_linears(model, "8bit", torch.float32)
     with pytest.raises(ConfigError, match="--int8_mode llm_int8 is of --quantization 8bit"):
         quantize_linears(model, "4bit", torch.float32, int8_mode="llm_int8")
@@ -282,7 +295,9 @@ def reference(folder, adapter, kind, dtype=torch.float32):
     loss = loss_of(model, token_ids())
     loss.backward()
     grads = {
-        n.removeprefix("base_model.model."): p.grad for n, p in model.named_parameters() if p.requires_grad
+        n.removeprefix("base_model.model."): p.grad
+        for n, p in model.named_parameters()
+        if p.requires_grad
     }
     return adapter, loss.item(), grads
 
@@ -345,7 +360,9 @@ def compare(found, expected, tolerance):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_lora_gradients_equal_transformers_with_bitsandbytes_and_peft(setting, kind, ranks):
+def test_loss_and_lora_gradients_equal_transformers_with_bitsandbytes_and_peft(
+    setting, kind, ranks
+):
     folder, references = setting
     found = run_ranks(sharded, ranks, folder, references[kind][0], kind)[0]
     compare(found, references[kind], 1e-5)
@@ -371,7 +388,9 @@ def test_compiled_layers_have_no_graph_break_and_the_same_gradients(setting, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_bf16_the_gradients_are_as_near_to_fp32_as_those_of_bitsandbytes_and_peft(tmp_path, kind):
+def test_in_bf16_the_gradients_are_as_near_to_fp32_as_those_of_bitsandbytes_and_peft(
+    tmp_path, kind
+):
     sizes = {"vocab_size": 271, "intermediate_size": 128}
     folder = tiny_model_folder(tmp_path / "model", "llama", torch.bfloat16, **sizes)
     adapter, loss, true = reference(folder, tmp_path / "adapter", kind)
@@ -380,7 +399,9 @@ def test_in_bf16_the_gradients_are_as_near_to_fp32_as_those_of_bitsandbytes_and_
     assert our_loss == pytest.approx(loss, rel=1e-2)
 
     def error(grads):
-        flat, exact = (torch.cat([g[name].flatten() for name in sorted(true)]) for g in (grads, true))
+        flat, exact = (
+            torch.cat([g[name].flatten() for name in sorted(true)]) for g in (grads, true)
+        )
         return ((flat - exact).norm() / exact.norm()).item()
 
     assert error(ours) <= 1.3 * error(theirs), (error(ours), error(theirs))

@@ -22,7 +22,9 @@ from utils.data.tokens import load_tokenizer
 from utils.run.settings import load_config
 from utils.run.units import IGNORE
 
-READMES = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))))
+READMES = "\n".join(
+    path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md")))
+)
 QUICK = {"steps": 2, "batch_size": 2, "save_every": 0}
 
 
@@ -30,7 +32,9 @@ def readme_commands() -> list[str]:
     """The lines of the READMEs' shell blocks that start a recipe, each once."""
     blocks = re.findall(r"```bash\n(.*?)```", READMES, re.S)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    return list(dict.fromkeys(line for line in lines if re.match(r"(torchrun|python) .*recipes/", line)))
+    return list(
+        dict.fromkeys(line for line in lines if re.match(r"(torchrun|python) .*recipes/", line))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,10 @@ AT_ONCE = "--low_cpu_fsdp"  # the command that ends so is in `make test`
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[] if c.endswith(AT_ONCE) else pytest.mark.slow) for c in readme_commands()],
+    [
+        pytest.param(c, marks=[] if c.endswith(AT_ONCE) else pytest.mark.slow)
+        for c in readme_commands()
+    ],
 )
 def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     """As written, but for fewer ranks and steps, our own output folder, and real files in place of names."""
@@ -149,7 +156,7 @@ def test_the_run_folder_holds_what_the_house_says(files, tmp_path):
         "loss",
         "grad_norm",
         "lr",
-        "taught_tokens",
+        "trained_tokens",
         "tokens",
         "seconds",
         "tokens_per_second",
@@ -162,16 +169,24 @@ def test_held_out_rows_are_not_trained_on_and_are_measured(files, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 24)
     share, batch = 0.3, 2
     out = run(
-        (model, rows), tmp_path / "out", eval_share=share, eval_every=5, steps=0, epochs=1, batch_size=batch
+        (model, rows),
+        tmp_path / "out",
+        eval_share=share,
+        eval_every=5,
+        steps=0,
+        epochs=1,
+        batch_size=batch,
     )
     everything = load_examples(rows, load_tokenizer(model), 2048)
     trained, held_out = split_by_hash(everything, share)
     lines = numbers(out)
     tokens = sum(line["tokens"] for line in lines if "tokens" in line)
-    assert tokens == int(trained.lengths.sum()) < int(everything.lengths.sum())  # each row of the epoch once
+    # each row of the epoch once
+    assert tokens == int(trained.lengths.sum()) < int(everything.lengths.sum())
     losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert len(losses) == -(-len(trained) // batch) // 5 + 1
-    theirs = AutoModelForCausalLM.from_pretrained(out / "model")  # as it was at the last measurement
+    # as it was at the last measurement
+    theirs = AutoModelForCausalLM.from_pretrained(out / "model")
     total = count = 0
     for item in held_out:
         labels = item.labels[None].long()

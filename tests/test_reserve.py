@@ -48,7 +48,10 @@ def test_copies_of_the_model_keep_what_was_all_reduced_until_the_backward_ends(t
 
 
 def test_what_must_be_there_is_what_is_alive_and_more_on_several_gpus():
-    assert must_and_comfortable(10 * GIB, 12 * GIB, 1) == (11 * GIB, int(12 * GIB * 1.08) + 3 * GIB // 2)
+    assert must_and_comfortable(10 * GIB, 12 * GIB, 1) == (
+        11 * GIB,
+        int(12 * GIB * 1.08) + 3 * GIB // 2,
+    )
     assert must_and_comfortable(10 * GIB, 12 * GIB, 2)[0] == 13 * GIB
     assert must_and_comfortable(GIB, GIB, 2) == (4 * GIB, 4 * GIB)  # comfortable is never less
 
@@ -97,7 +100,12 @@ def test_on_a_cpu_there_is_one_figure():
 
 def attention(dtype=torch.bfloat16, flash=True, packed=False, kv=2):
     """The backward of a block that is attention for the most part."""
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": kv, "head_dim": 128, "intermediate_size": 64}
+    sizes = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv,
+        "head_dim": 128,
+        "intermediate_size": 64,
+    }
     model = build_model(tiny_config("llama", **BIG | sizes | {"hidden_size": 64}), torch.float32)
     return trace_step(add_chunked_loss(model), dtype, 2, 256, packed, flash).blocks_back[0]
 
@@ -122,7 +130,9 @@ def test_expandable_segments_are_set_where_the_user_has_set_nothing_and_cuda_has
     environment = {}
     line = use_expandable_segments(environment, started=False)
     assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert line == "allocator PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, since it was not set"
+    assert (
+        line == "allocator PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, since it was not set"
+    )
     assert use_expandable_segments(environment, started=False) == ""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         theirs = {name: ""}

@@ -31,7 +31,10 @@ RUN = {
 def whole(tmp_path_factory):
     """(flags, folder) of an uninterrupted run on 2 ranks, over more than one epoch."""
     root = tmp_path_factory.mktemp("resume")
-    model, rows = tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 14)
+    model, rows = (
+        tiny_model_folder(root / "model", vocab_size=271),
+        write_rows(root / "rows.jsonl", 14),
+    )
     flags = {**RUN, "model": str(model), "dataset": str(rows)}
     return flags, run_ranks(train, 2, flags, root / "whole")[0]
 
@@ -55,7 +58,10 @@ def cut(whole, out, step):
 
 def curve(out):
     numbers = read_metrics(out / "metrics.jsonl")
-    return [(n["step"], n.get("loss"), n.get("eval_loss"), n.get("grad_norm"), n.get("lr")) for n in numbers]
+    return [
+        (n["step"], n.get("loss"), n.get("eval_loss"), n.get("grad_norm"), n.get("lr"))
+        for n in numbers
+    ]
 
 
 def weights(out):
@@ -66,7 +72,8 @@ def test_resume_is_bitwise(whole, tmp_path):
     flags, out = whole
     again = run_ranks(train, 2, flags, cut(out, tmp_path / "cut", 2))[0]
     assert curve(again) == curve(out)
-    assert [number[0] for number in curve(out)] == [1, 2, 3, 4, 5, 5]  # the last one: the held-out loss
+    # the last one: the held-out loss
+    assert [number[0] for number in curve(out)] == [1, 2, 3, 4, 5, 5]
     ours = weights(again)
     assert all(torch.equal(ours[name], tensor) for name, tensor in weights(out).items())
 
@@ -76,20 +83,27 @@ def test_another_number_of_ranks_sees_the_same_global_batches(whole, tmp_path, r
     flags, out = whole
     again = run_ranks(train, ranks, flags, cut(out, tmp_path / "cut", 2))[0]
     losses = [[number[1:4] for number in curve(folder) if number[1]] for folder in (again, out)]
-    torch.testing.assert_close([n[0] for n in losses[0]], [n[0] for n in losses[1]], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        [n[0] for n in losses[0]], [n[0] for n in losses[1]], rtol=1e-5, atol=0
+    )
 
 
 def test_ranks_that_the_global_batch_does_not_divide_by_are_told_which_do(whole, tmp_path):
     flags, out = whole
     with pytest.raises(
-        AssertionError, match=r"--global_batch_size 4 is no multiple of .* x 3 ranks \(fix: 1, 2, 4 ranks"
+        AssertionError,
+        match=r"--global_batch_size 4 is no multiple of .* x 3 ranks \(fix: 1, 2, 4 ranks",
     ):
         run_ranks(train, 3, {**flags, "global_batch_size": 0}, cut(out, tmp_path / "cut", 2))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"seed": 1}, "seed 0 -> 1"), ({"max_rows": 9}, "data "), ({"global_batch_size": 8}, "4 -> 8")],
+    [
+        ({"seed": 1}, "seed 0 -> 1"),
+        ({"max_rows": 9}, "data "),
+        ({"global_batch_size": 8}, "4 -> 8"),
+    ],
 )
 def test_a_checkpoint_of_another_run_is_refused_by_field(whole, tmp_path, change, says):
     flags, out = whole
@@ -121,7 +135,8 @@ def test_a_finished_run_is_finished_for_every_batch_size_that_divides_its_global
         {**flags, "batch_size": 2},
         {**flags, "batch_size": 4},
         {**flags, "batch_size": 2, "grad_accum": 2},
-        {**given, "batch_size": 4},  # its global batch is the run's, as it is for a run that goes on
+        # its global batch is the run's, as it is for a run that goes on
+        {**given, "batch_size": 4},
         {**given, "batch_size": 1, "grad_accum": 4},
     ]
     for settings in same:

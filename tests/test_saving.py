@@ -67,7 +67,9 @@ def expert_pieces(model: nn.Module, dtype=FP32) -> list[Piece]:
             for j, part in enumerate(parts):
                 info = TensorInfo(Path("source"), dtype, (rows, columns), 0)
                 at, shape = (expert, j * rows, 0), (1, rows, columns)
-                pieces.append(Piece(f"{prefix}.{expert}.{part}.weight", info, piece.param, at, shape))
+                pieces.append(
+                    Piece(f"{prefix}.{expert}.{part}.weight", info, piece.param, at, shape)
+                )
     return pieces
 
 
@@ -78,7 +80,15 @@ def sharded(model: nn.Module, mesh=None) -> nn.Module:
 
 
 def saved(
-    world, out, kind="llama", replicate=1, dtype=FP32, experts=False, changes=(), kept_in_fp32=(), **options
+    world,
+    out,
+    kind="llama",
+    replicate=1,
+    dtype=FP32,
+    experts=False,
+    changes=(),
+    kept_in_fp32=(),
+    **options,
 ):
     """Shard a seeded model, save it, and return the error if there is one."""
     model = tiny_model(kind, **dict(changes))
@@ -136,14 +146,18 @@ def test_tensors_with_fewer_rows_than_ranks_are_saved_whole(tmp_path):
     """(2, 64) key projections and a vocabulary of 3 on 4 ranks: some hold nothing."""
     changes = {"vocab_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
     assert run_ranks(saved, 4, tmp_path / "model", "llama", 1, FP32, False, changes) == [None] * 4
-    assert_same_tensors(tensors(tmp_path / "model"), dict(tiny_model("llama", **changes).named_parameters()))
+    assert_same_tensors(
+        tensors(tmp_path / "model"), dict(tiny_model("llama", **changes).named_parameters())
+    )
 
 
 def test_tied_weights_are_stored_once(tmp_path):
     assert run_ranks(saved, 2, tmp_path / "model", "qwen2") == [None] * 2
     assert "lm_head.weight" not in tensors(tmp_path / "model")
     reference = tiny_model("qwen2")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(reference))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(reference)
+    )
 
 
 def test_bf16_file_is_the_fp32_master_cast_once(tmp_path):
@@ -169,7 +183,9 @@ def test_tensors_that_the_source_keeps_in_fp32_stay_fp32(tmp_path):
     assert_same_tensors(tensors(tmp_path / "model"), mixed)
     assert AutoConfig.from_pretrained(tmp_path / "model").dtype == BF16
     assert run_ranks(override, 2, tmp_path / "model") == [None] * 2
-    assert_same_tensors(tensors(tmp_path / "model"), {name: v.half() for name, v in reference.items()})
+    assert_same_tensors(
+        tensors(tmp_path / "model"), {name: v.half() for name, v in reference.items()}
+    )
 
 
 def in_files(world, out, max_file_bytes):
@@ -180,7 +196,9 @@ def test_large_models_go_to_several_files_with_an_index(tmp_path):
     out = tmp_path / "model"
     assert run_ranks(in_files, 2, out, 3e5) == [None] * 2
     names = sorted(file.name for file in out.glob("*.safetensors"))
-    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    assert names == [
+        f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)
+    ]
     index = json.loads((out / "model.safetensors.index.json").read_text())
     reference = tiny_model("llama")
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in reference.parameters())
@@ -300,7 +318,9 @@ def boxes(world):
         found.append(box)
         if box:
             assert torch.equal(matrix.to_local()[box[0]], whole[2:4][box[1]])
-    strided = DTensor.from_local(torch.zeros(1, 4), plane, [_StridedShard(0, split_factor=2), Shard(0)])
+    strided = DTensor.from_local(
+        torch.zeros(1, 4), plane, [_StridedShard(0, split_factor=2), Shard(0)]
+    )
     try:
         found.append(local_box(strided, piece))
     except AssertionError as error:
@@ -314,7 +334,10 @@ def test_local_box_is_the_overlap_of_shard_and_piece():
     rows = slice(0, 4)
     by_row = [None, ((slice(0, 2), rows), (slice(0, 2), rows)), None, None]
     assert [result[0] for result in results] == by_row
-    high, low = ((slice(2, 3), rows), (slice(0, 1), rows)), ((slice(0, 1), rows), (slice(1, 2), rows))
+    high, low = (
+        ((slice(2, 3), rows), (slice(0, 1), rows)),
+        ((slice(0, 1), rows), (slice(1, 2), rows)),
+    )
     assert [result[1] for result in results] == [high, low, high, low]  # rows 0-2 and 3-4, twice
     assert all(
         result[2] == ((slice(2, 4), slice(0, 1)), (slice(0, 2), slice(i, i + 1)))
@@ -346,7 +369,13 @@ def test_folder_is_complete(tmp_path):
     source, out = tmp_path / "source", tmp_path / "model"
     source.mkdir()
     # Published folders hold settings that transformers refuses to save; and more files than are needed.
-    published = {"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": 2, "made_up": 1}
+    published = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "do_sample": False,
+        "eos_token_id": 2,
+        "made_up": 1,
+    }
     (source / "generation_config.json").write_text(json.dumps(published))
     for name in ("modeling_mine.py", "LICENSE", "model.safetensors", "trainer_state.json"):
         (source / name).write_text(name)
@@ -412,7 +441,8 @@ def killed(world, out, point, calls):
 
 
 @pytest.mark.parametrize(
-    ("point", "calls"), [("truncate", 1), ("pwritev", 5), ("preadv", 5), ("rename", 1), ("rename", 2)]
+    ("point", "calls"),
+    [("truncate", 1), ("pwritev", 5), ("preadv", 5), ("rename", 1), ("rename", 2)],
 )
 def test_killed_save_leaves_no_half_model_and_the_next_one_succeeds(tmp_path, point, calls):
     """Row 11. At the second rename the old model is aside and the new one not yet there: absent, not half."""
@@ -503,7 +533,8 @@ def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk):
     assert agreed
     assert "need 0.0" in text
     assert "have 0.0" in text
-    for pages in (1, 2, 3, 4, 5, 6, 8, 32):  # full in the headers, the configs, the tokenizer, the weights
+    # full in the headers, the configs, the tokenizer, the weights
+    for pages in (1, 2, 3, 4, 5, 6, 8, 32):
         errors = run_ranks(fill_up_then_write, 2, out, pages * 4096)
         assert "no space left" in errors[0][0]
         assert "\n" not in errors[0][0]
@@ -564,7 +595,12 @@ def save_from(world, out, source):
 
 def peak_above_shards(world, out):
     """Peak of this process's memory while saving, above what it held before, in MiB."""
-    changes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4001}
+    changes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "vocab_size": 4001,
+    }
     model = tiny_model("llama", **changes)
     pieces = dense_pieces(model, BF16)
     total = sum(p.numel() * 2 for p in model.parameters()) / 2**20
@@ -713,6 +749,7 @@ def test_ranks_that_see_another_folder_are_named(tmp_path):
     text = str(raised.value)
     for rank in (1, 2):
         assert (
-            f"rank {rank}: {disks[rank]} on {socket.gethostname()} is not the folder that rank 0 sees" in text
+            f"rank {rank}: {disks[rank]} on {socket.gethostname()} is not the folder that rank 0 sees"
+            in text
         )
     assert "rank 0: " not in text.partition("ConfigError")[2]

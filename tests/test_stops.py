@@ -14,12 +14,16 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # How Llama 3 and Qwen cut text before they look for tokens: line breaks stay together, as in a prompt's end.
-LLAMA3_CUTS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_CUTS = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QUESTIONS = {"Say blue": "blue", "And the sea?": "Grün, 蓝", "Is it red?": "blue, blue"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SHIPPED, *BUILT_IN, *(name for name in KINDS if KINDS[name].exact)])
+@pytest.mark.parametrize(
+    "name", [*SHIPPED, *BUILT_IN, *(name for name in KINDS if KINDS[name].exact)]
+)
 def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
     tokenizer = byte_level(trim_offsets=False)
     cuts = (
@@ -56,6 +60,8 @@ def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
             0, prompt["input_ids"].shape[1] :
         ]
         lead = KINDS[name].lead if name in KINDS else ""  # special tokens in it are not shown
-        lead = tokenizer.decode(tokenizer.encode(lead, add_special_tokens=False), skip_special_tokens=True)
+        lead = tokenizer.decode(
+            tokenizer.encode(lead, add_special_tokens=False), skip_special_tokens=True
+        )
         assert tokenizer.decode(given, skip_special_tokens=True).strip() == (lead + answer).strip()
         assert 0 < len(given) < 40

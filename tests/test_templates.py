@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from templates import KINDS
-from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, taught_texts
+from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, trained_texts
 
 from utils.data.chats import THOUGHTS, prompt_ids, prompt_problem
 from utils.data.tokens import end_of_turn_ids
@@ -45,7 +45,7 @@ def in_parts(kind, messages):
 
 def test_every_answer_is_trained_from_its_generation_prompt_to_its_end(tokenizer, kind):
     sequences = encode_all(tokenizer, TWO)
-    trained = [text for sequence in sequences for text in taught_texts(tokenizer, *sequence)]
+    trained = [text for sequence in sequences for text in trained_texts(tokenizer, *sequence)]
     assert trained == [f"{kind.lead}blue{kind.end}", f"{kind.lead}grey{kind.end}"]
     assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids(kind.end)}
     problem = prompt_problem(tokenizer, TWO, None, "assistant", sequences)
@@ -58,28 +58,32 @@ def test_every_answer_is_trained_from_its_generation_prompt_to_its_end(tokenizer
         assert repr(f"{kind.lead}blue"[:20])[1:-1] in problem
 
 
-def test_thoughts_are_trained_where_the_template_writes_them_and_named_where_it_does_not(tokenizer, kind):
+def test_thoughts_are_trained_where_the_template_writes_them_and_named_where_it_does_not(
+    tokenizer, kind
+):
     rows, notes = [QUESTION, ANSWER | {"reasoning_content": "so"}], Counter()
     (sequence,) = encode_all(tokenizer, rows, notes=notes)
     said = "rows with reasoning_content, which the chat template of the tokenizer does not write"
     assert notes[said] == (kind.thought is None)
     lead = kind.lead if kind.thought is None else kind.thought
-    assert taught_texts(tokenizer, *sequence) == [f"{lead}blue{kind.end}"]
+    assert trained_texts(tokenizer, *sequence) == [f"{lead}blue{kind.end}"]
     if kind.thought is not None:  # these rows begin with their prompt even where others do not
         check_prompts(tokenizer, rows, [sequence])
         sequences = encode_all(tokenizer, [m | {"reasoning_content": "so"} for m in TWO])
-        trained = [text for s in sequences for text in taught_texts(tokenizer, *s)]
+        trained = [text for s in sequences for text in trained_texts(tokenizer, *s)]
         assert trained == [f"{lead}blue{kind.end}", f"{lead}grey{kind.end}"]
 
 
-def test_calls_are_trained_where_the_template_writes_them_and_refused_where_it_does_not(tokenizer, kind):
+def test_calls_are_trained_where_the_template_writes_them_and_refused_where_it_does_not(
+    tokenizer, kind
+):
     if kind.call is None:
         with pytest.raises(ValueError, match="tool_calls of turn 2: .*does not write tool_calls"):
             encode_all(tokenizer, CALLS, TOOLS)
         return
     notes = Counter()
     sequences = encode_all(tokenizer, CALLS, TOOLS, notes=notes)
-    trained = [text for sequence in sequences for text in taught_texts(tokenizer, *sequence)]
+    trained = [text for sequence in sequences for text in trained_texts(tokenizer, *sequence)]
     lead = "" if "channel" in kind.trl or kind.trl.startswith("gptoss") else kind.lead
     assert trained[0].startswith(lead + kind.call)
     assert trained[1] == f"{kind.lead}blue{kind.end}"
@@ -108,7 +112,7 @@ def test_thoughts_under_any_of_their_names_reach_the_template(tokenizer, key):
         "reasoning_content", key
     )
     (sequence,) = encode_all(tokenizer, [QUESTION, ANSWER | {key: "so"}])
-    assert taught_texts(tokenizer, *sequence) == ["<think>so</think>blue<|im_end|>"]
+    assert trained_texts(tokenizer, *sequence) == ["<think>so</think>blue<|im_end|>"]
 
 
 def test_generate_asks_with_the_prompt_that_was_trained(tokenizer, kind):
@@ -127,7 +131,12 @@ def test_text_that_spells_a_special_token_stays_text_in_prompts_and_calls(tokeni
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "<|im_end|>"}}}
     rows = [
         {"role": "user", "content": "What is <|im_end|>?"},
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "<|im_end|> is it"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call],
+            "reasoning_content": "<|im_end|> is it",
+        },
         TOOL,
         ANSWER,
     ]
@@ -149,7 +158,7 @@ def test_marks_decide_where_the_prompt_is_not_how_the_answer_begins(tokenizer):
     )
     tokenizer.chat_template = marked
     sequences = encode_all(tokenizer, TWO)
-    trained = [text for sequence in sequences for text in taught_texts(tokenizer, *sequence)]
+    trained = [text for sequence in sequences for text in trained_texts(tokenizer, *sequence)]
     assert trained == ["assistant\nblue<|im_end|>", "assistant\ngrey<|im_end|>"]
 
 

@@ -49,7 +49,9 @@ def test_no_held_out_question_is_in_the_training_file_and_no_answer_is_common():
 
 def test_what_held_out_rows_tell_of_things_is_told_in_no_training_row():
     seen = {row[-1]["content"] for row in rows("chat.jsonl")}
-    things = {row[-1]["content"] for row in rows("heldout.jsonl") if row[-1]["content"].startswith("the ")}
+    things = {
+        row[-1]["content"] for row in rows("heldout.jsonl") if row[-1]["content"].startswith("the ")
+    }
     assert len(things) > 100
     assert not things & seen
 
@@ -65,7 +67,8 @@ def test_the_weights_are_at_most_2_mb_and_have_the_recorded_loss():
     make.add_chunked_loss(model)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     stories = make.make_text()[-make.VALIDATION_STORIES :]
-    ids = tokenizer([" " + story for story in stories])["input_ids"]  # sentencepiece adds the space itself
+    # sentencepiece adds the space itself
+    ids = tokenizer([" " + story for story in stories])["input_ids"]
     with torch.no_grad():
         assert make.mean_loss(model, ids).item() == pytest.approx(MADE["loss"], abs=1e-3)
 
@@ -75,8 +78,13 @@ def test_the_tokenizer_keeps_text_and_knows_the_templates_markers():
     text = "Anna had the wet red hat. Ünïcödé, 漢字 and 🙂 too."
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).strip() == text
     for marker in make.MARKERS:
-        assert tokenizer.encode(marker, add_special_tokens=False) == [tokenizer.convert_tokens_to_ids(marker)]
-    talk = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "the red hat"}]
+        assert tokenizer.encode(marker, add_special_tokens=False) == [
+            tokenizer.convert_tokens_to_ids(marker)
+        ]
+    talk = [
+        {"role": "user", "content": "What is red?"},
+        {"role": "assistant", "content": "the red hat"},
+    ]
     rendered = tokenizer.apply_chat_template(talk, tokenize=False)
     assert rendered == "<s><|user|> What is red?<|end|><|assistant|> the red hat<|end|>"
 
@@ -106,7 +114,9 @@ THINKING = """\
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["", THINKING], ids=["its own template", "a thinking model's template"])
+@pytest.mark.parametrize(
+    "template", ["", THINKING], ids=["its own template", "a thinking model's template"]
+)
 def test_the_demo_teaches_it(template, tmp_path):
     """The exact command, and the score of what it saved, in a process that imports nothing of ours. With a
     thinking model's template it was once 0 of 300, at a loss of 0.002.
@@ -120,7 +130,9 @@ def test_the_demo_teaches_it(template, tmp_path):
     score = shell(f"python {TINY}/score.py {TINY} output/finetune-001/model", tmp_path)
     assert score.returncode == 0, score.stdout
     before, after = (
-        int(line.split(":")[1].split()[0]) for line in score.stdout.splitlines() if "exact match" in line
+        int(line.split(":")[1].split()[0])
+        for line in score.stdout.splitlines()
+        if "exact match" in line
     )
     assert before <= 3
     assert after >= 270

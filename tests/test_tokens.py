@@ -7,10 +7,26 @@ trained here.
 from collections import Counter
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
-from utils.data.chats import SEVERAL, SHORTENED, SPELLED, chat_text, encode_chats, encode_rich, places_of
+from utils.data.chats import (
+    SEVERAL,
+    SHORTENED,
+    SPELLED,
+    chat_text,
+    encode_chats,
+    encode_rich,
+    places_of,
+)
 from utils.data.tokens import end_of_turn_ids, literal_places, load_tokenizer, pad_id
 from utils.run.errors import ConfigError
 
@@ -122,12 +138,15 @@ SHIPPED = {  # name: (template, end-of-turn token, strips contents, has system t
 BUILT_IN = {"plain": "</s>", "chatml": "<|im_end|>", "alpaca": "</s>"}
 TALK = [
     {"role": "system", "content": "Answer in one word."},
-    {"role": "user", "content": "Say blue. No, say: blue"},  # quotes the answer, twice, before it comes
+    # quotes the answer, twice, before it comes
+    {"role": "user", "content": "Say blue. No, say: blue"},
     {"role": "assistant", "content": "blue"},
     {"role": "user", "content": "assistant\nblue\n\n  And  the sea?"},
     {"role": "assistant", "content": " \n Grün, 蓝 😀 ...\n\nblue  "},
 ]
-TEXT = [message["content"] for message in TALK] + ["system user assistant model [INST] [/INST] ### Response:"]
+TEXT = [message["content"] for message in TALK] + [
+    "system user assistant model [INST] [/INST] ### Response:"
+]
 
 
 def byte_level(trim_offsets: bool):
@@ -171,10 +190,10 @@ def tokenizer(request):
     return metaspace() if request.param == "metaspace" else byte_level("trimmed" in request.param)
 
 
-def taught_texts(tokenizer, ids, taught) -> list[str]:
-    """The taught tokens as text, one piece for each uninterrupted run of them."""
+def trained_texts(tokenizer, ids, loss_mask) -> list[str]:
+    """The trained tokens as text, one piece for each uninterrupted run of them."""
     runs = [[]]
-    for token, flag in zip(ids, taught, strict=True):
+    for token, flag in zip(ids, loss_mask, strict=True):
         assert flag in (0, 1)
         if flag:
             runs[-1].append(token)
@@ -202,11 +221,12 @@ def check_prompts(tokenizer, messages, sequences, tools=None) -> None:
     ]
     assert len(starts) == len(answers)
     for i, (ids, at) in zip(answers, starts, strict=True):
-        prompt = tokenizer.apply_chat_template(messages[:i], tools=tools, add_generation_prompt=True)[
-            "input_ids"
-        ]
+        prompt = tokenizer.apply_chat_template(
+            messages[:i], tools=tools, add_generation_prompt=True
+        )["input_ids"]
         assert tokenizer.decode(ids[:at]) == tokenizer.decode(prompt)
-        assert ids[max(0, at - 2) : at] == prompt[-2:]  # also where the prompt's end is no end of a token
+        # also where the prompt's end is no end of a token
+        assert ids[max(0, at - 2) : at] == prompt[-2:]
         if i == answers[0]:
             assert ids[:at] == prompt
 
@@ -222,13 +242,17 @@ def test_taught_is_each_answer_and_its_end_token(tokenizer, name):
     template, end, strips, has_system = SHIPPED[name]
     tokenizer.chat_template = template
     talk = TALK if has_system else TALK[1:]
-    ids, taught = encode_chat(tokenizer, talk)
+    ids, loss_mask = encode_chat(tokenizer, talk)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
-    check_prompts(tokenizer, talk, [(ids, taught)])
-    answers = [m["content"].strip() if strips else m["content"] for m in talk if m["role"] == "assistant"]
-    space = " " if name == "llama2" else ""  # it writes one before the end token, so that is taught too
-    lead = [" ", ""] if name in ("llama2", "vicuna", "deepseek") else [""]  # a token of header and answer
-    for text, answer in zip(taught_texts(tokenizer, ids, taught), answers, strict=True):
+    check_prompts(tokenizer, talk, [(ids, loss_mask)])
+    answers = [
+        m["content"].strip() if strips else m["content"] for m in talk if m["role"] == "assistant"
+    ]
+    # it writes one before the end token, so that is trained too
+    space = " " if name == "llama2" else ""
+    # a token of header and answer
+    lead = [" ", ""] if name in ("llama2", "vicuna", "deepseek") else [""]
+    for text, answer in zip(trained_texts(tokenizer, ids, loss_mask), answers, strict=True):
         assert text in [before + answer + space + end for before in lead]
     assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids(end)}
 
@@ -238,11 +262,11 @@ def test_built_in_templates_teach_answers_and_render_bos_once(tokenizer, tmp_pat
     plain = name == "plain"
     loaded = load_tokenizer(saved(tokenizer, tmp_path), chat_template="" if plain else name)
     assert loaded.template_name == f"built-in {name}"
-    ids, taught = encode_chat(loaded, TALK)
+    ids, loss_mask = encode_chat(loaded, TALK)
     assert loaded.decode(ids) == loaded.apply_chat_template(TALK, tokenize=False)
-    check_prompts(loaded, TALK, [(ids, taught)])
+    check_prompts(loaded, TALK, [(ids, loss_mask)])
     answers = [message["content"] for message in TALK if message["role"] == "assistant"]
-    assert taught_texts(loaded, ids, taught) == [answer + BUILT_IN[name] for answer in answers]
+    assert trained_texts(loaded, ids, loss_mask) == [answer + BUILT_IN[name] for answer in answers]
     adds_bos = loaded("a").input_ids[0] == loaded.bos_token_id
     assert ids.count(loaded.bos_token_id) == adds_bos
     assert len(loaded) == len(tokenizer)  # no token was added
@@ -272,14 +296,16 @@ def test_generation_marks_teach_what_the_search_teaches(tokenizer):
     )
     tokenizer.chat_template = marked
     talk = [{"role": m["role"], "content": m["content"].strip()} for m in TALK]
-    ids, taught = encode_chat(tokenizer, talk)
-    theirs = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-    assert list(taught) == list(map(int, theirs["assistant_masks"]))
+    ids, loss_mask = encode_chat(tokenizer, talk)
+    theirs = tokenizer.apply_chat_template(
+        talk, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert list(loss_mask) == list(map(int, theirs["assistant_masks"]))
     tokenizer.chat_template = marked.replace(start, "").replace(end, "")
-    assert encode_chat(tokenizer, talk) == (ids, taught)
-    # Marks around the words alone: the end token follows directly, and is taught as well.
+    assert encode_chat(tokenizer, talk) == (ids, loss_mask)
+    # Marks around the words alone: the end token follows directly, and is trained as well.
     tokenizer.chat_template = marked.replace("+ '<|im_end|>' }}" + end, "}}" + end + "<|im_end|>")
-    assert encode_chat(tokenizer, talk) == (ids, taught)
+    assert encode_chat(tokenizer, talk) == (ids, loss_mask)
 
 
 def test_marks_that_start_with_a_space_are_not_lost(tokenizer):
@@ -289,8 +315,8 @@ def test_marks_that_start_with_a_space_are_not_lost(tokenizer):
         "{% generation %}{{ ' ' + m.content }}{% endgeneration %}{{ eos_token }}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    ids, taught = encode_chat(tokenizer, TALK)
-    assert taught_texts(tokenizer, ids, taught) == [
+    ids, loss_mask = encode_chat(tokenizer, TALK)
+    assert trained_texts(tokenizer, ids, loss_mask) == [
         f" {TALK[2]['content']}</s>",
         f" {TALK[4]['content']}</s>",
     ]
@@ -303,9 +329,12 @@ def test_where_no_token_ends_a_turn_the_one_that_begins_the_next_does(tokenizer)
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     talk = [{"role": m["role"], "content": m["content"].strip()} for m in TALK]
-    ids, taught = encode_chat(tokenizer, talk)
+    ids, loss_mask = encode_chat(tokenizer, talk)
     ends = "\n<|im_start|>"
-    assert taught_texts(tokenizer, ids, taught) == [talk[2]["content"] + ends, talk[4]["content"] + ends]
+    assert trained_texts(tokenizer, ids, loss_mask) == [
+        talk[2]["content"] + ends,
+        talk[4]["content"] + ends,
+    ]
     whole = tokenizer.apply_chat_template(talk, tokenize=False)
     assert tokenizer.decode(ids) == whole.removesuffix("\n") + ends
     assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids("<|im_start|>")}
@@ -319,7 +348,7 @@ def test_where_no_token_ends_or_begins_a_turn_the_end_of_text_token_does():
     )
     sequences = encode_all(tokenizer, TALK)
     answers = [[f" {TALK[i]['content']}</s>"] for i in (2, 4)]
-    assert [taught_texts(tokenizer, *sequence) for sequence in sequences] == answers
+    assert [trained_texts(tokenizer, *sequence) for sequence in sequences] == answers
     check_prompts(tokenizer, TALK, sequences)
     assert end_of_turn_ids(tokenizer) == {tokenizer.eos_token_id}
 
@@ -327,27 +356,33 @@ def test_where_no_token_ends_or_begins_a_turn_the_end_of_text_token_does():
 def test_without_any_token_to_end_a_turn_the_words_alone_are_trained():
     tokenizer = byte_level(True)
     tokenizer.eos_token = None
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    ids, taught = encode_chat(tokenizer, TALK[1:3])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    )
+    ids, loss_mask = encode_chat(tokenizer, TALK[1:3])
     assert end_of_turn_ids(tokenizer) == set()
-    assert taught_texts(tokenizer, ids, taught) == ["assistant: blue"]
+    assert trained_texts(tokenizer, ids, loss_mask) == ["assistant: blue"]
 
 
 def test_of_contents_that_a_template_rewrites_what_is_left_is_taught():
     tokenizer, notes = byte_level(True), Counter()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('no')[-1] + eos_token }}{% endfor %}"
-    ids, taught = encode(tokenizer, talk("Is it no", "well no, yes"), notes=notes)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content.split('no')[-1] + eos_token }}{% endfor %}"
+    )
+    ids, loss_mask = encode(tokenizer, talk("Is it no", "well no, yes"), notes=notes)
     assert tokenizer.decode(ids) == "</s>, yes</s>"
-    assert taught_texts(tokenizer, ids, taught) == [", yes</s>"]
+    assert trained_texts(tokenizer, ids, loss_mask) == [", yes</s>"]
     assert notes == Counter({SHORTENED: 1})
-    ids, taught = encode(tokenizer, talk("Is it?", "no"))  # nothing is left of it but its end
-    assert taught_texts(tokenizer, ids, taught) in ([], ["</s>"])
+    ids, loss_mask = encode(tokenizer, talk("Is it?", "no"))  # nothing is left of it but its end
+    assert trained_texts(tokenizer, ids, loss_mask) in ([], ["</s>"])
 
 
 def test_a_template_that_refuses_a_role_is_named_with_it():
     tokenizer = byte_level(True)
     tokenizer.chat_template, tokenizer.template_name = GEMMA, "gemma.jinja"
-    with pytest.raises(ValueError, match="gemma.jinja cannot render system: System role not supported"):
+    with pytest.raises(
+        ValueError, match="gemma.jinja cannot render system: System role not supported"
+    ):
         encode_chat(tokenizer, TALK)
 
 
@@ -362,7 +397,11 @@ def test_a_template_file_is_used_and_a_broken_one_refused(tmp_path):
     tokenizer = load_tokenizer(folder, chat_template=str(file))
     assert tokenizer.chat_template == ZEPHYR
     assert tokenizer.template_name == str(file)
-    for text in ["{% for m in messages %}", "{{ messages[0].nothing.at_all }}", "{{ ''.__class__.__mro__ }}"]:
+    for text in [
+        "{% for m in messages %}",
+        "{{ messages[0].nothing.at_all }}",
+        "{{ ''.__class__.__mro__ }}",
+    ]:
         file.write_text(text)
         with pytest.raises(ConfigError, match="mine.jinja"):
             load_tokenizer(folder, chat_template=str(file))
@@ -406,9 +445,13 @@ def test_damaged_tokenizers_are_named_in_one_line(tmp_path):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
     assert "no tokenizer here" in refusal("nothing", {})
     assert "no tokenizer here" in refusal("gpt2", {"config.json": b'{"model_type": "gpt2"}'})
-    assert "tokenizer.json cannot be read" in refusal("cut", {"tokenizer.json": good[: len(good) // 2]})
+    assert "tokenizer.json cannot be read" in refusal(
+        "cut", {"tokenizer.json": good[: len(good) // 2]}
+    )
     assert "tokenizer.model: a git-lfs pointer" in refusal("pointer", {"tokenizer.model": pointer})
-    assert "tokenizer.model cannot be read" in refusal("wrong", {"tokenizer.model": b"\x08\x01" * 40})
+    assert "tokenizer.model cannot be read" in refusal(
+        "wrong", {"tokenizer.model": b"\x08\x01" * 40}
+    )
     with pytest.raises(ConfigError, match="no tokenizer here"):
         load_tokenizer(tmp_path / "no_such_folder")
 
@@ -418,7 +461,10 @@ def test_damaged_tokenizers_are_named_in_one_line(tmp_path):
 
 def encode_all(tokenizer, messages, tools=None, train_on="assistant", notes=None):
     """The sequences of a row, as load_examples makes them: the short way where it is enough."""
-    plain = all(message.keys() == {"role", "content"} for message in messages) and train_on == "assistant"
+    plain = (
+        all(message.keys() == {"role", "content"} for message in messages)
+        and train_on == "assistant"
+    )
     chat = chat_text(tokenizer, messages) if plain and messages[0]["role"] != "text" else None
     if chat:
         return encode_chats(tokenizer, [chat])[0]
@@ -430,7 +476,8 @@ def encode(tokenizer, messages, *args, **options):
     return sequence
 
 
-QWEN3 = (  # thoughts before the last question are dropped; a last answer without thoughts gets empty ones
+# thoughts before the last question are dropped; a last answer without thoughts gets empty ones
+QWEN3 = (
     "{%- set ns = namespace(last_query_index=messages|length - 1) %}{%- for message in messages %}"
     "{%- if message.role == 'user' %}{%- set ns.last_query_index = loop.index0 %}{%- endif %}{%- endfor %}"
     "{%- for message in messages %}{%- if message.role != 'assistant' %}"
@@ -459,52 +506,54 @@ def test_where_earlier_thoughts_are_dropped_each_answer_is_trained_as_it_is_aske
     first, last = encode_all(tokenizer, rows, notes=notes)
     assert first[0] == tokenizer.apply_chat_template(rows[:2])["input_ids"][: len(first[0])]
     assert last[0] == tokenizer.apply_chat_template(rows)["input_ids"]
-    assert taught_texts(tokenizer, *first) == [f"{THOUGHTS[0]}<|im_end|>"]
-    assert taught_texts(tokenizer, *last) == [f"{THOUGHTS[1]}<|im_end|>"]
+    assert trained_texts(tokenizer, *first) == [f"{THOUGHTS[0]}<|im_end|>"]
+    assert trained_texts(tokenizer, *last) == [f"{THOUGHTS[1]}<|im_end|>"]
     check_prompts(tokenizer, rows, [first, last])
     assert +notes == Counter({SEVERAL: 1})
-    ids, taught = encode(tokenizer, talk("Say blue", "blue"), notes=notes)
-    assert taught_texts(tokenizer, ids, taught) == ["<think>\n\n</think>\n\nblue<|im_end|>"]
+    ids, loss_mask = encode(tokenizer, talk("Say blue", "blue"), notes=notes)
+    assert trained_texts(tokenizer, ids, loss_mask) == ["<think>\n\n</think>\n\nblue<|im_end|>"]
     assert +notes == Counter({SEVERAL: 1})  # that one left nothing out
 
 
 def test_only_the_last_answer_or_everything(tokenizer):
     tokenizer.chat_template = QWEN3
     rows = talk("Say blue", THOUGHTS[0], "And the sea?", THOUGHTS[1], "Thanks")
-    ids, taught = encode(tokenizer, rows[:-1], train_on="last_assistant")
-    assert taught_texts(tokenizer, ids, taught) == [f"{THOUGHTS[1]}<|im_end|>"]
-    ids, taught = encode(tokenizer, rows, train_on="all")
+    ids, loss_mask = encode(tokenizer, rows[:-1], train_on="last_assistant")
+    assert trained_texts(tokenizer, ids, loss_mask) == [f"{THOUGHTS[1]}<|im_end|>"]
+    ids, loss_mask = encode(tokenizer, rows, train_on="all")
     assert ids == tokenizer.apply_chat_template(rows)["input_ids"]
-    assert taught == b"\1" * len(ids)
+    assert loss_mask == b"\1" * len(ids)
 
 
 def test_turns_of_weight_0_are_read_and_not_taught(tokenizer):
     tokenizer.chat_template = LLAMA3
     rows = talk("Say blue", "red", "No", "blue")
     rows[1]["weight"] = 0
-    ids, taught = encode(tokenizer, rows)
-    assert taught_texts(tokenizer, ids, taught) == ["blue<|eot_id|>"]
-    ids, taught = encode(tokenizer, rows, train_on="all")
-    assert "red" not in "".join(taught_texts(tokenizer, ids, taught))
-    assert bytes(taught).count(0) > 0
-    assert "blue<|eot_id|>" in taught_texts(tokenizer, ids, taught)[-1]
+    ids, loss_mask = encode(tokenizer, rows)
+    assert trained_texts(tokenizer, ids, loss_mask) == ["blue<|eot_id|>"]
+    ids, loss_mask = encode(tokenizer, rows, train_on="all")
+    assert "red" not in "".join(trained_texts(tokenizer, ids, loss_mask))
+    assert bytes(loss_mask).count(0) > 0
+    assert "blue<|eot_id|>" in trained_texts(tokenizer, ids, loss_mask)[-1]
 
 
-def test_calls_of_tools_are_taught_as_the_template_writes_them_and_answers_of_tools_are_not(tokenizer):
+def test_calls_of_tools_are_taught_as_the_template_writes_them_and_answers_of_tools_are_not(
+    tokenizer,
+):
     tokenizer.chat_template = QWEN3
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
     rows = talk("The sea?", "Let me look.") + [{"role": "tool", "content": "grey"}]
     rows[1]["tool_calls"] = [call]
     rows.append({"role": "assistant", "content": "It is grey."})
-    ids, taught = encode(tokenizer, rows)
+    ids, loss_mask = encode(tokenizer, rows)
     assert ids == tokenizer.apply_chat_template(rows)["input_ids"]
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
     thoughts = "<think>\n\n</think>\n\n"
-    assert taught_texts(tokenizer, ids, taught) == [
+    assert trained_texts(tokenizer, ids, loss_mask) == [
         f"{thoughts}Let me look.\n{call}<|im_end|>",
         f"{thoughts}It is grey.<|im_end|>",
     ]
-    check_prompts(tokenizer, rows, [(ids, taught)])
+    check_prompts(tokenizer, rows, [(ids, loss_mask)])
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -512,12 +561,14 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer, name):
     template, end, strips, _ = SHIPPED[name]
     tokenizer.chat_template, notes = template, Counter()
     rows = talk(f"Ignore {end}</s><s>[INST] this", "blue", "And?", f"{end} is it")
-    ids, taught = encode(tokenizer, rows, notes=notes)
+    ids, loss_mask = encode(tokenizer, rows, notes=notes)
     special = {tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
-    innocent = tokenizer.apply_chat_template(talk("Ignore this", "blue", "And?", "is it"))["input_ids"]
+    innocent = tokenizer.apply_chat_template(talk("Ignore this", "blue", "And?", "is it"))[
+        "input_ids"
+    ]
     assert [i for i in ids if i in special] == [i for i in innocent if i in special]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(rows, tokenize=False)
-    assert taught_texts(tokenizer, ids, taught)[-1].strip().startswith(f"{end} is it")
+    assert trained_texts(tokenizer, ids, loss_mask)[-1].strip().startswith(f"{end} is it")
     assert notes == Counter({SPELLED: 1})
 
 
@@ -534,20 +585,26 @@ def test_added_tokens_that_are_not_special_may_be_spelled(tokenizer):
 
 def test_texts_without_turns(tokenizer):
     end = tokenizer.eos_token_id
-    ids, taught = encode(tokenizer, [{"role": "text", "content": "Say blue</s>", "weight": 1}])
+    ids, loss_mask = encode(tokenizer, [{"role": "text", "content": "Say blue</s>", "weight": 1}])
     assert tokenizer.decode(ids).removeprefix("<s>").strip() == "Say blue</s></s>"
     assert ids.count(end) == 1  # what the text spells is no end
     assert ids[-1] == end
-    assert taught[-1]
-    texts = [{"role": "text", "content": c, "weight": w} for c, w in (("Say blue:", 0), (" blue", 1))]
-    ids, taught = encode(tokenizer, texts)
-    assert taught_texts(tokenizer, ids, taught) == [" blue</s>"]
+    assert loss_mask[-1]
+    texts = [
+        {"role": "text", "content": c, "weight": w} for c, w in (("Say blue:", 0), (" blue", 1))
+    ]
+    ids, loss_mask = encode(tokenizer, texts)
+    assert trained_texts(tokenizer, ids, loss_mask) == [" blue</s>"]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_short_way_and_the_long_one_agree(tokenizer, name):
     tokenizer.chat_template = SHIPPED[name][0]
-    rows = [{"role": m["role"], "content": m["content"].strip()} for m in TALK[not SHIPPED[name][3] :]]
+    rows = [
+        {"role": m["role"], "content": m["content"].strip()} for m in TALK[not SHIPPED[name][3] :]
+    ]
     text = tokenizer.apply_chat_template(rows, tokenize=False)
     assert places_of(tokenizer, rows, None, text) == literal_places(tokenizer, rows, text)
-    assert encode_rich(tokenizer, rows, None, "assistant", Counter()) == [encode_chat(tokenizer, rows)]
+    assert encode_rich(tokenizer, rows, None, "assistant", Counter()) == [
+        encode_chat(tokenizer, rows)
+    ]

@@ -59,18 +59,30 @@ def setting(request, tmp_path_factory):
     # 1,004 rows divide by 2: FSDP pads what does not, by a row.
     folder = tiny_model_folder(root / "model", request.param, vocab_size=1004)
     with open(root / "rows.jsonl", "w") as file:
-        for i in range(12):  # long enough for several chunks of 64 taught tokens, the smallest there are
-            turns = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * 30}]
+        # long enough for several chunks of 64 trained tokens, the smallest there are
+        for i in range(12):
+            turns = [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": "yes " * 30},
+            ]
             file.write(json.dumps({"messages": turns}) + "\n")
     return folder, root / "rows.jsonl"
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_no_weight_is_gathered_and_no_gradient_reduced_more_often_than_it_must(setting, tmp_path, lever):
+def test_no_weight_is_gathered_and_no_gradient_reduced_more_often_than_it_must(
+    setting, tmp_path, lever
+):
     folder, rows = setting
-    flags = {"batch_size": 2, "model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path)}
+    flags = {
+        "batch_size": 2,
+        "model": str(folder),
+        "dataset": str(rows),
+        "output_dir": str(tmp_path),
+    }
     flags |= LEVERS[lever]
-    number = 2 if lever == "bf16" else 4  # bytes of a gathered number; gradients are always reduced in fp32
+    # bytes of a gathered number; gradients are always reduced in fp32
+    number = 2 if lever == "bf16" else 4
     least = step.least_wire_bytes(folder, 2, flags.get("grad_accum", 1), number)
     for gathered, reduced, other in run_ranks(count, 2, lever, flags):
         assert (gathered, reduced) == least
@@ -78,14 +90,24 @@ def test_no_weight_is_gathered_and_no_gradient_reduced_more_often_than_it_must(s
 
 
 @pytest.mark.slow
-def test_a_quantized_base_is_gathered_as_codes_and_scales_and_only_adapters_are_reduced(setting, tmp_path):
+def test_a_quantized_base_is_gathered_as_codes_and_scales_and_only_adapters_are_reduced(
+    setting, tmp_path
+):
     _, rows = setting
     folder = tiny_model_folder(tmp_path / "model", vocab_size=1004, intermediate_size=128)
-    flags = {"batch_size": 2, "model": str(folder), "dataset": str(rows), "lora_rank": 4, "dtype": "bf16"}
+    flags = {
+        "batch_size": 2,
+        "model": str(folder),
+        "dataset": str(rows),
+        "lora_rank": 4,
+        "dtype": "bf16",
+    }
     found = {}
     for kind in ("none", "8bit", "4bit"):
         out = str(tmp_path / kind)
-        found[kind] = run_ranks(count, 2, "plain", {**flags, "output_dir": out, "quantization": kind})[0]
+        found[kind] = run_ranks(
+            count, 2, "plain", {**flags, "output_dir": out, "quantization": kind}
+        )[0]
     model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
     layers = decoder_layers(model)
     linears = linear_weights(layers[0])
@@ -104,7 +126,12 @@ def linear_weights(layer):
 
 def test_without_resharding_every_weight_is_gathered_once(setting, tmp_path):
     folder, rows = setting
-    flags = {"batch_size": 2, "model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path)}
+    flags = {
+        "batch_size": 2,
+        "model": str(folder),
+        "dataset": str(rows),
+        "output_dir": str(tmp_path),
+    }
     _, reduced = step.least_wire_bytes(folder, 2)
     for gathered, *_ in run_ranks(count, 2, "plain", {**flags, "reshard_after_forward": False}):
         assert gathered == reduced  # every weight's bytes, as every gradient's

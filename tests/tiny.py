@@ -64,7 +64,9 @@ def tiny_config(kind: str, **changes):
     return AutoConfig.for_model(model_type, **{**SIZES, **extra, **changes})
 
 
-def tiny_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> torch.nn.Module:
+def tiny_model(
+    kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes
+) -> torch.nn.Module:
     """A model with seeded random weights, larger than usual so that its logits differ."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
@@ -85,7 +87,9 @@ def tiny_model_folder(
     """Write such a model, with a byte-level tokenizer, as a Hugging Face folder in about `files` files."""
     model = tiny_model(kind, dtype, seed, **changes)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(path, max_shard_size="1GB" if files == 1 else f"{size // files // 1000 + 1}KB")
+    model.save_pretrained(
+        path, max_shard_size="1GB" if files == 1 else f"{size // files // 1000 + 1}KB"
+    )
     tiny_tokenizer().save_pretrained(path)
     return Path(path)
 

@@ -32,7 +32,8 @@ from utils.train.optim import build_optimizer, clip_gradients, learning_rate
 STEPS, BATCH, LR, WARMUP = 1500, 32, 2e-3, 50
 LENGTH = 80  # tokens; the rest of a longer story is cut
 VALIDATION_STORIES, TOKENIZER_STORIES, CHAT_ROWS, HELD_OUT_ROWS = 256, 4000, 3000, 300
-MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]  # in no story: fine-tuning teaches them
+# in no story: fine-tuning teaches them
+MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
 def main(record: bool) -> None:
@@ -44,7 +45,9 @@ def main(record: bool) -> None:
     model, loss = pretrain(tokenizer.encode(text, add_bos=True))
     weights = model.state_dict()
     del weights["lm_head.weight"]  # the embedding's
-    save_file({k: v.bfloat16() for k, v in weights.items()}, HERE / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v.bfloat16() for k, v in weights.items()}, HERE / "model.safetensors", {"format": "pt"}
+    )
     made = {"text_sha256": sha256("\n".join(text).encode()), "loss": round(loss, 5)}
     for name in ("tokenizer.model", "tokenizer.json", "chat.jsonl", "heldout.jsonl"):
         made[name] = sha256((HERE / name).read_bytes())
@@ -98,7 +101,10 @@ def make_tokenizer(text: list[str], folder: Path) -> sentencepiece.SentencePiece
 
 def make_task(folder: Path) -> None:
     """Write chat.jsonl and heldout.jsonl."""
-    for name, rows, held_out in (("chat.jsonl", CHAT_ROWS, False), ("heldout.jsonl", HELD_OUT_ROWS, True)):
+    for name, rows, held_out in (
+        ("chat.jsonl", CHAT_ROWS, False),
+        ("heldout.jsonl", HELD_OUT_ROWS, True),
+    ):
         rng = Random(name)
         lines = [json.dumps(chat_row(rng, held_out)) + "\n" for _ in range(rows)]
         (folder / name).write_text("".join(lines))
@@ -131,7 +137,8 @@ def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
 def mean_loss(model: torch.nn.Module, stories: list[list[int]]) -> torch.Tensor:
     """Cross-entropy per token, a () tensor."""
     width = min(LENGTH, max(map(len, stories)))
-    ids = torch.tensor([(s + [model.config.pad_token_id] * width)[:width] for s in stories])  # (B, T)
+    # (B, T)
+    ids = torch.tensor([(s + [model.config.pad_token_id] * width)[:width] for s in stories])
     mask = torch.tensor([[i < len(s) for i in range(width)] for s in stories])
     batch = Batch(ids, ids.masked_fill(~mask, IGNORE), mask, [])
     return summed_cross_entropy(model, batch) / mask[:, 1:].sum()

@@ -20,10 +20,14 @@ ENOUGH = 0.9  # of the answers
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("before", help="model folder")
     parser.add_argument("after", help="model folder")
-    parser.add_argument("--questions", default=Path(__file__).parent / "heldout.jsonl", help="chat rows")
+    parser.add_argument(
+        "--questions", default=Path(__file__).parent / "heldout.jsonl", help="chat rows"
+    )
     args = parser.parse_args()
     rows = [json.loads(line)["messages"] for line in Path(args.questions).read_text().splitlines()]
     questions, expected = [row[:-1] for row in rows], [row[-1]["content"] for row in rows]

@@ -18,7 +18,9 @@ clock stone""".split()
 NUMBERS = "two three four five six seven eight nine ten eleven twelve".split()
 FRUIT = "apples pears plums nuts eggs cakes figs beans".split()
 PLACES = """in the box, in the bag, in the garden, in the boat, under the bed, under the tree, on the table,
-on the roof, on the shelf, behind the door, behind the house, near the river""".replace("\n", " ").split(", ")
+on the roof, on the shelf, behind the door, behind the house, near the river""".replace(
+    "\n", " "
+).split(", ")
 
 
 def story(rng: Random) -> str:
@@ -62,8 +64,13 @@ def chat_row(rng: Random, held_out: bool) -> dict:
     told, things, counted = facts(rng, held_out)
     asked = []
     for kind, colour, thing in things:
-        asked += [(f"{what} is {kind}?", f"the {kind} {colour} {thing}") for what in ("What", "Which thing")]
-        asked += [(f"{what} is {colour}?", f"the {colour} {thing}") for what in ("What", "Which thing")]
+        asked += [
+            (f"{what} is {kind}?", f"the {kind} {colour} {thing}")
+            for what in ("What", "Which thing")
+        ]
+        asked += [
+            (f"{what} is {colour}?", f"the {colour} {thing}") for what in ("What", "Which thing")
+        ]
     asked += [(f"What are there {number} of?", f"{number} {fruit}") for number, fruit in counted]
     (question, answer), _ = rng.sample(asked, 2)
     user = {"role": "user", "content": " ".join([*told, question])}
@@ -76,8 +83,14 @@ def facts(rng: Random, held_out: bool | None = None) -> tuple[list[str], list[tu
     held_out: a third of the pairs (colour, thing), the others, or None: all.
     """
     count = rng.randint(2, 4)
-    kinds, things, colours = rng.sample(KINDS, count), rng.sample(THINGS, count), rng.sample(COLOURS, count)
-    while held_out is not None and any(map(lambda *pair: is_held_out(*pair) != held_out, colours, things)):
+    kinds, things, colours = (
+        rng.sample(KINDS, count),
+        rng.sample(THINGS, count),
+        rng.sample(COLOURS, count),
+    )
+    while held_out is not None and any(
+        map(lambda *pair: is_held_out(*pair) != held_out, colours, things)
+    ):
         things, colours = rng.sample(THINGS, count), rng.sample(COLOURS, count)
     numbers, fruit = rng.sample(NUMBERS, 2), rng.sample(FRUIT, 2)
     objects = list(zip(kinds, colours, things, strict=True))
@@ -94,7 +107,10 @@ def facts(rng: Random, held_out: bool | None = None) -> tuple[list[str], list[tu
     for (number, fruit), place in zip(counted, places[4:], strict=False):
         told.append(
             rng.choice(
-                [f"There were {number} {fruit} {place}.", f"{rng.choice(PEOPLE)} had {number} {fruit}."]
+                [
+                    f"There were {number} {fruit} {place}.",
+                    f"{rng.choice(PEOPLE)} had {number} {fruit}.",
+                ]
             )
         )
     rng.shuffle(told)

@@ -34,22 +34,23 @@ def train(folder, steps, lr, log_file):
     model.train()
     for step, batches in enumerate(steps, start=1):
         started = time.monotonic()
-        taught = torch.tensor(float(sum((labels != -100).sum() for _, labels in batches)))
-        dist.all_reduce(taught)
+        trained = torch.tensor(float(sum((labels != -100).sum() for _, labels in batches)))
+        dist.all_reduce(trained)
         summed = torch.zeros(())
         for i, (ids, labels) in enumerate(batches, start=1):
             model.set_requires_gradient_sync(i == len(batches))
-            loss = model(ids, labels=labels)  # () summed over the taught tokens
-            (loss * ranks / taught).backward()  # FSDP averages over ranks
+            loss = model(ids, labels=labels)  # () summed over the trained tokens
+            (loss * ranks / trained).backward()  # FSDP averages over ranks
             summed += loss.detach()
         dist.all_reduce(summed)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            seconds, loss = time.monotonic() - started, (summed / taught).item()
+            seconds, loss = time.monotonic() - started, (summed / trained).item()
             with open(log_file, "a") as log:
                 log.write(
-                    json.dumps({"step": step, "loss": loss, "grad_norm": norm, "seconds": seconds}) + "\n"
+                    json.dumps({"step": step, "loss": loss, "grad_norm": norm, "seconds": seconds})
+                    + "\n"
                 )
             print(f"step {step}  loss {loss:.4f}  grad_norm {norm:.3f}", flush=True)

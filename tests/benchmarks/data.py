@@ -33,9 +33,12 @@ CONTENDERS = {
     "wait": "a training loop: the time for its batches, packed, over that of its steps",
 }
 CONTENDERS |= {
-    f"pack_{mean}": f"utils/data/packing.py: {DOCUMENTS:,} documents of {mean} tokens" for mean in MEANS
+    f"pack_{mean}": f"utils/data/packing.py: {DOCUMENTS:,} documents of {mean} tokens"
+    for mean in MEANS
 }
-CONTENDERS |= {f"trl_{mean}": f"TRL's bfd: {DOCUMENTS // 10:,} documents of {mean} tokens" for mean in MEANS}
+CONTENDERS |= {
+    f"trl_{mean}": f"TRL's bfd: {DOCUMENTS // 10:,} documents of {mean} tokens" for mean in MEANS
+}
 REFERENCES = {"ours": "raw"}
 METRICS = {
     "seconds": ("s", max), "peak_bytes": ("MiB", max), "tokens_per_second": ("", max),
@@ -43,12 +46,21 @@ METRICS = {
 }  # fmt: skip
 RATIOS = ("tokens_per_second",)
 BOUNDS = (
-    Bound("tokens_per_second", 0.85, "tokens/s, over tokenizers'", "raw", timed=True, at_least=True),
+    Bound(
+        "tokens_per_second", 0.85, "tokens/s, over tokenizers'", "raw", timed=True, at_least=True
+    ),
     Bound("waited", 0.01, "time for batches, of the step's", contender="wait"),
     Bound("filled", 0.99, "slots filled", at_least=True, contender="pack_2000"),
 )
 BOUNDS += tuple(
-    Bound("documents_per_second", 1e6, "documents/s", timed=True, at_least=True, contender=f"pack_{mean}")
+    Bound(
+        "documents_per_second",
+        1e6,
+        "documents/s",
+        timed=True,
+        at_least=True,
+        contender=f"pack_{mean}",
+    )
     for mean in MEANS
 )
 RANKS = (1,)
@@ -81,7 +93,9 @@ def prepare(folder: Path, small: bool) -> None:
 def write_rows(file: Path, size: int) -> None:
     """Chats of so many bytes in all."""
     rng = random.Random(0)
-    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
+    syllables = [
+        a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "is")
+    ]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(20000)]
     weights, written = [1 / rank for rank in range(1, len(words) + 1)], 0
     pool = rng.choices(words, weights, k=2**20)
@@ -94,15 +108,23 @@ def write_rows(file: Path, size: int) -> None:
         while written < size:
             turns = []
             for _ in range(rng.choice((1, 1, 2, 3))):
-                turns += [{"role": "user", "content": said(60)}, {"role": "assistant", "content": said(300)}]
+                turns += [
+                    {"role": "user", "content": said(60)},
+                    {"role": "assistant", "content": said(300)},
+                ]
             written += out.write(json.dumps({"messages": turns}) + "\n")
 
 
 def contend(worker: Worker) -> dict[str, float]:
     kind, _, mean = worker.contender.partition("_")
-    return {"raw": raw, "ours": ours, "gigabyte": gigabyte, "wait": wait, "pack": packs, "trl": trl}[kind](
-        worker, *([int(mean)] if mean else [])
-    )
+    return {
+        "raw": raw,
+        "ours": ours,
+        "gigabyte": gigabyte,
+        "wait": wait,
+        "pack": packs,
+        "trl": trl,
+    }[kind](worker, *([int(mean)] if mean else []))
 
 
 def tokenizer_of(worker: Worker):
@@ -121,7 +143,9 @@ def raw(worker: Worker) -> dict[str, float]:
     tokens = 0
     with measured() as numbers:
         for i in range(0, len(texts), 1000):
-            batch = tokenizer.backend_tokenizer.encode_batch(texts[i : i + 1000], add_special_tokens=False)
+            batch = tokenizer.backend_tokenizer.encode_batch(
+                texts[i : i + 1000], add_special_tokens=False
+            )
             tokens += sum(map(len, batch))
     return {"seconds": numbers["seconds"], "tokens_per_second": tokens / numbers["seconds"]}
 
@@ -208,7 +232,9 @@ def wait(worker: Worker) -> dict[str, float]:
     from utils.model.loss import add_chunked_loss, summed_cross_entropy
 
     data.SMALL = 2**40
-    examples = data.load_examples(worker.folder / "rows.jsonl", tokenizer_of(worker), 2048, max_rows=2000)
+    examples = data.load_examples(
+        worker.folder / "rows.jsonl", tokenizer_of(worker), 2048, max_rows=2000
+    )
     loader = PackedBatches(examples, 0, 2, 1, 0, 1, 0, 2048)
     heads = {"num_attention_heads": 8, "num_hidden_layers": 1 if worker.small else 8}
     config = LlamaConfig(hidden_size=512, intermediate_size=1376, vocab_size=8192, **heads)

@@ -91,14 +91,19 @@ def contend(worker: Worker) -> dict[str, float]:
     speed = ROWS * seq_len / seconds
     share = mfu(model, seq_len, speed, device, 1)  # None on a CPU
     numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
-    return numbers | {"peak_bytes": peak_memory_bytes(device), "host_peak_bytes": host["peak_bytes"]}
+    return numbers | {
+        "peak_bytes": peak_memory_bytes(device),
+        "host_peak_bytes": host["peak_bytes"],
+    }
 
 
 def _too_long(*_) -> None:
     raise TimeoutError(f"not done after {LIMIT} s")
 
 
-def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int) -> torch.nn.Module:
+def _ours(
+    worker: Worker, config, batches: list[torch.Tensor], micro_batches: int
+) -> torch.nn.Module:
     """What recipes/finetune.py does from `build` to `train`, but for the files."""
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
@@ -138,13 +143,13 @@ def _ours(worker: Worker, config, batches: list[torch.Tensor], micro_batches: in
 
     model.train()
     for first in range(0, len(batches), micro_batches):
-        taught = sum(ids.numel() - len(ids) for ids in batches[first : first + micro_batches])
+        trained = sum(ids.numel() - len(ids) for ids in batches[first : first + micro_batches])
         for i, ids in enumerate(batches[first : first + micro_batches], start=1):
             # --sync_each_microbatch: on one GPU it costs no traffic, and deferring keeps fp32 gradients of
             # the whole model. Offloaded ones would go to the host each time.
             sync_gradients(model, i == micro_batches or not offload)
             ids = ids.to(device)
-            (model(ids, labels=ids) / taught).backward()
+            (model(ids, labels=ids) / trained).backward()
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -167,13 +172,20 @@ def _hf(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int)
     from transformers import AutoModelForCausalLM
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # else Trainer wraps the model in DDP, which takes memory for one rank too
+        # else Trainer wraps the model in DDP, which takes memory for one rank too
+        os.environ.pop(name, None)
     device, options = worker.world.device, {"bf16": True}
     if worker.contender == "hf_tuned":
         liger = importlib.util.find_spec("liger_kernel") is not None
-        options = {"gradient_checkpointing": True, "optim": "adamw_torch_fused", "use_liger_kernel": liger}
+        options = {
+            "gradient_checkpointing": True,
+            "optim": "adamw_torch_fused",
+            "use_liger_kernel": liger,
+        }
     with device:  # in bf16, as from_pretrained gives what such a checkpoint holds
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     rows = [{"input_ids": ids, "labels": ids} for ids in batches]
     options |= {"use_cpu": device.type == "cpu", "learning_rate": 1e-5}
     return hf_trainer(model, rows, worker.out, micro_batches, **options).model
@@ -188,7 +200,10 @@ def report(results: dict) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [f"# Measured on {device}", "", __doc__.strip().splitlines()[0], GOALS, CONVENTION, ""]
     lines += [f"{results['date']}; host: {results['machine']['sentence']}; {versions}.", ""]
-    lines += [f"Command: `python {' '.join(results['command'])}`, as `make gpu` does after its tests.", ""]
+    lines += [
+        f"Command: `python {' '.join(results['command'])}`, as `make gpu` does after its tests.",
+        "",
+    ]
     write_table("measured_", [*lines, *table(results["tables"][0]["rows"])])
 
 

@@ -65,10 +65,16 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 def prepare(folder: Path, small: bool) -> None:
     """A Llama in bf16 with seeded random weights, in four files."""
     width, layers, vocab_size = (1024, 4, 16_000) if small else (2048, 16, 32_000)
-    sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": layers}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": width * 11 // 4,
+        "num_hidden_layers": layers,
+    }
     torch.manual_seed(0)
     disable_progress_bar()
-    model = LlamaForCausalLM._from_config(LlamaConfig(vocab_size=vocab_size, **sizes), dtype=torch.bfloat16)
+    model = LlamaForCausalLM._from_config(
+        LlamaConfig(vocab_size=vocab_size, **sizes), dtype=torch.bfloat16
+    )
     assert model.num_parameters() == ELEMENTS[small]
     model.save_pretrained(folder, max_shard_size=int(0.55 * ELEMENTS[small]))  # bytes
 
@@ -116,12 +122,16 @@ def transformers_native(worker: Worker) -> nn.Module:
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(fsdp_size=worker.world.size)
-    return LlamaForCausalLM.from_pretrained(worker.folder, dtype=torch.float32, distributed_config=config)
+    return LlamaForCausalLM.from_pretrained(
+        worker.folder, dtype=torch.float32, distributed_config=config
+    )
 
 
 def dcp_hf_reader(worker: Worker) -> nn.Module:
     model = empty_shards(worker)
-    dcp.load(get_model_state_dict(model), storage_reader=dcp.HuggingFaceStorageReader(str(worker.folder)))
+    dcp.load(
+        get_model_state_dict(model), storage_reader=dcp.HuggingFaceStorageReader(str(worker.folder))
+    )
     return model
 
 
@@ -158,7 +168,10 @@ def shards_of(model: nn.Module) -> Shards:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         where = (parameter.shape, parameter.device_mesh, parameter.placements)
-        found[name] = parameter.to_local().detach(), compute_local_shape_and_global_offset(*where)[1][0]
+        found[name] = (
+            parameter.to_local().detach(),
+            compute_local_shape_and_global_offset(*where)[1][0],
+        )
     return found
 
 
@@ -169,11 +182,15 @@ def compare(folder: Path, shards: Shards, worker: Worker) -> None:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
                 source, (local, first) = tensors.get_slice(name), shards[name]
-                same = torch.equal(local, source[first : first + len(local)].to(local.device, local.dtype))
+                same = torch.equal(
+                    local, source[first : first + len(local)].to(local.device, local.dtype)
+                )
                 assert same, f"{name}: rows from {first} differ from {file.name}"
                 held, total = held + local.numel(), total + torch.Size(source.get_shape()).numel()
     held = all_reduce_sum(held, worker.world)
-    assert held == total == ELEMENTS[worker.small], f"the ranks hold {held} values and {folder} {total}"
+    assert held == total == ELEMENTS[worker.small], (
+        f"the ranks hold {held} values and {folder} {total}"
+    )
 
 
 def contend(worker: Worker) -> dict[str, float]:
@@ -186,13 +203,18 @@ def contend(worker: Worker) -> dict[str, float]:
     elements = [local.numel() for local, _ in shards.values()]
     allowed = 1.05 * 4 * sum(elements) + 2 * max(elements) + 64 * MIB  # fp32 here, bf16 in the file
     read = [all_reduce_sum(numbers[key], worker.world) for key in ("read_call_bytes", "disk_bytes")]
-    numbers |= {"peak_sum_bytes": numbers["peak_bytes"], "peak_of_allowed": numbers["peak_bytes"] / allowed}
+    numbers |= {
+        "peak_sum_bytes": numbers["peak_bytes"],
+        "peak_of_allowed": numbers["peak_bytes"] / allowed,
+    }
     return numbers | {"read_of_checkpoint": max(read) / (2 * ELEMENTS[worker.small])}
 
 
 def report(results: dict) -> None:
     """Say where reads through mmap cannot be seen: in files that stayed in the page cache."""
-    runs = [run["values"] for run in results["runs"] if run["contender"] == "ours" and run["values"]]
+    runs = [
+        run["values"] for run in results["runs"] if run["contender"] == "ours" and run["values"]
+    ]
     if any(values["disk_bytes"] < values["read_call_bytes"] / 2 for values in runs):
         print("the page cache could not be dropped before every run: disk bytes are too low")
 

@@ -23,10 +23,19 @@ CONTENDERS = {
     for kind, what in (("plain", "the model's own loss"), ("chunked", "utils/model/loss.py"))
 }
 REFERENCES = {f"chunked_{v}k_{t}": f"plain_{v}k_{t}" for v, t in CELLS}
-METRICS = {"peak_bytes": ("MiB", max), "seconds": ("s", max), "cpu_seconds": ("s", max), "loss": ("", max)}
+METRICS = {
+    "peak_bytes": ("MiB", max),
+    "seconds": ("s", max),
+    "cpu_seconds": ("s", max),
+    "loss": ("", max),
+}
 RATIOS = ("peak_bytes", "seconds")
 LARGEST = f"{VOCABULARIES[-1]}k_{TOKENS[-1]}"
-BOUNDS = (Bound("peak_bytes", 0.5, "peak, over plain's", f"plain_{LARGEST}", contender=f"chunked_{LARGEST}"),)
+BOUNDS = (
+    Bound(
+        "peak_bytes", 0.5, "peak, over plain's", f"plain_{LARGEST}", contender=f"chunked_{LARGEST}"
+    ),
+)
 RANKS = (1,)
 
 
@@ -51,7 +60,10 @@ def contend(worker: Worker) -> dict[str, float]:
     # Plain holds logits, log-softmax and their gradients, in fp32; both hold the head and its gradient.
     needed = 4 * 4 * vocabulary * tokens * (kind == "plain") + 4 * 4 * vocabulary * WIDTH + GIB
     free = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-    check(needed <= free, f"left out: it takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} are available")
+    check(
+        needed <= free,
+        f"left out: it takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} are available",
+    )
 
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_hidden_layers": 1}

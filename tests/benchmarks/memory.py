@@ -23,7 +23,9 @@ from utils.run.distributed import World
 from utils.run.mesh import build_mesh
 from utils.train.optim import build_optimizer, clip_gradients
 
-CONTENDERS = {"settings": "recompute, rows, length, LoRA, 8bit, 4bit, offload and dtypes, alone and together"}
+CONTENDERS = {
+    "settings": "recompute, rows, length, LoRA, 8bit, 4bit, offload and dtypes, alone and together"
+}
 # On one rank NCCL and three of FSDP2's streams have nothing to do.
 REFERENCES, RATIOS, RANKS = {}, (), (1, 2) if torch.cuda.device_count() > 1 else (1,)
 METRICS = {
@@ -32,12 +34,18 @@ METRICS = {
 BOUNDS = (
     Bound("median_error", 0.02, "median error of the planned peak", contender="settings"),
     Bound("worst_error", 0.05, "worst error of the planned peak", contender="settings"),
-    Bound("too_little", 0, "settings whose GPU gave more than was called comfortable", contender="settings"),
+    Bound(
+        "too_little",
+        0,
+        "settings whose GPU gave more than was called comfortable",
+        contender="settings",
+    ),
 ) * torch.cuda.is_available()
 ONE_B, SEVEN_B = "llama-3.2-1b", "qwen2.5-7b"
 FULL, LORA = {"activation_checkpointing": "full"}, {"lora_rank": 16}
 SELECTIVE, OFFLOAD = {"activation_checkpointing": "selective"}, {"cpu_offload": True}
-SETTINGS: list[tuple[str, int, str, dict]] = [  # shape, tokens of a row, dtype of the weights, knobs
+# shape, tokens of a row, dtype of the weights, knobs
+SETTINGS: list[tuple[str, int, str, dict]] = [
     (ONE_B, 2048, "fp32", {}), (ONE_B, 2048, "fp32", SELECTIVE), (ONE_B, 2048, "fp32", FULL),
     (ONE_B, 2048, "fp32", {"batch_size": 4}), (ONE_B, 2048, "fp32", {"batch_size": 4, **FULL}),
     (ONE_B, 8192, "fp32", {}), (ONE_B, 8192, "fp32", SELECTIVE), (ONE_B, 8192, "fp32", FULL),
@@ -90,7 +98,9 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     model = planner.model(chosen)
     if chosen.activation_checkpointing != "none":
         recompute_activations(model, chosen.activation_checkpointing)
-    shard_model(model, build_mesh(world), torch.bfloat16, chosen.reshard_after_forward, chosen.cpu_offload)
+    shard_model(
+        model, build_mesh(world), torch.bfloat16, chosen.reshard_after_forward, chosen.cpu_offload
+    )
     load_pieces(model, [], device, chosen.cpu_offload)
     fill(model)
     if chosen.lora_rank:
@@ -108,7 +118,10 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
         optimizer.zero_grad()
     measured, reserved, (free, total) = 0, 0, torch.cuda.mem_get_info() if gpu else (0, 0)
     if gpu:
-        measured, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+        measured, reserved = (
+            torch.cuda.max_memory_allocated() - before,
+            torch.cuda.max_memory_reserved(),
+        )
     del model, optimizer, planner, ids
     settled(gpu)
     return {
@@ -144,7 +157,9 @@ def settled(gpu: bool) -> int:
 def report(results: dict) -> None:
     """Print the table; on a GPU also write configs/planned_<device>.md."""
     names = ("planned", "measured", "must", "comfortable", "reserved", "taken")
-    lines = ["| GPUs | setting | planned, GiB | measured | ratio | must | comfortable | reserved | given |"]
+    lines = [
+        "| GPUs | setting | planned, GiB | measured | ratio | must | comfortable | reserved | given |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for run in results["runs"]:
         for row in (run.get("by_rank") or [{"rows": []}])[0]["rows"]:
@@ -155,7 +170,12 @@ def report(results: dict) -> None:
             lines.append(f"| {' | '.join(cells + [told[name] for name in names[2:]])} |")
     print("\n".join(lines))
     if not results["config"]["small"] and torch.cuda.is_available():
-        head = [f"# Planned and measured memory on {torch.cuda.get_device_name()}", "", __doc__.strip(), ""]
+        head = [
+            f"# Planned and measured memory on {torch.cuda.get_device_name()}",
+            "",
+            __doc__.strip(),
+            "",
+        ]
         command = f"python {' '.join(results['command'])}"
         head += [f"{results['date']}, `{command}`; host: {results['machine']['sentence']}.", ""]
         told = [bound["sentence"] for bound in results["bounds"]]

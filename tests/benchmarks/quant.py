@@ -75,7 +75,9 @@ def contend(worker: Worker) -> dict[str, float]:
     parts = [p.to_local() for p in model.parameters()]
     numbers["shard_bytes"] = sum(part.nbytes for part in parts)
     largest = max(part.numel() for part in parts) * 2
-    numbers["peak_of_allowed"] = numbers["peak_bytes"] / (1.05 * numbers["shard_bytes"] + largest + 64 * MIB)
+    numbers["peak_of_allowed"] = numbers["peak_bytes"] / (
+        1.05 * numbers["shard_bytes"] + largest + 64 * MIB
+    )
     read = [all_reduce_sum(numbers[key], world) for key in ("read_call_bytes", "disk_bytes")]
     numbers["read_of_checkpoint"] = max(read) / (2 * load.ELEMENTS[True])
     if kind in KINDS:
@@ -97,9 +99,12 @@ def contend(worker: Worker) -> dict[str, float]:
     rest = {id(p): p for p in model.parameters()}
     for layer in decoder_layers(model):
         rest = {key: p for key, p in rest.items() if key not in {id(q) for q in layer.parameters()}}
-    others = sum(p.numel() for p in rest.values()) * 2 * (world.size - 1) / world.size  # in bf16, once
+    # in bf16, once
+    others = sum(p.numel() for p in rest.values()) * 2 * (world.size - 1) / world.size
     adapters = (
-        sum(p.numel() * 4 for p in model.parameters() if p.requires_grad) * (world.size - 1) / world.size
+        sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
+        * (world.size - 1)
+        / world.size
     )
     numbers |= {"layers_gathered_bytes": wire.gathered - others, "reduced_bytes": wire.reduced}
     return numbers | {"reduced_of_adapters": wire.reduced / adapters}

@@ -63,7 +63,9 @@ RAW = "time / raw write + fsync + one pass of SHA-256 of the same bytes"
 BOUNDS = (
     Bound("peak_of_allowed", 1, "peak memory above the shards / 128 MiB"),
     Bound("of_raw", 1.3, RAW, timed=True, contender="checkpoint"),
-    Bound("blocked_of_copy", 1.2, "time that save blocks / one copy of the bytes", timed=True, **ASYNC),
+    Bound(
+        "blocked_of_copy", 1.2, "time that save blocks / one copy of the bytes", timed=True, **ASYNC
+    ),
     Bound("peak_of_saved", 1.1, "peak memory of a save / bytes saved", **ASYNC),
     Bound("growth", 1.02, "memory after 10 saves / after 2", **ASYNC),
     Bound("slowed", 1.15, "time of a step in a save / of one without", timed=True, **ASYNC),
@@ -71,7 +73,8 @@ BOUNDS = (
 RANKS = (2,)
 LIBC = ctypes.CDLL(None)
 SAVES, STEPS = 10, 6  # in the background; micro-batches between them
-TRAINED = {False: (8192, 1024, 2816, 32), True: (2048, 512, 1408, 32)}  # by --small; the last: tokens
+# by --small; the last: tokens
+TRAINED = {False: (8192, 1024, 2816, 32), True: (2048, 512, 1408, 32)}
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
@@ -90,7 +93,9 @@ def raw_write(worker: Worker, model: nn.Module, out: Path) -> None:
         (out / "raw").touch()
         os.truncate(out / "raw", 2 * ELEMENTS[worker.small])
     dist.barrier()
-    bounds = [2 * ELEMENTS[worker.small] * (worker.world.rank + i) // worker.world.size for i in (0, 1)]
+    bounds = [
+        2 * ELEMENTS[worker.small] * (worker.world.rank + i) // worker.world.size for i in (0, 1)
+    ]
     buffer = torch.randint(256, (16 * MIB,), dtype=torch.uint8)
     with open(out / "raw", "r+b", buffering=0) as file:
         for at in range(*bounds, len(buffer)):
@@ -99,7 +104,9 @@ def raw_write(worker: Worker, model: nn.Module, out: Path) -> None:
 
 
 def full_gather(worker: Worker, model: nn.Module, out: Path) -> None:
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if worker.world.rank == 0:
         out.mkdir()
         whole = {name: tensor.bfloat16() for name, tensor in whole.items()}
@@ -121,7 +128,9 @@ class Training:
         vocab_size, width, inner, tokens = TRAINED[worker.small]
         sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
         config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=8)
-        model = shard_model(LlamaForCausalLM(config), build_mesh(worker.world), torch.float32, False)
+        model = shard_model(
+            LlamaForCausalLM(config), build_mesh(worker.world), torch.float32, False
+        )
         self.model, self.optimizer = model, build_optimizer(model, 1e-4, 0.0)
         self.ids = torch.randint(vocab_size, (1, tokens))
         self.step(lambda done: done < 1)
@@ -156,7 +165,10 @@ class Training:
 
 
 def write_raw(tensors: list[torch.Tensor], path: Path) -> None:
-    parts, digest = [tensor.numpy().reshape(-1).view("u1").data for tensor in tensors], hashlib.sha256()
+    parts, digest = (
+        [tensor.numpy().reshape(-1).view("u1").data for tensor in tensors],
+        hashlib.sha256(),
+    )
     with open(path, "wb", buffering=0) as file:
         file.writelines(parts)
         os.fsync(file)
@@ -190,7 +202,11 @@ def save_in_training(training: Training, saver: CheckpointSaver) -> dict[str, fl
     if steps:
         times["slowed"] = times["step_in_save"] / times["step"]
     blocked = times["blocked"] / times["copy"]
-    return times | {"blocked_of_copy": blocked, "growth": level[-1] / level[0], "steps_in_save": steps}
+    return times | {
+        "blocked_of_copy": blocked,
+        "growth": level[-1] / level[0],
+        "steps_in_save": steps,
+    }
 
 
 def contend_checkpoint(worker: Worker) -> dict[str, float]:
@@ -216,7 +232,11 @@ def contend_checkpoint(worker: Worker) -> dict[str, float]:
     if background:
         numbers |= save_in_training(training, saver)
     else:
-        numbers |= {"seconds": median(times), "raw": median(raw), "of_raw": median(times) / median(raw)}
+        numbers |= {
+            "seconds": median(times),
+            "raw": median(raw),
+            "of_raw": median(times) / median(raw),
+        }
     return numbers | {"rate": worker.world.size * saved / numbers["seconds"]}
 
 

@@ -41,14 +41,23 @@ RATIOS = ("seconds", "cpu_seconds", "peak_bytes")
 WIRE = "bytes gathered and reduced, over the least that FSDP can do"
 BOUNDS = (
     Bound("seconds", 1.02, "time of a step, over the bare loop's", over="bare_loop", timed=True),
-    *(Bound("wire_share", 1.01, WIRE, contender=name) for name in CONTENDERS if name.startswith("ours")),
+    *(
+        Bound("wire_share", 1.01, WIRE, contender=name)
+        for name in CONTENDERS
+        if name.startswith("ours")
+    ),
 )
 RANKS = (2,)
 LR, WARM_UP = 3e-4, 3
 TIMED = {False: 12, True: 2}  # by --small: steps; rows of so many tokens on each rank; the model
 ROWS, SEQ_LEN = 2, {False: 256, True: 64}
 MODEL = {
-    False: {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6},
+    False: {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 6,
+    },
     True: {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},
 }
 
@@ -133,7 +142,10 @@ def difference_to_first(numbers: list[float], oracle: Path) -> float:
     torch.distributed.barrier()
     first = json.loads(oracle.read_text())
     error = max(abs(a - b) / b for a, b in zip(numbers, first, strict=True))
-    check(error <= 1e-5, f"{oracle.name} differ by {error:.1e} from the first contender's: {numbers} {first}")
+    check(
+        error <= 1e-5,
+        f"{oracle.name} differ by {error:.1e} from the first contender's: {numbers} {first}",
+    )
     return error
 
 
@@ -182,7 +194,9 @@ def _batches(worker: Worker, steps: int) -> list:
 
     tokenizer, world = load_tokenizer(TINY), worker.world
     examples = load_examples(worker.folder / "rows.jsonl", tokenizer, SEQ_LEN[worker.small])
-    loader = GlobalBatches(examples, 0, ROWS * world.size, ROWS, world.rank, world.size, pad_id(tokenizer))
+    loader = GlobalBatches(
+        examples, 0, ROWS * world.size, ROWS, world.rank, world.size, pad_id(tokenizer)
+    )
     return [batch for step in range(steps) for batch in loader.batches(step)]
 
 
@@ -233,7 +247,9 @@ class WireBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def least_wire_bytes(folder: Path, ranks: int, micro_batches=1, gathered_size=4) -> tuple[float, float]:
+def least_wire_bytes(
+    folder: Path, ranks: int, micro_batches=1, gathered_size=4
+) -> tuple[float, float]:
     """(gathered, reduced) bytes on a rank in an optimizer step: the least for FSDP that frees its layers.
 
     A layer is gathered for its forward and again for its backward, the last one only once, since its backward

@@ -20,10 +20,11 @@ class Batch:
     """One micro-batch of B rows, padded on the right to T tokens."""
 
     ids: torch.Tensor  # (B, T) int64
-    labels: torch.Tensor  # (B, T) int64; the taught tokens are those != IGNORE
+    labels: torch.Tensor  # (B, T) int64; the trained tokens are those != IGNORE
     mask: torch.Tensor  # (B, T) bool; false where padded
     where: list[str]
-    positions: torch.Tensor | None = None  # (B, T) int64 where rows are packs: each document counts from 0
+    # (B, T) int64 where rows are packs: each document counts from 0
+    positions: torch.Tensor | None = None
 
     def to(self, device: torch.device, pin_memory: bool = False) -> "Batch":
         """The batch on a device; for a GPU by way of page-locked memory, so that the copy overlaps."""
@@ -66,7 +67,11 @@ class GlobalBatches:
     """
 
     def __init__(self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id):
-        self.examples, self.global_batch_size, self.batch_size = examples, global_batch_size, batch_size
+        self.examples, self.global_batch_size, self.batch_size = (
+            examples,
+            global_batch_size,
+            batch_size,
+        )
         self.rank, self.ranks, self.pad_id = rank, ranks, pad_id
         self.key = f"{examples.fingerprint} {seed}"
         self.per_epoch = math.ceil(self.rows() / global_batch_size)
@@ -91,7 +96,9 @@ class GlobalBatches:
         The loss is a sum over the global batch: it does not matter who has which row.
         """
         turns = [(rank, 2 * self.ranks - 1 - rank) for rank in range(self.ranks)]
-        return [[row for i, row in enumerate(rows) if i % (2 * self.ranks) in turn] for turn in turns]
+        return [
+            [row for i, row in enumerate(rows) if i % (2 * self.ranks) in turn] for turn in turns
+        ]
 
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; none as a filler."""

@@ -33,8 +33,8 @@ from .rows import BadRows, Source, origins_of
 from .workers import chunks, processes
 
 CODE = "batches cache chats containers encode examples formats messages rows strict_json tokens"
-ARRAYS = {"ids": torch.int32, "taught": torch.uint8, "bounds": torch.int64, "keys": torch.int64}
-ARRAYS |= {"trained": torch.int64, "names": torch.uint8, "ends": torch.int64}
+ARRAYS = {"ids": torch.int32, "loss_mask": torch.uint8, "bounds": torch.int64, "keys": torch.int64}
+ARRAYS |= {"trained_tokens": torch.int64, "names": torch.uint8, "ends": torch.int64}
 REFUSED = ".refused"  # instead of the folder: what is wrong with the rows
 SAY_SECONDS = 30  # between two lines of who tokenizes, or waits for it
 
@@ -70,7 +70,9 @@ def cached_tokens(path: object, sources: list[Source], checker: partial, encode:
     except OSError as error:
         if error.filename in map(str, files):
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
-        raise ConfigError(f"{folder}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)") from None
+        raise ConfigError(
+            f"{folder}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
+        ) from None
     print0(f"tokens    of {path} are in {folder}")
     arrays = {name: mapped(folder / name, dtype) for name, dtype in ARRAYS.items()}
     said = json.loads((folder / "said").read_text())
@@ -167,7 +169,9 @@ class Progress:
             print0(f"tokens    {self.what}: {self.rows:,} rows so far")
 
 
-def make(folder: Path, path: object, sources: list[Source], checker: partial, encode: partial) -> None:
+def make(
+    folder: Path, path: object, sources: list[Source], checker: partial, encode: partial
+) -> None:
     """Write the files of ARRAYS, and "said", what there is to say of the rows; then let them appear."""
     for left in folder.parent.glob(f".tmp_{folder.name}_*"):
         shutil.rmtree(left)  # of a process that died
@@ -177,7 +181,9 @@ def make(folder: Path, path: object, sources: list[Source], checker: partial, en
         with processes(checker, encode) as run:
             try:
                 forms = check_all(path, sources, encode, run)
-                total, ends = encode_all(temp, path, sources, forms, encode.keywords["bad_rows"], run)
+                total, ends = encode_all(
+                    temp, path, sources, forms, encode.keywords["bad_rows"], run
+                )
             except BadRows as error:
                 keep_refusal(folder, error)
                 raise
@@ -200,10 +206,14 @@ def keep_refusal(folder: Path, error: BadRows) -> None:
     os.replace(temp, folder.with_suffix(REFUSED))
 
 
-def check_all(path: object, sources: list[Source], encode: partial, run: Callable) -> dict[str, str]:
+def check_all(
+    path: object, sources: list[Source], encode: partial, run: Callable
+) -> dict[str, str]:
     """Read all rows without tokenizing; the form of each file. ConfigError for what is wrong."""
     checked, progress = Checked(), Progress(f"checking {escaped(path)}")
-    for _, part in run(0, ((None, rows, {}) for source in sources for rows in chunks(source.read()))):
+    for _, part in run(
+        0, ((None, rows, {}) for source in sources for rows in chunks(source.read()))
+    ):
         checked.join(part)
         progress.add(part.rows)
         if checked.faults.stop(checked.rows):
@@ -213,7 +223,12 @@ def check_all(path: object, sources: list[Source], encode: partial, run: Callabl
 
 
 def encode_all(
-    temp: Path, path: object, sources: list[Source], forms: dict[str, str], bad_rows: str, run: Callable
+    temp: Path,
+    path: object,
+    sources: list[Source],
+    forms: dict[str, str],
+    bad_rows: str,
+    run: Callable,
 ) -> tuple[Part, list[int]]:
     """(what there is to say of all rows, how many examples there are at each source's end). Tokens and places
     go into files.
@@ -223,7 +238,11 @@ def encode_all(
         for number, source in enumerate(sources):
             for rows in chunks(source.read()):
                 files = {file_of(where) for where, _ in rows} if bad_rows == "drop" else ()
-                yield number, rows, {"forms": {file: forms[file] for file in files if file in forms}}
+                yield (
+                    number,
+                    rows,
+                    {"forms": {file: forms[file] for file in files if file in forms}},
+                )
 
     total, end, ends = Part(), 0, [0] * len(sources)
     progress = Progress(f"tokenizing {escaped(path)}")
@@ -231,7 +250,7 @@ def encode_all(
         files = {name: stack.enter_context(open(temp / name, "wb")) for name in ARRAYS}
         for number, part in run(1, numbered()):
             files["ids"].write(part.ids)
-            files["taught"].write(part.taught)
+            files["loss_mask"].write(part.loss_mask)
             for name in (name.encode("utf-8", "surrogateescape") for name in part.where):
                 end += files["names"].write(name)
                 files["ends"].write(end.to_bytes(8, "little"))
@@ -243,7 +262,7 @@ def encode_all(
         total.close(path)
         bounds = torch.tensor([0, *total.lengths]).cumsum(0)
         files["bounds"].write(memoryview(bounds.numpy()))
-        files["trained"].write(total.trained)
+        files["trained_tokens"].write(total.trained_tokens)
         files["keys"].write(total.keys)
     return total, ends
 

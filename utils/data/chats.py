@@ -54,7 +54,7 @@ def encode_rich(
     if messages[0]["role"] == "text":
         return [encode_text(tokenizer, messages)]
     if messages[0]["role"] == "tokens":
-        return [(check_ids(messages[0]["content"], len(tokenizer)), messages[0]["taught"])]
+        return [(check_ids(messages[0]["content"], len(tokenizer)), messages[0]["loss_mask"])]
     return encode_turns(tokenizer, messages, tools, train_on, notes)
 
 
@@ -123,19 +123,26 @@ class Turn:
         self.shortened = content not in text[self.first : last]
 
 
-def encode_row_of(tokenizer, messages, tools, text: str, turns: list[Turn], notes: Counter) -> Sequence:
+def encode_row_of(
+    tokenizer, messages, tools, text: str, turns: list[Turn], notes: Counter
+) -> Sequence:
     """(ids, mask) of a rendered conversation in which some turns are trained. Where the prompt of a turn
     alone would be other tokens than in the whole, the text is cut there, as inference cuts it.
     """
     encoding, ids = encode_row(tokenizer, messages, tools, text)
-    cuts = [turn.first for turn in turns if turn.exact and ids[: len(turn.prompt_ids)] != turn.prompt_ids]
+    cuts = [
+        turn.first
+        for turn in turns
+        if turn.exact and ids[: len(turn.prompt_ids)] != turn.prompt_ids
+    ]
     bounds = [0, *sorted(cuts), len(text)]
     pieces = [encode_row(tokenizer, messages, tools, text, *pair) for pair in pairwise(bounds)]
     backend = tokenizer.backend_tokenizer
     if cuts:
         apart = [token for _, piece in pieces for token in piece]
         read = [backend.decode(some, skip_special_tokens=False) for some in (apart, ids)]
-        if read[0] != read[1]:  # a tokenizer that begins every text with a space: the token is trained whole
+        # a tokenizer that begins every text with a space: the token is trained whole
+        if read[0] != read[1]:
             notes[MERGED] += 1
             bounds, pieces = [0, len(text)], [(encoding, ids)]
     mask = bytearray()
@@ -208,8 +215,16 @@ def check_parts(tokenizer, messages, tools, trained: list[int], notes: Counter) 
         unthought |= "reasoning_content" in lost
     if unthought:
         notes[f"rows with reasoning_content, which {name} does not write"] += 1
-    shown = {"tools": "tools", "system": "system text", "tool": "answers of tools", "user": "user's text"}
-    lost = {messages[i]["role"] if i >= 0 else "tools" for i, part in lost_parts(tokenizer, messages, tools)}
+    shown = {
+        "tools": "tools",
+        "system": "system text",
+        "tool": "answers of tools",
+        "user": "user's text",
+    }
+    lost = {
+        messages[i]["role"] if i >= 0 else "tools"
+        for i, part in lost_parts(tokenizer, messages, tools)
+    }
     for role in shown.keys() & lost:
         notes[f"rows with {shown[role]}, which {name} does not write"] += 1
 
@@ -229,7 +244,9 @@ def lost_parts(tokenizer, messages: list[dict], tools: list | None) -> frozenset
 
 
 @lru_cache(maxsize=1024)
-def _lost_parts(tokenizer, template: str, outline: tuple, tools: bool) -> frozenset[tuple[int, str]]:
+def _lost_parts(
+    tokenizer, template: str, outline: tuple, tools: bool
+) -> frozenset[tuple[int, str]]:
     """As lost_parts, from a conversation of the same outline whose texts are marks."""
     marks: list[tuple[int, str, str]] = []
 
@@ -242,12 +259,18 @@ def _lost_parts(tokenizer, template: str, outline: tuple, tools: bool) -> frozen
         message = {"role": role, "content": mark(i, "content") if content else ""}
         message |= {k: mark(i, "reasoning_content") if k in THOUGHTS else "x" for k in others}
         if calls:
-            message["tool_calls"] = [marked_call(mark(i, "tool_calls"), as_text) for as_text in calls]
+            message["tool_calls"] = [
+                marked_call(mark(i, "tool_calls"), as_text) for as_text in calls
+            ]
         messages.append(message)
     parameters = {"type": "object", "properties": {}}
-    function = {"name": mark(-1, "tools"), "description": "x", "parameters": parameters} if tools else {}
+    function = (
+        {"name": mark(-1, "tools"), "description": "x", "parameters": parameters} if tools else {}
+    )
     try:
-        text = render(tokenizer, messages, [{"type": "function", "function": function}] if tools else None)
+        text = render(
+            tokenizer, messages, [{"type": "function", "function": function}] if tools else None
+        )
     except ValueError:  # of a template that reads the texts; the row itself can be rendered
         return frozenset()
     written = {(i, part) for i, part, word in marks if word in text}
@@ -276,7 +299,8 @@ def prompt_problem(tokenizer, messages, tools, train_on: str, sequences: list[Se
         if mask[at] and not (at and mask[at - 1])
     ]
     if len(starts) != len(trained):
-        return ""  # answers that follow each other without a token between; each was looked for on its own
+        # answers that follow each other without a token between; each was looked for on its own
+        return ""
     for i, (ids, at) in zip(trained, starts, strict=True):
         text = tokenizer.apply_chat_template(
             messages[:i], tools=tools, add_generation_prompt=True, tokenize=False
@@ -297,13 +321,17 @@ def prompt_problem(tokenizer, messages, tools, train_on: str, sequences: list[Se
 # --- where in a rendered conversation its messages stand
 
 
-def place_of(tokenizer, messages, i: int, tools, text: str, prompt: bool = False) -> tuple[int, int]:
+def place_of(
+    tokenizer, messages, i: int, tools, text: str, prompt: bool = False
+) -> tuple[int, int]:
     """The characters [first, last) of `text` that come from a message, calls included: where the conversation
     would read otherwise if a mark stood in the message's place. Empty where the template leaves it out.
     """
     mark, message = MARK.format(""), messages[i]
     bare = {key: value for key, value in message.items() if key not in ("tool_calls", *THOUGHTS)}
-    other = render(tokenizer, [*messages[:i], bare | {"content": mark}, *messages[i + 1 :]], tools, prompt)
+    other = render(
+        tokenizer, [*messages[:i], bare | {"content": mark}, *messages[i + 1 :]], tools, prompt
+    )
     first = len(commonprefix((text, other)))
     after = len(commonprefix((text[first:][::-1], other[first:][::-1])))
     last = max(first, len(text) - after) if mark in other else first
@@ -361,31 +389,37 @@ def check_ids(ids: list, vocab: int) -> list[int]:
     """Some ids, if they are numbers of tokens."""
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab:
-            raise ValueError(f"input_ids[{i}]: {str(token)[:40]} is no token; they are 0 to {vocab - 1}")
+            raise ValueError(
+                f"input_ids[{i}]: {str(token)[:40]} is no token; they are 0 to {vocab - 1}"
+            )
     return ids
 
 
 def encode_text(tokenizer, messages: list[dict]) -> tuple[list[int], bytearray]:
-    """(ids, taught) of texts one after the other, without a template; weight says which are taught, and the
-    end-of-text token after the last is.
+    """(ids, loss_mask) of texts one after the other, without a template; weight says which are
+    trained, and the end-of-text token after the last one is.
 
-    A token that holds the end of one text and the start of the next is taught as the next is.
+    A token that holds the end of one text and the start of the next is trained as the next is.
     """
     text = "".join(message["content"] for message in messages)
-    encoding, taught, end = encode(tokenizer, text, special_as_text=True), bytearray(), 0
+    encoding, loss_mask, end = encode(tokenizer, text, special_as_text=True), bytearray(), 0
     for message in messages:
         end += len(message["content"])
         until = token_after(encoding, text, end) if end < len(text) else len(encoding)
-        taught += bytes([message["weight"]]) * (until - len(taught))
+        loss_mask += bytes([message["weight"]]) * (until - len(loss_mask))
     ids, (first, last) = encoding.ids, (messages[0]["content"], messages[-1]["content"])
-    if getattr(first, "first", True) and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        ids, taught = [tokenizer.bos_token_id, *ids], b"\0" + taught
+    if getattr(first, "first", True) and tokenizer("a")["input_ids"][:1] == [
+        tokenizer.bos_token_id
+    ]:
+        ids, loss_mask = [tokenizer.bos_token_id, *ids], b"\0" + loss_mask
     if getattr(last, "last", True) and tokenizer.eos_token_id is not None:
-        ids, taught = [*ids, tokenizer.eos_token_id], taught + bytes([messages[-1]["weight"]])
-    return ids, taught
+        ids, loss_mask = [*ids, tokenizer.eos_token_id], loss_mask + bytes([messages[-1]["weight"]])
+    return ids, loss_mask
 
 
-def encode_as_text(tokenizer, text: str, places: list[tuple[int, int]]) -> tuple[Encoding, list[int]]:
+def encode_as_text(
+    tokenizer, text: str, places: list[tuple[int, int]]
+) -> tuple[Encoding, list[int]]:
     """(encoding, ids) of a rendered conversation in which special tokens within `places` are text.
 
     ValueError where the tokenizer cannot do that.
@@ -405,7 +439,9 @@ def encode_as_text(tokenizer, text: str, places: list[tuple[int, int]]) -> tuple
     # The same row without such text must read as the tokenizer itself reads it.
     harmless = special.sub(lambda m: "x" * len(m[0]) if inside[m.start()] else m[0], text)
     if read(harmless)[1] != encode(tokenizer, harmless).ids:
-        raise ValueError("its text spells a special token, which this tokenizer cannot read as text")
+        raise ValueError(
+            "its text spells a special token, which this tokenizer cannot read as text"
+        )
     return read(text)
 
 
@@ -430,7 +466,9 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> li
     text = render(tokenizer, messages, tools, prompt=True)
     if not spells_special(tokenizer, messages):
         return encode(tokenizer, text).ids
-    return encode_as_text(tokenizer, text, places_of(tokenizer, messages, tools, text, prompt=True))[1]
+    return encode_as_text(
+        tokenizer, text, places_of(tokenizer, messages, tools, text, prompt=True)
+    )[1]
 
 
 class Chat(NamedTuple):
@@ -458,7 +496,8 @@ def chat_text(tokenizer, messages: list[dict[str, str]]) -> Chat | None:
     spans = [(places[i][0] - lead, places[i][1] + len(end)) for i, (lead, end) in turns.items()]
     last = len(messages) - 1
     if last in turns and not text.startswith(turns[last][1], places[last][1]):
-        text = text[: places[last][1]] + turns[last][1]  # the template itself ends no turn with a token
+        # the template itself ends no turn with a token
+        text = text[: places[last][1]] + turns[last][1]
     return Chat(text, spans, messages)
 
 

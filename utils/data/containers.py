@@ -70,11 +70,16 @@ def find_any(name: str) -> list[Source]:
     check(all(split), f"--dataset {name}: one of the names is empty")
     weights = [m[2] for m in split]
     good = not any(weights) or all(weights) and all(float(weight) > 0 for weight in weights)
-    check(good, f"--dataset {name}: give every one a weight above 0, or none (fix: a.jsonl:0.7,b.jsonl:0.3)")
+    check(
+        good,
+        f"--dataset {name}: give every one a weight above 0, or none (fix: a.jsonl:0.7,b.jsonl:0.3)",
+    )
     sources = []
     for match in split:
         read, files = open_source(match[1])
-        sources.append(Source(match[1], float(match[2] or 0), files, partial(_read_part, match[1], read)))
+        sources.append(
+            Source(match[1], float(match[2] or 0), files, partial(_read_part, match[1], read))
+        )
     return sources
 
 
@@ -113,7 +118,8 @@ def files_of(name: str) -> list[Path] | None:
     check(found, f"{name}: no {', '.join(KINDS)} files there, nor .gz of them")
     kinds = sorted({kind_of(p) for p in found})
     check(
-        len(kinds) == 1, f"{name}: files of several kinds, {', '.join(kinds)} (fix: name those of one kind)"
+        len(kinds) == 1,
+        f"{name}: files of several kinds, {', '.join(kinds)} (fix: name those of one kind)",
     )
     return found
 
@@ -139,7 +145,9 @@ def read_file(path: Path) -> Found:
             text = io.TextIOWrapper(file, "utf-8-sig", newline="" if kind == ".csv" else None)
             yield from {".json": read_array, ".csv": _read_csv}.get(kind, _read_text)(text, path)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}: not gzip, or cut short: {error} (fix: fetch it again)") from None
+        raise ConfigError(
+            f"{path}: not gzip, or cut short: {error} (fix: fetch it again)"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error}") from None
 
@@ -160,7 +168,10 @@ def _read_text(file: TextIO, path: Path) -> Found:
         part, text = TextPart(text[:cut]), text[cut:]
         part.first, part.last, first = first, last, False
         if part.strip():
-            yield str(path), ValueError("a NUL character: no text") if "\0" in part else {"text": part}
+            yield (
+                str(path),
+                ValueError("a NUL character: no text") if "\0" in part else {"text": part},
+            )
 
 
 def read_array(file: TextIO, path: Path) -> Found:
@@ -200,7 +211,10 @@ def read_array(file: TextIO, path: Path) -> Found:
                     cut = error.msg.startswith("Unterminated") or error.pos > len(text) - 16
                     if not more or not cut:
                         raise
-                check(len(text) <= LONGEST, f"{where}: an element of more than {LONGEST >> 20} Mi characters")
+                check(
+                    len(text) <= LONGEST,
+                    f"{where}: an element of more than {LONGEST >> 20} Mi characters",
+                )
                 text += (new := file.read(max(BLOCK, len(text))))
                 more = bool(new)
             at = need(at)
@@ -236,12 +250,20 @@ def _read_csv(file: TextIO, path: Path) -> Found:
     try:
         names = next(lines, [])
         alone = len(names) == 1 and re.search("[;\t|]", names[0])
-        check(not alone, f"{path}:1: one column, {names[:1]}: fields are separated by commas in a .csv file")
+        check(
+            not alone,
+            f"{path}:1: one column, {names[:1]}: fields are separated by commas in a .csv file",
+        )
         check(len(set(names)) == len(names), f"{path}:1: two columns have one name")
         for row, fields in enumerate(lines, start=2):
-            ragged = ValueError(f"{len(fields)} fields, and the first line names {len(names)} columns")
+            ragged = ValueError(
+                f"{len(fields)} fields, and the first line names {len(names)} columns"
+            )
             pairs = zip(names, fields, strict=False)
-            yield f"{path} row {row}", ragged if len(fields) != len(names) else {k: v for k, v in pairs if v}
+            yield (
+                f"{path} row {row}",
+                ragged if len(fields) != len(names) else {k: v for k, v in pairs if v},
+            )
     except csv.Error as error:
         yield f"{path}:{lines.line_num}", Unreadable(f"not CSV: {error}")
 
@@ -258,7 +280,9 @@ def _read_parquet(path: Path) -> Found:
                 yield f"{path} row {row}", _without_nulls(value)
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0][:120]
-        raise ConfigError(f"{path}: not parquet, or damaged: {reason} (fix: fetch it again)") from None
+        raise ConfigError(
+            f"{path}: not parquet, or damaged: {reason} (fix: fetch it again)"
+        ) from None
 
 
 def hub_silence(name: str) -> str:
@@ -308,7 +332,9 @@ def open_data_set(name: str) -> tuple[Callable[[], Found], list[Path]]:
     if silent:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
-        found = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name)
+        found = (
+            datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name)
+        )
     except Exception as error:  # files, network, repositories: anything
         reason = silent and f"{silent}, and its cache has none that can be read"
         reason = reason or f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -321,7 +347,9 @@ def open_data_set(name: str) -> tuple[Callable[[], Found], list[Path]]:
         check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
         found = found["train"]
     files = [Path(file["filename"]) for file in found.cache_files]
-    return lambda: ((f"{name} row {i}", _without_nulls(value)) for i, value in enumerate(found)), files
+    return lambda: (
+        (f"{name} row {i}", _without_nulls(value)) for i, value in enumerate(found)
+    ), files
 
 
 def _without_nulls(value: object) -> object:

@@ -31,7 +31,8 @@ class Checked:
 
     rows: int = 0
     faults: Faults = field(default_factory=Faults)
-    forms: dict[str, dict] = field(default_factory=dict)  # file -> form -> [number and name of a row, rows]
+    # file -> form -> [number and name of a row, rows]
+    forms: dict[str, dict] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)  # of --columns that a row has
     keys: list[str] = field(default_factory=list)  # of the first row
 
@@ -40,7 +41,9 @@ class Checked:
         self.faults.join(other.faults, self.rows)
         for file, forms in other.forms.items():
             for form, (number, where, rows) in forms.items():
-                mine = self.forms.setdefault(file, {}).setdefault(form, [self.rows + number, where, 0])
+                mine = self.forms.setdefault(file, {}).setdefault(
+                    form, [self.rows + number, where, 0]
+                )
                 mine[2] += rows
         self.rows += other.rows
         self.columns |= other.columns
@@ -48,7 +51,9 @@ class Checked:
 
     def file_forms(self) -> dict[str, str]:
         """The form of each file: that of most of its rows."""
-        return {file: max(forms, key=lambda form: forms[form][2]) for file, forms in self.forms.items()}
+        return {
+            file: max(forms, key=lambda form: forms[form][2]) for file, forms in self.forms.items()
+        }
 
     def close(self, path: object, columns: dict[str, str], bad_rows: str) -> None:
         """Raise ConfigError for what was found, as far as rows are not to be dropped for it."""
@@ -56,7 +61,9 @@ class Checked:
         keys = ", ".join(repr(key[:40]) for key in self.keys[:12])
         for ours, theirs in columns.items():
             here = theirs in self.columns or not self.keys
-            check(here, f"--columns {ours}={theirs}: no row has {theirs!r}; the first row has {keys}")
+            check(
+                here, f"--columns {ours}={theirs}: no row has {theirs!r}; the first row has {keys}"
+            )
         for forms in self.forms.values() if bad_rows == "error" else ():
             first, *others = forms
             for form in others:
@@ -71,30 +78,32 @@ class Part:
     """Rows as they are tokenized, and what there is to say of them."""
 
     ids: array = field(default_factory=lambda: array("i"))
-    taught: bytearray = field(default_factory=bytearray)
+    loss_mask: bytearray = field(default_factory=bytearray)
     lengths: array = field(default_factory=lambda: array("q"))
-    trained: array = field(default_factory=lambda: array("q"))  # tokens of each row that are
+    trained_tokens: array = field(default_factory=lambda: array("q"))  # of each row
     keys: array = field(default_factory=lambda: array("q"))
     where: list[str] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
     notes: Counter = field(default_factory=Counter)
     firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row that it is of
-    problem: str = ""  # the first row that inference would ask for otherwise than it is trained, and how
+    # the first row that inference would ask for otherwise than it is trained, and how
+    problem: str = ""
     faults: Faults = field(default_factory=Faults)
-    bad: list[tuple[str, str]] = field(default_factory=list)  # (where, why) of rows dropped by --bad_rows
+    # (where, why) of rows dropped by --bad_rows
+    bad: list[tuple[str, str]] = field(default_factory=list)
     rows: int = 0  # that were read
 
-    def add(self, ids: list[int], taught: bytes, where: str) -> None:
+    def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         row = array("i", ids)
         self.ids += row
-        self.taught += taught
+        self.loss_mask += loss_mask
         self.lengths.append(len(row))
-        self.trained.append(taught.count(1))
+        self.trained_tokens.append(loss_mask.count(1))
         digest = hashlib.blake2b(row, digest_size=8).digest()
         self.keys.append(int.from_bytes(digest, "little", signed=True))
         self.where.append(where)
 
-    def add_row(self, ids, taught, where, seq_len: int, too_long: str, is_text: bool) -> None:
+    def add_row(self, ids, loss_mask, where, seq_len: int, too_long: str, is_text: bool) -> None:
         """Take a row in, as too_long says where it has more than seq_len tokens; a text comes in pieces."""
         if len(ids) > seq_len and too_long == "error":
             fix = "--too_long truncate or drop"
@@ -102,12 +111,12 @@ class Part:
             self.faults.add(self.rows, where, fault)
         elif len(ids) > seq_len and too_long == "drop":
             self.dropped["longer than --seq_len"] += 1
-        elif taught.find(1, 1, seq_len) < 0:
-            self.dropped[f"nothing taught in the first {seq_len} tokens"] += 1
+        elif loss_mask.find(1, 1, seq_len) < 0:
+            self.dropped[f"no trained token in the first {seq_len} tokens"] += 1
         else:
             self.notes[CUT] += len(ids) > seq_len and not is_text
             for at in range(0, len(ids) if is_text else 1, seq_len):
-                self.add(ids[at : at + seq_len], taught[at : at + seq_len], where)
+                self.add(ids[at : at + seq_len], loss_mask[at : at + seq_len], where)
 
     def refuse(self, where: str, fault: ValueError, bad_rows: str) -> None:
         """Keep what is wrong with a row, or drop the row for it."""
@@ -129,7 +138,7 @@ class Part:
         self.firsts = other.firsts | self.firsts
         self.problem = self.problem or other.problem
         self.rows += other.rows
-        for name in ("lengths", "trained", "keys", "bad"):
+        for name in ("lengths", "trained_tokens", "keys", "bad"):
             getattr(self, name).extend(getattr(other, name))
         self.dropped.update(other.dropped)
         self.notes.update(other.notes)
@@ -145,7 +154,10 @@ class Part:
 
 
 def check_rows(
-    found: Iterable[tuple[str, object]], form: str = "", columns: dict | None = None, bad_rows: str = "error"
+    found: Iterable[tuple[str, object]],
+    form: str = "",
+    columns: dict | None = None,
+    bad_rows: str = "error",
 ) -> Checked:
     """Read (where, row) without tokenizing, until there are faults enough."""
     checked, notes = Checked(), Counter()
@@ -158,7 +170,9 @@ def check_rows(
             row, kind = row_and_form(row, form, columns)
             if kind:
                 file = file_of(where)
-                first = checked.forms.setdefault(file, {}).setdefault(kind, [checked.rows, where, 0])
+                first = checked.forms.setdefault(file, {}).setdefault(
+                    kind, [checked.rows, where, 0]
+                )
                 first[2] += 1
             if not plain_messages(row, kind):
                 read_messages(row, kind, notes)
@@ -193,7 +207,10 @@ def encode_rows(
             notes = Counter()
             try:
                 read.append(
-                    (where, encode_row(where, value, tokenizer, train_on, form, columns, forms, notes))
+                    (
+                        where,
+                        encode_row(where, value, tokenizer, train_on, form, columns, forms, notes),
+                    )
                 )
             except ValueError as fault:
                 part.refuse(where, fault, bad_rows)

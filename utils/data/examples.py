@@ -23,13 +23,14 @@ from .encode import TWICE, Checked, Part, check_rows, encode_rows
 from .formats import parse_columns
 from .rows import Origin, Source, origins_of, read_file
 
-SMALL = 2**24  # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
+# bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
+SMALL = 2**24
 BAD_ROWS = "bad_rows.jsonl"
 
 
 class Example(NamedTuple):
     ids: torch.Tensor  # (T,) int32
-    labels: torch.Tensor  # (T,) int32: the id where it is taught, IGNORE elsewhere
+    labels: torch.Tensor  # (T,) int32: the id where it is trained, IGNORE elsewhere
     where: str
 
 
@@ -38,15 +39,16 @@ class Examples:
     """Tokenized rows, back to back in memory or in files that are mapped."""
 
     ids: torch.Tensor  # (N,) int32, of all rows
-    taught: torch.Tensor  # (N,) uint8: 1 where the token is taught
+    loss_mask: torch.Tensor  # (N,) uint8: 1 where the token is trained
     bounds: torch.Tensor  # (n + 1,) int64: row i is ids[bounds[i] : bounds[i + 1]]
-    trained: torch.Tensor  # (n,) int64: how many tokens of row i are taught
+    trained_tokens: torch.Tensor  # (n,) int64: how many tokens of row i are trained
     keys: torch.Tensor  # (n,) int64: a hash of row i's ids
     where: Sequence[str]  # n
     dropped: Counter = field(default_factory=Counter)  # reason -> rows
     notes: Counter = field(default_factory=Counter)  # what else is worth knowing -> rows
     firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row that it is of
-    problem: str = ""  # the first row that inference would ask for otherwise than it is trained, and how
+    # the first row that inference would ask for otherwise than it is trained, and how
+    problem: str = ""
     rows: torch.Tensor | None = None  # the rows that count; None: all
     origins: Sequence[Origin] = ()
     bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
@@ -56,8 +58,10 @@ class Examples:
 
     def __getitem__(self, i: int) -> Example:
         row = i if self.rows is None else self.rows[i]
-        ids, taught = (part[self.bounds[row] : self.bounds[row + 1]] for part in (self.ids, self.taught))
-        return Example(ids, ids.masked_fill(taught == 0, IGNORE), self.where[row])
+        ids, loss_mask = (
+            part[self.bounds[row] : self.bounds[row + 1]] for part in (self.ids, self.loss_mask)
+        )
+        return Example(ids, ids.masked_fill(loss_mask == 0, IGNORE), self.where[row])
 
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Those of some values (n,) that belong to rows that count."""
@@ -71,7 +75,7 @@ class Examples:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
-        parts = [self.bounds, self.ids, self.taught, *([] if self.rows is None else [self.rows])]
+        parts = [self.bounds, self.ids, self.loss_mask, *([] if self.rows is None else [self.rows])]
         digest = hashlib.sha256()
         for part in parts:
             digest.update(memoryview(part.numpy()))
@@ -79,17 +83,19 @@ class Examples:
 
     def summary(self) -> str:
         """What the plan prints."""
-        tokens, taught = int(self.lengths.sum()), int(self.of_rows(self.trained).sum())
+        tokens, trained = int(self.lengths.sum()), int(self.of_rows(self.trained_tokens).sum())
         notes = [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
         for what, count in self.notes.items():
             first = f" (the first: {self.firsts[what]})" if what in self.firsts else ""
             notes += [f"{count:,} {what}{first}"] if count else []
-        return ", ".join([f"{len(self):,} rows, {tokens:,} tokens, {taught / tokens:.0%} taught", *notes])
+        return ", ".join(
+            [f"{len(self):,} rows, {tokens:,} tokens, {trained / tokens:.0%} trained", *notes]
+        )
 
     def sources(self) -> list[str]:
         """Lines that say which form each source's rows have, and of several sources what each contributes."""
         rows = torch.arange(len(self.keys)) if self.rows is None else self.rows
-        trained = self.of_rows(self.trained)
+        trained = self.of_rows(self.trained_tokens)
         lines = []
         for origin in self.origins:
             mine = (rows >= origin.first) & (rows < origin.last)
@@ -159,25 +165,32 @@ def load_examples(
     max_rows: of each source; columns: see formats.parse_columns.
 
     All rows are checked before the first one is tokenized. too_long, for rows of more than seq_len tokens:
-    truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. A row in which
-    nothing taught is left is dropped and counted. ConfigError for bad rows (up to ten faults), for two forms
-    of rows in one file, and where all were dropped. bad_rows drop: those rows are left out, counted and
-    listed in Examples.bad.
+    truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. A row
+    in which no trained token is left is dropped and counted. ConfigError for bad rows (up to ten faults),
+    for two forms of rows in one file, and where all were dropped. bad_rows drop: those rows are left out,
+    counted and listed in Examples.bad.
     """
     options = {"form": form, "columns": parse_columns(columns), "bad_rows": bad_rows}
     checker = partial(check_rows, **options)
-    encode = partial(encode_rows, tokenizer=tokenizer, seq_len=seq_len, train_on=train_on, **options)
+    encode = partial(
+        encode_rows, tokenizer=tokenizer, seq_len=seq_len, train_on=train_on, **options
+    )
     encode = partial(encode, too_long=too_long)
     sources = find_sources(path)
     files = [file for source in sources for file in source.files]
-    if sum(os.path.getsize(file) for file in files if os.path.isfile(file)) > SMALL and not max_rows:
+    if (
+        sum(os.path.getsize(file) for file in files if os.path.isfile(file)) > SMALL
+        and not max_rows
+    ):
         examples = Examples(**cached_tokens(path, sources, checker, encode))
     else:
         examples = tokenize(path, sources, max_rows, progress, checker, encode)
     return draw(examples)
 
 
-def tokenize(path, sources: list[Source], max_rows: int, progress: bool, checker, encode) -> Examples:
+def tokenize(
+    path, sources: list[Source], max_rows: int, progress: bool, checker, encode
+) -> Examples:
     """Examples in memory, by this process."""
     checked, part, ends = Checked(), Part(), []
     for source in sources:
@@ -188,19 +201,21 @@ def tokenize(path, sources: list[Source], max_rows: int, progress: bool, checker
     known = checked.file_forms()
     bar = {"unit": " rows", "disable": None if progress else True}
     for source in sources:
-        found = tqdm(islice(source.read(), max_rows or None), f"tokenizing {escaped(source.name)}", **bar)
+        found = tqdm(
+            islice(source.read(), max_rows or None), f"tokenizing {escaped(source.name)}", **bar
+        )
         more = encode(found, forms=known)
         part.ids += more.ids
-        part.taught += more.taught
+        part.loss_mask += more.loss_mask
         part.where += more.where
         part.join(more)
         ends.append(len(part.lengths))
     part.close(path)
     return Examples(
         ids=torch.frombuffer(part.ids, dtype=torch.int32),
-        taught=torch.frombuffer(part.taught, dtype=torch.uint8),
+        loss_mask=torch.frombuffer(part.loss_mask, dtype=torch.uint8),
         bounds=torch.tensor([0, *part.lengths]).cumsum(0),
-        trained=torch.tensor(part.trained),
+        trained_tokens=torch.tensor(part.trained_tokens),
         keys=torch.tensor(part.keys),
         where=part.where,
         dropped=part.dropped,
@@ -222,12 +237,17 @@ def draw(examples: Examples) -> Examples:
     drawn = None
     if any(origin.weight for origin in examples.origins):
         for origin in examples.origins:
-            check(origin.last > origin.first, f"{origin.name}: no row is left of it, so nothing can be mixed")
+            check(
+                origin.last > origin.first,
+                f"{origin.name}: no row is left of it, so nothing can be mixed",
+            )
         total = min((origin.last - origin.first) / origin.weight for origin in examples.origins)
         parts = []
         for origin in examples.origins:
             seed = int.from_bytes(hashlib.sha256(origin.name.encode()).digest()[:8], "little") >> 1
-            order = torch.randperm(origin.last - origin.first, generator=torch.Generator().manual_seed(seed))
+            order = torch.randperm(
+                origin.last - origin.first, generator=torch.Generator().manual_seed(seed)
+            )
             parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
         drawn = torch.cat(parts)
         check(len(drawn), "of all sources nothing is drawn: one has almost no rows for its weight")
@@ -257,7 +277,9 @@ def hold_out(examples, path: str, share: float, tokenizer, seq_len: int, **optio
     """(training examples, held-out ones): those of another file, else a share of them. See load_examples."""
     if path:
         held_out = load_examples(path, tokenizer, seq_len, **options)
-        both = int(torch.isin(held_out.of_rows(held_out.keys), examples.of_rows(examples.keys)).sum())
+        both = int(
+            torch.isin(held_out.of_rows(held_out.keys), examples.of_rows(examples.keys)).sum()
+        )
         if both:
             print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
         return examples, held_out

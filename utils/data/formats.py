@@ -17,7 +17,9 @@ FORMS = {  # by the key that tells
 # Keys of a row that say something about its answer, or add to it: messages.check_keys says what of each.
 # All other keys that a form does not know (id, source, score, ...) are taken for notes of the data's makers.
 PICTURES = frozenset("image images video videos audio audios".split())
-PREFERENCES = frozenset("chosen rejected chosen_messages rejected_messages label kto_tag kto_tags".split())
+PREFERENCES = frozenset(
+    "chosen rejected chosen_messages rejected_messages label kto_tag kto_tags".split()
+)
 WEIGHTS = frozenset("weight loss_weight sample_weight train training masked".split())
 OTHER_TEXTS = frozenset(
     "system_prompt system_message reasoning reasoning_content thinking chat_template_kwargs documents".split()
@@ -26,7 +28,9 @@ SPECIAL = PICTURES | PREFERENCES | WEIGHTS | OTHER_TEXTS | {"tools", "functions"
 PLAIN_TURN = {"role", "content"}
 PLACEHOLDER = re.compile("<(?:image|video|audio)>")
 PLACEHOLDERS = "rows whose text has <image>, <video> or <audio>, which stays text"
-COLUMNS = "messages conversations instruction input output system history tools prompt completion".split()
+COLUMNS = (
+    "messages conversations instruction input output system history tools prompt completion".split()
+)
 COLUMNS += ["text", "input_ids", "labels"]
 LETTERS = {"system": "s", "user": "u", "assistant": "a"}
 JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
@@ -41,8 +45,8 @@ def plain_messages(row: dict, form: str) -> list[dict[str, str]] | None:
     """[{"role": "system" | "user" | "assistant", "content": text}, ...]: at most one system turn, which is
     first, then user and assistant by turns. None where the row is anything else.
 
-    A last turn of the user is kept: it is read and not taught. Of an alpaca row the user says the instruction
-    and, after an empty line, the input where there is one.
+    A last turn of the user is kept: it is read and not trained. Of an alpaca row the user says
+    the instruction and, after an empty line, the input where there is one.
     """
     if not row.keys().isdisjoint(SPECIAL):
         return None
@@ -50,7 +54,11 @@ def plain_messages(row: dict, form: str) -> list[dict[str, str]] | None:
         asked, more, answer = row.get("instruction"), row.get("input") or "", row.get("output")
         asked = f"{asked}\n\n{more}" if more and _words(more) and _words(asked) else asked
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        return turns if isinstance(more, str) and all(_words(turn["content"]) for turn in turns) else None
+        return (
+            turns
+            if isinstance(more, str) and all(_words(turn["content"]) for turn in turns)
+            else None
+        )
     turns = row.get("messages") if form == "chat" and not row.get("system") else None
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None
@@ -68,7 +76,9 @@ def parse_columns(text: str) -> dict[str, str]:
     for pair in filter(None, text.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         check(equals and theirs, f"--columns {text!r}: {pair!r} is no KEY=COLUMN ({fix})")
-        check(ours in COLUMNS, f"--columns {text!r}: {ours!r} is none of {', '.join(COLUMNS)} ({fix})")
+        check(
+            ours in COLUMNS, f"--columns {text!r}: {ours!r} is none of {', '.join(COLUMNS)} ({fix})"
+        )
         check(ours not in columns, f"--columns {text!r}: {ours} is given twice ({fix})")
         columns[ours] = theirs
     return columns

@@ -22,12 +22,24 @@ from .formats import (
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 ROLES |= {"function": "tool"}
 # What may follow: nothing yet, a role, an assistant's calls of tools, or a text that spells a call.
-NEXT = {"": "system user", "system": "user", "user": "assistant", "assistant": "user", "calls": "tool"}
+NEXT = {
+    "": "system user",
+    "system": "user",
+    "user": "assistant",
+    "assistant": "user",
+    "calls": "tool",
+}
 NEXT |= {"tool": "tool assistant", "spelled call": "user tool"}
 SPELLED_CALL = re.compile(r"tool_?calls?\b|function_?call|python_tag|<function=", re.IGNORECASE)
 RULE = "a conversation is at most one system turn, then user and assistant by turns"
 LEADING = "turns of the assistant before the first of the user left out"
-SHAREGPT = {"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"}
+SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
 SHAREGPT |= dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "function_call"), "assistant")
 KNOWN = (
     "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text,"
@@ -50,7 +62,9 @@ PICTURE_PARTS = re.compile(r"image|video|audio|picture|file")
 MOST_KEYS = 20  # different unknown keys that are counted one by one
 
 
-def to_messages(row: dict, form: str = "", notes: Counter | None = None) -> tuple[list[dict], list | None]:
+def to_messages(
+    row: dict, form: str = "", notes: Counter | None = None
+) -> tuple[list[dict], list | None]:
     """(messages, tools) of a row of any form: what formats.plain_messages gives, with roles "tool" and "text"
     too, and with these keys where a turn has them:
 
@@ -77,7 +91,9 @@ def check_keys(row: dict, form: str, notes: Counter) -> None:
     if chosen and rejected:
         raise ValueError(f"these are preference pairs; {ONE} ({REMEDY})")
     if key := next(iter(sorted(there & (PREFERENCES - {"label"}))), ""):
-        raise ValueError(f"{key}: these are answers that are marked as good or bad (KTO); {ONE} ({REMEDY})")
+        raise ValueError(
+            f"{key}: these are answers that are marked as good or bad (KTO); {ONE} ({REMEDY})"
+        )
     if "label" in there and (form not in ("text", "tokens") or isinstance(row["label"], bool)):
         if not isinstance(row["label"], str) or row["label"].strip().lower() in JUDGEMENTS:
             raise ValueError(f"label: these are answers with a label (KTO); {ONE} ({REMEDY})")
@@ -118,9 +134,16 @@ def read_alpaca(row: dict, notes: Counter) -> tuple[list[dict], list | None]:
     if not isinstance(row.get("history") or [], list):
         raise ValueError(f"history: expected list, got {json_name(row['history'])}")
     for i, pair in enumerate(row.get("history") or []):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(t, str) and t for t in pair):
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or not all(isinstance(t, str) and t for t in pair)
+        ):
             raise ValueError(f"history[{i}]: expected two texts, a question and its answer")
-        before += [{"role": role, "content": t} for role, t in zip(("user", "assistant"), pair, strict=True)]
+        before += [
+            {"role": role, "content": t}
+            for role, t in zip(("user", "assistant"), pair, strict=True)
+        ]
     messages = before + alpaca_messages(row)
     return _with_system(row, messages), _tools(row)
 
@@ -130,7 +153,9 @@ def read_completion(row: dict, notes: Counter) -> tuple[list[dict], list | None]
     if isinstance(row.get("completion"), str):
         texts = [typed(row, "prompt", str), text_of(row, "completion")]
         if _tools(row):
-            raise ValueError("tools: a prompt and a completion of plain text have no place for them")
+            raise ValueError(
+                "tools: a prompt and a completion of plain text have no place for them"
+            )
         messages = [{"role": "text", "content": t, "weight": w} for w, t in enumerate(texts)]
         return messages, None
     before, after = typed(row, "prompt", list), typed(row, "completion", list)
@@ -151,7 +176,9 @@ def read_tokens(row: dict, notes: Counter) -> tuple[list[dict], None]:
     labels = typed(row, "labels", list) if "labels" in row else ids
     if len(labels) != len(ids):
         raise ValueError(f"labels: {len(labels)} of them for {len(ids)} input_ids")
-    return [{"role": "tokens", "content": ids, "taught": bytes(label != -100 for label in labels)}], None
+    return [
+        {"role": "tokens", "content": ids, "loss_mask": bytes(label != -100 for label in labels)}
+    ], None
 
 
 READERS = {
@@ -210,11 +237,21 @@ def alpaca_messages(row: dict) -> list[dict]:
     asked = text_of(row, "instruction")
     if row.get("input") not in (None, ""):
         asked += "\n\n" + typed(row, "input", str)
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": text_of(row, "output")}]
+    return [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": text_of(row, "output")},
+    ]
 
 
 def _message(
-    turn: dict, name: str, role: str, keys: tuple, at: str, before: list[dict], tools: list, notes: Counter
+    turn: dict,
+    name: str,
+    role: str,
+    keys: tuple,
+    at: str,
+    before: list[dict],
+    tools: list,
+    notes: Counter,
 ) -> dict:
     """One turn. name: its role as the row has it; before: the messages up to it."""
     _, role_key, key = keys
@@ -223,7 +260,9 @@ def _message(
     calls = list(parts.calls)
     empty = turn.get(key) in (None, "", [])
     if name == "function_call":
-        given = _parsed(turn[key], f"{at}.{key}") if isinstance(turn.get(key), str) else turn.get(key)
+        given = (
+            _parsed(turn[key], f"{at}.{key}") if isinstance(turn.get(key), str) else turn.get(key)
+        )
         given = given if isinstance(given, list) else [given]
         message["content"] = ""
         calls = [_call({"function": call}, f"{at}.{key}") for call in given]
@@ -245,7 +284,9 @@ def _message(
     elif "tool_calls" in turn and turn["tool_calls"] == [] and empty:
         raise ValueError(f"{at}: neither content nor a call")
     if parts.tools and role != "system":
-        raise ValueError(f"{at}.{key}: a list of tools in a turn of {name}; it belongs into the system turn")
+        raise ValueError(
+            f"{at}.{key}: a list of tools in a turn of {name}; it belongs into the system turn"
+        )
     if tools is not None:
         tools += parts.tools
     _add_thoughts(message, turn, role, parts, at)
@@ -276,7 +317,10 @@ class _Parts:
             kind = typed(part, "type", str, f"{where}.")
             if kind == "text":
                 self.text += typed(
-                    part, "value" if "value" in part and "text" not in part else "text", str, f"{where}."
+                    part,
+                    "value" if "value" in part and "text" not in part else "text",
+                    str,
+                    f"{where}.",
                 )
             elif kind in ("reasoning", "thinking"):
                 self.thoughts += typed(
@@ -296,7 +340,9 @@ class _Parts:
                     f"{where}.type: {kind[:40]!r} is a picture, video or sound; {ONE} ({REMEDY})"
                 )
             else:
-                raise ValueError(f"{where}.type: {kind[:40]!r} is not text, reasoning, tool_call or tools")
+                raise ValueError(
+                    f"{where}.type: {kind[:40]!r} is not text, reasoning, tool_call or tools"
+                )
 
 
 def _text(turn: dict, key: str, at: str, parts: _Parts) -> str:
@@ -317,7 +363,9 @@ def _add_thoughts(message: dict, turn: dict, role: str, parts: _Parts, at: str) 
     if len(set(thoughts.values())) > 1:
         raise ValueError(f"{at}: {' and '.join(thoughts)} differ (fix: one of them)")
     if thoughts and role != "assistant":
-        raise ValueError(f"{at}.{next(iter(thoughts))}: thoughts in a turn of {turn.get('role', role)}")
+        raise ValueError(
+            f"{at}.{next(iter(thoughts))}: thoughts in a turn of {turn.get('role', role)}"
+        )
     for key, text in thoughts.items():
         message["reasoning_content"] = text
         message[key] = text
@@ -327,13 +375,19 @@ def _add_call_id(message: dict, turn: dict, at: str, before: list[dict]) -> None
     """Which call a tool answers: by its id, by the tool's name, or by the order where calls have no ids."""
     calls = [call for other in before for call in other.get("tool_calls", [])]
     known = [call["id"] for call in calls if "id" in call]
-    spelled = any(SPELLED_CALL.search(other["content"]) for other in before if other["role"] == "assistant")
+    spelled = any(
+        SPELLED_CALL.search(other["content"]) for other in before if other["role"] == "assistant"
+    )
     if "tool_call_id" in turn and (turn["tool_call_id"] is not None or "name" not in message):
         message["tool_call_id"] = typed(turn, "tool_call_id", str, f"{at}.")
         if message["tool_call_id"] not in known and not (spelled and not known):
-            raise ValueError(f"{at}.tool_call_id: {message['tool_call_id'][:40]!r} is no call before it")
+            raise ValueError(
+                f"{at}.tool_call_id: {message['tool_call_id'][:40]!r} is no call before it"
+            )
     elif known and "name" not in message:
-        raise ValueError(f"{at}.tool_call_id: missing; the calls before it have ids (fix: it, or a name)")
+        raise ValueError(
+            f"{at}.tool_call_id: missing; the calls before it have ids (fix: it, or a name)"
+        )
 
 
 def _add_weight(message: dict, turn: dict, role: str, at: str, notes: Counter) -> None:
@@ -351,7 +405,8 @@ def _add_weight(message: dict, turn: dict, role: str, at: str, notes: Counter) -
     if weights and role == "assistant":
         message["weight"] = weights[0]
     elif weights and weights[0]:
-        notes[NOT_TRAINED] += "masked" not in turn  # torchtune's masked: false stands in turns of all roles
+        # torchtune's masked: false stands in turns of all roles
+        notes[NOT_TRAINED] += "masked" not in turn
 
 
 def _check_turn_keys(turn: dict, known: tuple[str, str], at: str, notes: Counter) -> None:
@@ -364,7 +419,10 @@ def _check_turn_keys(turn: dict, known: tuple[str, str], at: str, notes: Counter
                 f'{at}.{key}: no key for the loss here (fix: "weight": 0 for a turn not trained)'
             )
         note = f"turns with the key {key[:40]!r}, which is not used"
-        if note not in notes and sum(other.startswith("turns with the key") for other in notes) >= MOST_KEYS:
+        if (
+            note not in notes
+            and sum(other.startswith("turns with the key") for other in notes) >= MOST_KEYS
+        ):
             note = "turns with other keys, which are not used"
         notes[note] += 1
 
@@ -380,7 +438,9 @@ def _call(call: object, at: str) -> dict:
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{at}.function.arguments")
     if not isinstance(arguments, dict):
-        raise ValueError(f"{at}.function.arguments: expected an object as JSON, got {json_name(arguments)}")
+        raise ValueError(
+            f"{at}.function.arguments: expected an object as JSON, got {json_name(arguments)}"
+        )
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **known, "function": {"name": name, "arguments": arguments}}
 

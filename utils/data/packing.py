@@ -22,8 +22,11 @@ class PackedBatches(GlobalBatches):
     the epoch, how many packs there are does not.
     """
 
-    def __init__(self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id, size: int):
-        self.size, self.flat, self._epoch = size, False, -1  # flat: the packs of a batch lie in one row
+    def __init__(
+        self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id, size: int
+    ):
+        # flat: the packs of a batch lie in one row
+        self.size, self.flat, self._epoch = size, False, -1
         super().__init__(examples, seed, global_batch_size, batch_size, rank, ranks, pad_id)
 
     def rows(self) -> int:
@@ -35,7 +38,11 @@ class PackedBatches(GlobalBatches):
             return
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         documents, counts = pack(self.examples.lengths[order], self.size)
-        self._epoch, self._documents, self._begins = epoch, order[documents], F.pad(counts.cumsum(0), (1, 0))
+        self._epoch, self._documents, self._begins = (
+            epoch,
+            order[documents],
+            F.pad(counts.cumsum(0), (1, 0)),
+        )
 
     def rows_of(self, step: int) -> list[list[int]]:
         """The documents of each pack of global batch `step`."""
@@ -49,12 +56,16 @@ class PackedBatches(GlobalBatches):
     def deal(self, rows: list[list[int]]) -> list[list[list[int]]]:
         """By the squares of the documents' lengths, the work of attention: packs are equally long."""
         return deal(
-            rows, [float(self.examples.lengths[row].double().square().sum()) for row in rows], self.ranks
+            rows,
+            [float(self.examples.lengths[row].double().square().sum()) for row in rows],
+            self.ranks,
         )
 
     def batch(self, rows: list[list[int]]) -> Batch:
         packs = [[self.examples[i] for i in row] for row in rows]
-        batch = collate([joined(items) for items in packs], self.pad_id) if packs else super().batch([])
+        batch = (
+            collate([joined(items) for items in packs], self.pad_id) if packs else super().batch([])
+        )
         positions = torch.arange(batch.ids.shape[1]).repeat(len(batch.ids), 1)
         for row, items in zip(positions, packs, strict=False):
             end = 0
@@ -77,9 +88,7 @@ class PackedBatches(GlobalBatches):
             ]
             worst.append(max(squares) / (sum(squares) / len(squares)))
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
-        return (
-            f"{super().summary()}; {fill}, attention of the busiest rank / mean {sum(worst) / len(worst):.3f}"
-        )
+        return f"{super().summary()}; {fill}, busiest rank's attention / mean {sum(worst) / len(worst):.3f}"
 
 
 def joined(items: list[Example]) -> Example:
@@ -129,7 +138,8 @@ def pack(lengths: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         for room in [*sorted(r for r in rooms if r >= length), size]:
             if not left:
                 break
-            each = room // length  # fit into one bin one after the other, for there is no better one
+            # fit into one bin one after the other, for there is no better one
+            each = room // length
             wanted = -(-left // each)
             if room in rooms:
                 found = rooms.pop(room)
@@ -140,7 +150,10 @@ def pack(lengths: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
             placed = min(left, each * len(used))
             bins[done : done + placed] = used.repeat_interleave(each)[:placed]
             full, rest = divmod(placed, each)
-            for remains, which in ((room - each * length, used[:full]), (room - rest * length, used[full:])):
+            for remains, which in (
+                (room - each * length, used[:full]),
+                (room - rest * length, used[full:]),
+            ):
                 _add(rooms, remains, which)
             _add(rooms, room, unused)
             done, left = done + placed, left - placed

@@ -43,7 +43,8 @@ class Faults:
     """What is wrong with some rows. The same fault of many rows is one line: the first row, and how many."""
 
     def __init__(self):
-        self.found: dict[str, list] = {}  # kind of fault -> [number of the first row, its line, rows]
+        # kind of fault -> [number of the first row, its line, rows]
+        self.found: dict[str, list] = {}
 
     def __len__(self) -> int:
         return len(self.found)
@@ -128,7 +129,9 @@ def read_lines(file: BinaryIO, path: Path) -> Found:
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8) or b" "[: len(line)]
             if line.strip() == b"{" or line.startswith(b"["):
-                raise ConfigError(f"{where}: not one object a line; an array belongs in a .json file")
+                raise ConfigError(
+                    f"{where}: not one object a line; an array belongs in a .json file"
+                )
         if not line:
             return
         if line.strip():

@@ -1,4 +1,4 @@
-"""What the data of a run holds, and what of it is taught: for a look before the run."""
+"""What the data of a run holds, and what of it is trained: for a look before the run."""
 
 import sys
 from collections import Counter

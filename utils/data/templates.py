@@ -108,7 +108,9 @@ def set_template(tokenizer, name: str) -> None:
         tokenizer.template_name = f"built-in {name}"
     else:
         try:
-            tokenizer.chat_template = read_small_text(name, TEMPLATE_BYTES, f"--chat_template {name}")
+            tokenizer.chat_template = read_small_text(
+                name, TEMPLATE_BYTES, f"--chat_template {name}"
+            )
         except ConfigError as error:
             raise ConfigError(f"{error}; give a file, chatml or alpaca") from None
         tokenizer.template_name = name

@@ -37,7 +37,15 @@ from .templates import set_template
 
 # What transformers opens of a tokenizer, and the most bytes of it.
 TOKENIZER_FILES = dict.fromkeys(
-    ("tokenizer*.json", "*.model", "*.model.v*", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json"),
+    (
+        "tokenizer*.json",
+        "*.model",
+        "*.model.v*",
+        "vocab.*",
+        "merges.txt",
+        "*.tiktoken",
+        "tekken.json",
+    ),
     TOKENIZER_BYTES,
 )
 TOKENIZER_FILES |= {"added_tokens.json": TOKENIZER_BYTES, "special_tokens_map.json": CONFIG_BYTES}
@@ -58,8 +66,12 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     """
     files = [file for pattern in _TOKENIZER_FILES for file in sorted(Path(folder).glob(pattern))]
     # Without its files transformers makes some tokenizers up, with an empty vocabulary, and says nothing.
-    check(files, f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model")
-    from transformers import AutoTokenizer  # and with it torch, which the processes that tokenize do without
+    check(
+        files,
+        f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
+    )
+    # and with it torch, which the processes that tokenize do without
+    from transformers import AutoTokenizer
 
     check_tokenizer_files(Path(folder))
     try:
@@ -68,10 +80,15 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         usable = tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # damaged files make it raise anything; Rust's panics are no Exceptions
+    except BaseException as error:
+        # damaged files make it raise anything; Rust's panics are no Exceptions
         raise ConfigError(tokenizer_damage(files, error)) from error
-    check(usable, f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers share the cores already
+    check(
+        usable,
+        f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json",
+    )
+    # ranks and workers share the cores already
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.template_name = f"of {folder}"
@@ -93,12 +110,16 @@ def pad_id(tokenizer) -> int:
 def print_template_notes(tokenizer) -> None:
     """What a user should know of the chat template, in the plan."""
     if tokenizer.template_name == "built-in plain":
-        print0("template  the tokenizer has none: plain text, saved with the model (see --chat_template)")
+        print0(
+            "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
+        )
     template = tokenizer.get_chat_template()
     several, _ = end_patterns(tokenizer)
     end = turn_end(tokenizer, template, ("user", "assistant"))
     if not end:
-        print0("warning: the chat template ends no turn with a token, so the model will not learn to stop")
+        print0(
+            "warning: the chat template ends no turn with a token, so the model will not learn to stop"
+        )
     elif not several.match(_parts(tokenizer, template, ("user", "assistant"))[-1]):
         print0(f"template  ends no answer with a token of its own; here {end!r} ends it")
     prompt, asked = _generation_prompt(tokenizer, template)
@@ -131,7 +152,9 @@ def encode(tokenizer, text: str, special_as_text: bool = False) -> Encoding:
     return backend.encode(text, add_special_tokens=False)
 
 
-def mark(tokenizer, text: str, span: tuple[int, int], encoding: Encoding, ids: list[int], mask) -> bool:
+def mark(
+    tokenizer, text: str, span: tuple[int, int], encoding: Encoding, ids: list[int], mask
+) -> bool:
     """Set the mask of the tokens in the characters [first, last) of `text`. False, and nothing is set, where
     the text before `first` alone would be other tokens than those of the whole.
     """
@@ -139,7 +162,8 @@ def mark(tokenizer, text: str, span: tuple[int, int], encoding: Encoding, ids: l
     begin = token_after(encoding, text, first)
     if begin < len(ids) and _start(encoding, begin) < first:
         return False  # within a token
-    at = begin  # of the tokens before `first`, those from the last added token on decide where they are cut
+    # of the tokens before `first`, those from the last added token on decide where they are cut
+    at = begin
     while at and ids[at - 1] not in tokenizer.added_tokens_decoder:
         at -= 1
     at = max(at - 1, 0)
@@ -188,7 +212,9 @@ def render(tokenizer, messages: list[dict], tools: list | None = None, prompt: b
     return render_marked(tokenizer, messages, tools, prompt)[0]
 
 
-def render_marked(tokenizer, messages, tools=None, prompt=False) -> tuple[str, list[tuple[int, int]]]:
+def render_marked(
+    tokenizer, messages, tools=None, prompt=False
+) -> tuple[str, list[tuple[int, int]]]:
     """(text, the characters [first, last) between {% generation %} marks, if the template has any)."""
     template = tokenizer.get_chat_template(tools=tools)
     if takes_parts(tokenizer, template):
@@ -327,9 +353,7 @@ def tokenizer_damage(files: list[Path], error: Exception) -> str:
         return f"{files[0].parent}: its tokenizer is Python code; read it, then add --trust_remote_code"
     names = ", ".join(file.name for file in files)
     reason = reason_of_others(error)
-    return (
-        f"{files[0].parent}: {names} cannot be read, cut short or damaged ({reason}); fetch the files again"
-    )
+    return f"{files[0].parent}: {names} cannot be read, cut short or damaged ({reason}); fetch them again"
 
 
 def check_tokenizer_files(folder: Path) -> None:
@@ -342,7 +366,10 @@ def check_tokenizer_files(folder: Path) -> None:
             content = read_small_file(file, limit)
             if file.suffix == ".json":
                 values = content.count(b",") + content.count(b"[") + content.count(b"{")
-                check(values <= TOKENIZER_VALUES, f"{file}: more than {TOKENIZER_VALUES:,} values {AGAIN}")
+                check(
+                    values <= TOKENIZER_VALUES,
+                    f"{file}: more than {TOKENIZER_VALUES:,} values {AGAIN}",
+                )
     settings = Path(folder) / "tokenizer_config.json"
     if settings.exists():
         try:

@@ -23,7 +23,8 @@ def processes(*functions: Callable) -> Iterator[Callable]:
     the chunks, in their order, by as many processes as there are cores.
     """
     count = len(os.sched_getaffinity(0))
-    context = multiprocessing.get_context("spawn")  # a fork would copy threads of torch and gloo in any state
+    # a fork would copy threads of torch and gloo in any state
+    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, _start, (functions, os.getpid()))
 
     def run(number: int, chunks: Iterable[tuple]) -> Iterator[tuple]:
@@ -74,7 +75,8 @@ def chunks(found: Iterable) -> Iterator[list]:
 
 def _start(functions: tuple[Callable, ...], parent: int) -> None:
     global _functions
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal: one answers
+    # Ctrl-C goes to all processes of a terminal: one answers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != parent:  # it died while this process started
         os._exit(1)

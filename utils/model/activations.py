@@ -11,7 +11,13 @@ from ..run.errors import check
 # What is worth keeping: results that take long to compute for their size. The attention kernels differ by
 # device.
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-EXPENSIVE = ("mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{kind}" for kind in ATTENTION))
+EXPENSIVE = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    *(f"_scaled_dot_product_{kind}" for kind in ATTENTION),
+)
 
 
 def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
@@ -25,7 +31,9 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     check(model.supports_gradient_checkpointing, refused)
     options = {"use_reentrant": False}
     if mode == "selective":
-        kept = {getattr(torch.ops.aten, op).default for op in EXPENSIVE if hasattr(torch.ops.aten, op)}
+        kept = {
+            getattr(torch.ops.aten, op).default for op in EXPENSIVE if hasattr(torch.ops.aten, op)
+        }
 
         def policy(context, op, *args, **kwargs):
             return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -36,7 +36,14 @@ MATCHING_SECONDS = 10  # of the CPU; some milliseconds are usual
 ANOTHER = "another --adapter"
 STARTS = (True, False, "gaussian", "orthogonal")  # init_lora_weights that leave the base as it is
 NEEDS = "starts from whole weights or from data, which no rank has when adapters are made"
-IGNORED = {"peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode"}
+IGNORED = {
+    "peft_type",
+    "peft_version",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+}
 
 
 def _is_rank(value: object) -> bool:
@@ -82,7 +89,11 @@ def _is_scales(value: object) -> bool:
 
 def _is_path(value: object) -> bool:
     """What may be a path or a Hugging Face id; control characters and lone surrogates are not printable."""
-    short = isinstance(value, str) and len(value) < 4096 and all(len(part) < 256 for part in value.split("/"))
+    short = (
+        isinstance(value, str)
+        and len(value) < 4096
+        and all(len(part) < 256 for part in value.split("/"))
+    )
     return short and value.isprintable()
 
 
@@ -127,7 +138,8 @@ def limited_matching(what: str, fix: str, seconds: float = 0) -> Iterator[None]:
     seconds = seconds or MATCHING_SECONDS
     earlier = signal.signal(signal.SIGVTALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # and again, should peft have caught it
+        # and again, should peft have caught it
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
         yield
     except _TooLong:
         how_long = f"a regular expression was not matched after {seconds:g} s"
@@ -151,7 +163,10 @@ def base_of(folder: Path) -> str:
     """The model that an adapter says it was trained on; "" where it says none."""
     name = read_settings(folder).get("base_model_name_or_path") or ""
     what = f"{Path(folder) / SETTINGS}: base_model_name_or_path"
-    check(_is_path(name), f"{what} {_value(name)} is neither a folder nor a Hugging Face id (fix: --model)")
+    check(
+        _is_path(name),
+        f"{what} {_value(name)} is neither a folder nor a Hugging Face id (fix: --model)",
+    )
     return name
 
 
@@ -179,7 +194,10 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     for name, value in given.items():
         is_good, wanted = read[name]
         what = shown(json.dumps(value, ensure_ascii=False))
-        check(is_good(value), f"{file}: {name}: {what} is not {wanted} (fix: correct it, or {ANOTHER})")
+        check(
+            is_good(value),
+            f"{file}: {name}: {what} is not {wanted} (fix: correct it, or {ANOTHER})",
+        )
     targets = given.get("target_modules")
     check(targets, f"{file}: target_modules: it names no layer (fix: correct it, or {ANOTHER})")
     try:
@@ -198,11 +216,17 @@ def adapted_modules(model: nn.Module, config: LoraConfig, where: str = "") -> se
     """
     names = [name for name, _ in model.named_modules() if name]
     whole, below = "{}", r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
-    for setting, form in (("exclude_modules", whole), ("target_modules", whole), ("layers_pattern", below)):
+    for setting, form in (
+        ("exclude_modules", whole),
+        ("target_modules", whole),
+        ("layers_pattern", below),
+    ):
         patterns = getattr(config, setting)
         if setting == "layers_pattern" and isinstance(patterns, list) or isinstance(patterns, str):
             patterns = patterns if isinstance(patterns, list) else [patterns]
-            _try_all([form.replace("{}", pattern) for pattern in patterns], names, f"{where}: {setting}")
+            _try_all(
+                [form.replace("{}", pattern) for pattern in patterns], names, f"{where}: {setting}"
+            )
     found = {name for name in names if check_target_module_exists(config, name)}
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns = [rf"(.*\.)?({pattern})$" for pattern in getattr(config, setting) or ()]
@@ -214,14 +238,17 @@ def _try_all(patterns: list[str], names: list[str], where: str) -> None:
     fix = "names of layers in its place"
     try:
         with limited_matching(where, fix), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of regular expressions that Python will read otherwise one day
+            # of regular expressions that Python will read otherwise one day
+            warnings.simplefilter("ignore")
             for pattern in patterns:
                 expression = re.compile(pattern)
                 for name in names:
                     expression.match(name)
                     expression.fullmatch(name)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{where}: no regular expression: {first_line(error)} (fix: {fix})") from None
+        raise ConfigError(
+            f"{where}: no regular expression: {first_line(error)} (fix: {fix})"
+        ) from None
 
 
 def stored_shapes(file: Path) -> dict[str, list[int]]:
@@ -232,8 +259,15 @@ def stored_shapes(file: Path) -> dict[str, list[int]]:
     try:
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a dict
-            odd = [name for name, part in slices.items() if not part.get_dtype().startswith(("F", "BF"))]
-            check(not odd, f"{file}: no floating-point numbers: {first_five(odd)} (fix: another --adapter)")
+            odd = [
+                name
+                for name, part in slices.items()
+                if not part.get_dtype().startswith(("F", "BF"))
+            ]
+            check(
+                not odd,
+                f"{file}: no floating-point numbers: {first_five(odd)} (fix: another --adapter)",
+            )
             return {name: part.get_shape() for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: {first_line(error)} (fix: copy it again)") from None

@@ -23,8 +23,11 @@ def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch
     cache, and not for every kind of layer:
     https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
     """
-    ids = torch.arange(1, 17, device=device)[None] * (model.get_output_embeddings().weight.shape[0] // 17)
-    positions = torch.cat([torch.arange(7), torch.arange(9)]).to(device)[None].repeat(rows, 1)  # (rows, 16)
+    ids = torch.arange(1, 17, device=device)[None] * (
+        model.get_output_embeddings().weight.shape[0] // 17
+    )
+    # (rows, 16)
+    positions = torch.cat([torch.arange(7), torch.arange(9)]).to(device)[None].repeat(rows, 1)
     model.eval()
     parts = [model(part, use_cache=False).logits.float() for part in (ids[:, :7], ids[:, 7:])]
     packed = model(ids.repeat(rows, 1), use_cache=False, position_ids=positions).logits.float()

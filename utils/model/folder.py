@@ -39,7 +39,9 @@ RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
 # What decides how much is allocated, and how long it takes; the limits are far above any model there is.
 # Families have names of their own for these (n_layer, d_model): their config class translates them.
 LIMITS = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 100_000_000)
-LIMITS |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10_000) | {"num_hidden_layers": 1_000}
+LIMITS |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10_000) | {
+    "num_hidden_layers": 1_000
+}
 # Other counts of modules, by the ends of their names; zero is a value that some have.
 MODULES = re.compile(r"(?:^|_)(layers?|blocks|depth|stages)$|^n_(layer|block|head)s?$")
 EXPERTS = re.compile(r"(^|_)(num|n)_.*experts?$|_experts?_num$")
@@ -65,9 +67,15 @@ NOT_CAUSAL = {
     **dict.fromkeys(ENCODERS, "an encoder: its tokens see those that come after them"),
     **dict.fromkeys(SEQ2SEQ, "the decoder of an encoder and a decoder: its loss is another one"),
     **dict.fromkeys(["musicgen", "musicgen_melody"], "a model of sounds"),
-    **dict.fromkeys(["emu3", "git", "mllama"], "a model of pictures, whose text part is not read alone"),
-    **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], "a draft model of another model"),
-    **dict.fromkeys(["zamba", "zamba2"], "a model whose layers share weights, which FSDP2 cannot cut"),
+    **dict.fromkeys(
+        ["emu3", "git", "mllama"], "a model of pictures, whose text part is not read alone"
+    ),
+    **dict.fromkeys(
+        ["gemma4_assistant", "gemma4_unified_assistant"], "a draft model of another model"
+    ),
+    **dict.fromkeys(
+        ["zamba", "zamba2"], "a model whose layers share weights, which FSDP2 cannot cut"
+    ),
     "reformer": "a model of one fixed length of rows",
 }
 
@@ -105,12 +113,18 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
         return _read_header(file_inside(folder, SINGLE))
 
     names = read_json(file_inside(folder, INDEX)).get("weight_map")
-    good = names and isinstance(names, dict) and all(isinstance(file, str) for file in names.values())
+    good = (
+        names and isinstance(names, dict) and all(isinstance(file, str) for file in names.values())
+    )
     check(good, f"{index}: no weight_map from names of tensors to names of files {AGAIN}")
     shards = sorted(set(names.values()))
     both = SINGLE not in shards and os.path.lexists(single)
-    check(not both, f"{folder}: {SINGLE} and {INDEX} are two models (fix: remove the one that is not meant)")
-    files = [file_inside(folder, shard) for shard in shards]  # all of them, before the first is opened
+    check(
+        not both,
+        f"{folder}: {SINGLE} and {INDEX} are two models (fix: remove the one that is not meant)",
+    )
+    # all of them, before the first is opened
+    files = [file_inside(folder, shard) for shard in shards]
 
     found: dict[str, TensorInfo] = {}
     twice: list[str] = []
@@ -134,7 +148,10 @@ def read_json(file: Path) -> dict:
         value = read_small_json(file, *limits)
     except ValueError as error:
         raise ConfigError(f"{file}: {str(error)[:100]} {AGAIN}") from None
-    check(isinstance(value, dict), f"{file}: expected a JSON object, got a {type(value).__name__} {AGAIN}")
+    check(
+        isinstance(value, dict),
+        f"{file}: expected a JSON object, got a {type(value).__name__} {AGAIN}",
+    )
     return value
 
 
@@ -151,7 +168,10 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
     for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):
         for field in RUNS_CODE if not trust_remote_code else ():
             fix = "--trust_remote_code if you have read it, or remove the field if transformers has the model"
-            check(not section.get(field), f"{file}: {field}: the folder would run its code (fix: {fix})")
+            check(
+                not section.get(field),
+                f"{file}: {field}: the folder would run its code (fix: {fix})",
+            )
         for field in ("quantization_config", "compression_config"):
             how = section.get(field)
             how = how.get("quant_method", "unnamed") if isinstance(how, dict) else how
@@ -183,9 +203,13 @@ def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
         size = math.prod(info.shape) * info.dtype.itemsize
         digest.update(f"{name} {info.dtype} {info.shape}".encode())
         with open(info.file, "rb", buffering=0) as file:
-            digest.update(os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2))
+            digest.update(
+                os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2)
+            )
     fields = json.loads(json.dumps(config.to_dict(), default=str))
-    fields = {f"config.{k}": v for k, v in fields.items() if k not in COSMETIC and not k.startswith("_")}
+    fields = {
+        f"config.{k}": v for k, v in fields.items() if k not in COSMETIC and not k.startswith("_")
+    }
     return {"data": data, "weights": digest.hexdigest(), **fields}
 
 
@@ -260,22 +284,39 @@ def _check_sizes(file: Path, section: dict) -> None:
     for name, limit in LIMITS.items():
         for key in (name, aliases.get(name)):
             value = section.get(key)
-            for size in value if isinstance(value, list) else [value]:  # some models size each layer
+            # some models size each layer
+            for size in value if isinstance(value, list) else [value]:
                 good = size is None or (type(size) is int and 0 < size <= limit)
-                check(good, f"{file}: {key}: {str(size)[:40]} is not a whole number up to {limit} {AGAIN}")
+                check(
+                    good,
+                    f"{file}: {key}: {str(size)[:40]} is not a whole number up to {limit} {AGAIN}",
+                )
 
     def given(name: str) -> int:
         value = section.get(name, section.get(aliases.get(name)))
         return value if isinstance(value, int) else 0
 
-    hidden, heads, shared = map(given, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    fits = not heads or hidden % heads == 0 or any("head_dim" in name and section[name] for name in section)
+    hidden, heads, shared = map(
+        given, ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    fits = (
+        not heads
+        or hidden % heads == 0
+        or any("head_dim" in name and section[name] for name in section)
+    )
     check(fits, f"{file}: hidden_size: {hidden} is no multiple of {heads} attention heads {AGAIN}")
     fits = not heads or not shared or heads % shared == 0
-    check(fits, f"{file}: num_attention_heads: {heads} is no multiple of {shared} key-value heads {AGAIN}")
-    turns = any(name.startswith("rope_") for name in section)  # rotary positions turn pairs of numbers
+    check(
+        fits,
+        f"{file}: num_attention_heads: {heads} is no multiple of {shared} key-value heads {AGAIN}",
+    )
+    # rotary positions turn pairs of numbers
+    turns = any(name.startswith("rope_") for name in section)
     width = given("head_dim") or (hidden // heads if heads else 0)
-    check(not turns or width % 2 == 0, f"{file}: head_dim: {width} is odd, and rope turns pairs {AGAIN}")
+    check(
+        not turns or width % 2 == 0,
+        f"{file}: head_dim: {width} is odd, and rope turns pairs {AGAIN}",
+    )
 
 
 def _aliases(kind: object) -> dict[str, str]:
@@ -312,10 +353,21 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         what = error.strerror or error if isinstance(error, OSError) else damage(file)
         raise ConfigError(f"{file}: {what} {AGAIN}") from None
     check(whole, f"{file}: cut short, or longer than its header says {AGAIN}")
-    odd = [f"{name} ({entry['dtype']})" for name, entry in header.items() if entry["dtype"] not in DTYPES]
-    check(not odd, f"{file}: dtypes that torch does not have: {first_five(odd)} (fix: another --model)")
-    entries = ((n, DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0]) for n, e in header.items())
-    return {name: TensorInfo(file, dtype, shape, 8 + size + at) for name, dtype, shape, at in entries}
+    odd = [
+        f"{name} ({entry['dtype']})"
+        for name, entry in header.items()
+        if entry["dtype"] not in DTYPES
+    ]
+    check(
+        not odd,
+        f"{file}: dtypes that torch does not have: {first_five(odd)} (fix: another --model)",
+    )
+    entries = (
+        (n, DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0]) for n, e in header.items()
+    )
+    return {
+        name: TensorInfo(file, dtype, shape, 8 + size + at) for name, dtype, shape, at in entries
+    }
 
 
 def damage(file: Path) -> str:
@@ -327,7 +379,9 @@ def damage(file: Path) -> str:
         start += raw.read(min(needed, 10**8))
     try:
         tensors = json.loads(start[8:needed])
-        needed += max(tensors[name]["data_offsets"][1] for name in tensors if name != "__metadata__")
+        needed += max(
+            tensors[name]["data_offsets"][1] for name in tensors if name != "__metadata__"
+        )
     except (ValueError, TypeError, LookupError, RecursionError):
         if 8 <= size < needed <= 10**8:  # cut within the header
             return f"damaged: its header alone needs {needed} bytes, the file has {size}"
@@ -338,16 +392,22 @@ def damage(file: Path) -> str:
 def nothing_to_read(folder: Path) -> str:
     """Why a folder without safetensors cannot be used, and how to make one of it that can."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    other = [name for name in names if name.endswith(OTHER_FORMATS) and not name.startswith(NOT_WEIGHTS)]
+    other = [
+        name for name in names if name.endswith(OTHER_FORMATS) and not name.startswith(NOT_WEIGHTS)
+    ]
     if not other:
         held = first_five(names) or "nothing"
-        return f"{folder}: no model.safetensors and no index of one, but {held} (fix: another --model)"
+        return (
+            f"{folder}: no model.safetensors and no index of one, but {held} (fix: another --model)"
+        )
     readable = {".bin": "", ".gguf": f', gguf_file="{other[0]}"'}
     fix = "another --model, or convert it with the tools of its format"
     if (suffix := Path(other[0]).suffix) in readable:
         load = f'from_pretrained("{folder}"{readable[suffix]})'
         save = f'save_pretrained("{folder}-safetensors")'
-        both = "; ".join(f"t.{auto}.{load}.{save}" for auto in ("AutoModelForCausalLM", "AutoTokenizer"))
+        both = "; ".join(
+            f"t.{auto}.{load}.{save}" for auto in ("AutoModelForCausalLM", "AutoTokenizer")
+        )
         fix = f"if you trust this one, convert it: python -c 'import transformers as t; {both}'"
     return f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: {fix})"
 

@@ -16,7 +16,8 @@ from ..run.distributed import World, gather, host_name, together
 from ..run.errors import ConfigError, check, reason_of_others, say
 
 FILES = ["*.safetensors", "*.json", "tokenizer.*", "*.model", "*.jinja", "*.txt"]
-NOT_FILES = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]  # the weights in other layouts
+# the weights in other layouts
+NOT_FILES = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]
 ANSWER_SECONDS = 10  # how long the hub may be silent before it counts as out of reach
 QUICK_SECONDS = 2  # the same, where a plan was asked for and nothing else waits
 
@@ -36,7 +37,9 @@ def fetch_model(name: str, world: World, trust_remote_code: bool = False) -> Pat
     with together(world):
         check(not folder.is_file(), f"model {name} is a file (fix: name the folder that holds it)")
         here = folder.is_dir() or not any(found)
-        check(here, f"model {name} is a folder elsewhere, not on {host_name()} (fix: a shared disk)")
+        check(
+            here, f"model {name} is a folder elsewhere, not on {host_name()} (fix: a shared disk)"
+        )
         known = folder.is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
         check(known, f"model {name} is not a folder{hint}, and no hub id like owner/name either")
     # The others wait in short collectives: one long one would end with the group's timeout, not the download.
@@ -92,9 +95,13 @@ def _download(name: str, trust_remote_code: bool, hint: str) -> str:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = {"allow_patterns": FILES + ["*.py"] * trust_remote_code, "ignore_patterns": NOT_FILES}
+    patterns = {
+        "allow_patterns": FILES + ["*.py"] * trust_remote_code,
+        "ignore_patterns": NOT_FILES,
+    }
     try:
-        repository = HfApi().model_info(name, timeout=ANSWER_SECONDS)  # snapshot_download may wait for ever
+        # snapshot_download may wait for ever
+        repository = HfApi().model_info(name, timeout=ANSWER_SECONDS)
     except Exception as error:
         try:
             folder = snapshot_download(name, local_files_only=True, **patterns)
@@ -103,12 +110,15 @@ def _download(name: str, trust_remote_code: bool, hint: str) -> str:
         say(f"model {name}: the hub does not answer, so the copy in its cache is used")
         return folder
     safe = any(file.rfilename.endswith(".safetensors") for file in repository.siblings or [])
-    check(safe, f"model {name} has no safetensors on the hub (fix: convert it, and name the folder)")
+    check(
+        safe, f"model {name} has no safetensors on the hub (fix: convert it, and name the folder)"
+    )
     for last in (False, False, True):
         try:
             return snapshot_download(name, **patterns)
         except Exception as error:
-            if last or isinstance(error, OSError):  # the disk, or the hub refuses; else a connection was lost
+            # the disk, or the hub refuses; else a connection was lost
+            if last or isinstance(error, OSError):
                 raise ConfigError(_explain(name, error, hint)) from None
     raise AssertionError("not reached")
 

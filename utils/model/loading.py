@@ -33,7 +33,11 @@ Names = dict[str, list[str]]
 
 
 def build_model(
-    config: PretrainedConfig, dtype: torch.dtype, attn="auto", trust_remote_code=False, whole: Path | str = ""
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attn="auto",
+    trust_remote_code=False,
+    whole: Path | str = "",
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory. whole: a folder whose
     weights are read at once, as transformers does it (`--low_cpu_fsdp false`).
@@ -57,8 +61,12 @@ def build_model(
 
 def check_text_model(config: PretrainedConfig) -> None:
     """Refuse a model of pictures or sounds that transformers does not list as a causal language model."""
-    listed = type(config) in AutoModelForCausalLM._model_mapping or getattr(config, "auto_map", None)
-    other = [n for n in ("vision_config", "audio_config", "speech_config") if getattr(config, n, None)]
+    listed = type(config) in AutoModelForCausalLM._model_mapping or getattr(
+        config, "auto_map", None
+    )
+    other = [
+        n for n in ("vision_config", "audio_config", "speech_config") if getattr(config, n, None)
+    ]
     what = f"--model: {config.model_type} has a {' and a '.join(other)}, and is no text-only causal model"
     fix = "a text-only causal model of the family, such as qwen2.5-7b for qwen2_5_vl"
     check(listed or not other, f"{what} (fix: {fix})")
@@ -79,7 +87,9 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
     pieces, extra, misshapen = [], [], []
     covered: dict[str, int] = dict.fromkeys(state, 0)
     for name, info in weights.items():
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
         if target not in state and name in state:
             target, pattern = name, None  # the rename was for older checkpoints
         if target not in state:
@@ -90,7 +100,9 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
         if pattern is not None:
             at, shape = expert_box(name, info, pattern, converters, folder)
         full = tuple(state[target].shape)
-        if len(shape) != len(full) or any(a + s > f for a, s, f in zip(at, shape, full, strict=True)):
+        if len(shape) != len(full) or any(
+            a + s > f for a, s, f in zip(at, shape, full, strict=True)
+        ):
             misshapen.append(f"{name} {list(info.shape)} for {target} {list(full)}")
             continue
         if info.dtype.is_floating_point != state[target].is_floating_point():
@@ -101,12 +113,21 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
     tied = model.all_tied_weights_keys
     missing, repeated = [], []
     for name, tensor in state.items():
-        elsewhere = tied.get(name) or next((t for t, source in tied.items() if source == name), None)
-        if covered[name] < tensor.numel() and not (elsewhere and covered[elsewhere] and not covered[name]):
+        elsewhere = tied.get(name) or next(
+            (t for t, source in tied.items() if source == name), None
+        )
+        if covered[name] < tensor.numel() and not (
+            elsewhere and covered[elsewhere] and not covered[name]
+        ):
             missing.append(name)
         if covered[name] > tensor.numel():
             repeated.append(name)
-    wrong = {"lacks": missing, "has unknown": extra, "has misshapen": misshapen, "repeats": repeated}
+    wrong = {
+        "lacks": missing,
+        "has unknown": extra,
+        "has misshapen": misshapen,
+        "repeats": repeated,
+    }
     problems = "; ".join(f"{what} {first_five(names)}" for what, names in wrong.items() if names)
     fix = "weights and config.json of one and the same model"
     check(not problems, f"{folder}: the weights {problems} (fix: {fix})")
@@ -115,7 +136,11 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
 
 @torch.no_grad()
 def load_pieces(
-    model: nn.Module, pieces: list[Piece], device: torch.device, cpu_offload=False, names: Names | None = None
+    model: nn.Module,
+    pieces: list[Piece],
+    device: torch.device,
+    cpu_offload=False,
+    names: Names | None = None,
 ) -> None:
     """Allocate this rank's shards of a meta model and fill them, some MiB at a time.
 
@@ -140,7 +165,9 @@ def load_pieces(
                     if hasattr(module, "copy_rows") and name.endswith(".weight"):
                         from .quantize import load_rows
 
-                        load_rows(partial(read_elements, file, piece), piece, state[name], module, device)
+                        load_rows(
+                            partial(read_elements, file, piece), piece, state[name], module, device
+                        )
                     else:
                         _load_piece(file, piece, state[name], filled, staging)
     _fill_buffers(model, state)
@@ -149,7 +176,9 @@ def load_pieces(
             module._buffers[name] = buffer.to(device)
 
 
-def _load_piece(file, piece: Piece, target: torch.Tensor, filled: set[tuple], staging: torch.Tensor) -> None:
+def _load_piece(
+    file, piece: Piece, target: torch.Tensor, filled: set[tuple], staging: torch.Tensor
+) -> None:
     box = local_box(target, piece)
     if box is None:
         return
@@ -164,7 +193,10 @@ def _load_piece(file, piece: Piece, target: torch.Tensor, filled: set[tuple], st
             read_elements(file, piece, first + start, read)
             if twice:
                 same = torch.equal(part, read.to(part.device, part.dtype))
-                check(same, f"{file.name}: {piece.name} is tied to another weight but holds other values")
+                check(
+                    same,
+                    f"{file.name}: {piece.name} is tied to another weight but holds other values",
+                )
             else:
                 part.copy_(read)
 
@@ -185,7 +217,9 @@ def _fill_buffers(model: nn.Module, state: Tensors) -> None:
     """
     for tensor in state.values():
         tensor._is_hf_initialized = True
-    computed = {n: b for n, b in model.named_buffers() if not getattr(b, "_is_hf_initialized", False)}
+    computed = {
+        n: b for n, b in model.named_buffers() if not getattr(b, "_is_hf_initialized", False)
+    }
     first = {}
     for byte in (0, 255):
         for buffer in computed.values():
@@ -196,7 +230,9 @@ def _fill_buffers(model: nn.Module, state: Tensors) -> None:
             module._is_hf_initialized = bool(loaded) and all(loaded)
         _own_code(model).initialize_weights()
         first = first or {name: buffer.clone() for name, buffer in computed.items()}
-    unfilled = [n for n, buffer in computed.items() if not torch.equal(bytes_of(buffer), bytes_of(first[n]))]
+    unfilled = [
+        n for n, buffer in computed.items() if not torch.equal(bytes_of(buffer), bytes_of(first[n]))
+    ]
     unfilled += [
         f"{path}.{name}"
         for path, module in model.named_modules()

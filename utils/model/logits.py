@@ -22,11 +22,13 @@ def known_transforms(config) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """
     transforms = []
     caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    for cap in filter(None, (getattr(config, name, None) for name in caps)):  # Gemma 2 and later, xLSTM
+    # Gemma 2 and later, xLSTM
+    for cap in filter(None, (getattr(config, name, None) for name in caps)):
         transforms.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
     if scale := getattr(config, "logit_scale", None):  # Cohere
         transforms.append(lambda logits: logits * scale)
-    if scaling := getattr(config, "logits_scaling", None):  # Granite divides, HyperCLOVA X multiplies
+    # Granite divides, HyperCLOVA X multiplies
+    if scaling := getattr(config, "logits_scaling", None):
         transforms.append(lambda logits: logits / scaling)
         transforms.append(lambda logits: logits * scaling)
     if width := getattr(config, "logits_mup_width_multiplier", None):  # Inkling
@@ -37,7 +39,8 @@ def known_transforms(config) -> list[Callable[[torch.Tensor], torch.Tensor]]:
 def use_full_logits(model: nn.Module, why: str) -> str:
     """Switch a model of add_chunked_loss to full logits; the sentence that says so, with the price."""
     model.full_logits = True
-    gib = model.get_output_embeddings().weight.shape[0] * 4 * 4 / GIB  # fp32 logits, softmax, and gradients
+    # fp32 logits, softmax, and gradients
+    gib = model.get_output_embeddings().weight.shape[0] * 4 * 4 / GIB
     price = f"full logits are used, about {gib * 1024:.2f} GiB for 1,024 tokens of a micro-batch"
     return f"{why}, which the chunked loss does not know: {price}"
 

@@ -63,7 +63,12 @@ INJECTING_SECONDS = 60  # of the CPU, at most; some seconds are usual for a larg
 
 
 def adapt(
-    model: nn.Module, adapter: str, flags: dict[str, tuple], dtype: torch.dtype, quantization="none", **how
+    model: nn.Module,
+    adapter: str,
+    flags: dict[str, tuple],
+    dtype: torch.dtype,
+    quantization="none",
+    **how,
 ) -> tuple[LoraConfig, dict[str, list[str]]]:
     """(the adapters' config, base_names) after add_adapter for the folder `adapter`, else add_lora; what is
     frozen gets its dtype, or is quantized.
@@ -97,8 +102,15 @@ def add_lora(
     """
     check(rank > 0, f"--lora_rank {rank} trains nothing (fix: --lora_rank 16)")
     check(init == "default", f"--lora_init {init} {NEEDS} (fix: default)")
-    saved = _known(modules_to_save, [name for name, _ in model.named_modules()], "--modules_to_save")
-    options = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "modules_to_save": saved or None}
+    saved = _known(
+        modules_to_save, [name for name, _ in model.named_modules()], "--modules_to_save"
+    )
+    options = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "modules_to_save": saved or None,
+    }
     options |= {"use_rslora": use_rslora, "use_dora": use_dora, "task_type": "CAUSAL_LM"}
     config = LoraConfig(target_modules=_target_modules(model, targets), **options)
     return _add(model, config, FLAG)
@@ -112,14 +124,20 @@ def add_adapter(model: nn.Module, folder: Path, given: dict[str, object]) -> Lor
     """
     config, file = read_lora_config(folder), Path(folder) / SETTINGS
     _name_linear(model, config)
-    now = {flag: getattr(config, FIELDS.get(flag, flag)) for flag in given if flag != "lora_targets"}
+    now = {
+        flag: getattr(config, FIELDS.get(flag, flag)) for flag in given if flag != "lora_targets"
+    }
     if "modules_to_save" in given:
         now["modules_to_save"] = ",".join(config.modules_to_save or [])
     if "lora_targets" in given:
         asked = LoraConfig(target_modules=_target_modules(model, given["lora_targets"]))
         same = adapted_modules(model, asked) == adapted_modules(model, config, str(file))
         now["lora_targets"] = given["lora_targets"] if same else config.target_modules
-    differ = [f"--{flag} {value}, there {now[flag]}" for flag, value in given.items() if value != now[flag]]
+    differ = [
+        f"--{flag} {value}, there {now[flag]}"
+        for flag, value in given.items()
+        if value != now[flag]
+    ]
     check(not differ, f"{folder} is another adapter: {'; '.join(differ)} (fix: leave the flag out)")
     _add(model, config, str(file))
     match_tensors(model, folder)
@@ -154,7 +172,9 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     for name in trained:
         key = re.sub(r"(\.lora_magnitude_vector)\.default\.weight", r"\1", WRAPPERS.sub("", name))
         names["base_model.model." + re.sub(r"(\.lora_\w+)\.default(?=\.|$)", r"\1", key)] = name
-    assert len(names) == len(trained) > 0, f"{len(trained)} parameters train, {len(names)} have a name"
+    assert len(names) == len(trained) > 0, (
+        f"{len(trained)} parameters train, {len(names)} have a name"
+    )
     return names
 
 
@@ -188,7 +208,8 @@ def _magnitude(base: nn.Module) -> torch.Tensor:
     if hasattr(base, "dequantize") or isinstance(base, nn.Linear):
         weight = base.dequantize() if hasattr(base, "dequantize") else local(base.weight)
         return torch.linalg.norm(weight, dim=1)
-    norms = torch.linalg.vector_norm(base.weight, dim=0)  # embeddings and Conv1D: over all ranks' rows
+    # embeddings and Conv1D: over all ranks' rows
+    norms = torch.linalg.vector_norm(base.weight, dim=0)
     return norms.full_tensor() if isinstance(norms, DTensor) else norms
 
 
@@ -256,8 +277,12 @@ def save_adapter(
     config.inference_mode = True
     if not isinstance(config.target_modules, str):  # a regular expression stays one
         config.target_modules = sorted(config.target_modules)
-    counts = gather(world, {piece.name: int(local(state[piece.param]).count_nonzero()) for piece in mine})
-    live = {piece.name: (piece.shape, sum(c.get(piece.name, 0) for c in counts)) for piece in pieces}
+    counts = gather(
+        world, {piece.name: int(local(state[piece.param]).count_nonzero()) for piece in mine}
+    )
+    live = {
+        piece.name: (piece.shape, sum(c.get(piece.name, 0) for c in counts)) for piece in pieces
+    }
 
     def prepare(temp: Path, rank: int) -> int:
         if rank:
@@ -272,7 +297,9 @@ def save_adapter(
 
     chunks = partial(local_chunks, state, mine, places, {TENSORS: headers[SINGLE]}, world)
     save_folder(out, world, prepare, chunks, lambda temp: _verify_file(temp / TENSORS, live))
-    numbers, others = (sum(n) for n in zip(*((math.prod(s), n) for s, n in live.values()), strict=True))
+    numbers, others = (
+        sum(n) for n in zip(*((math.prod(s), n) for s, n in live.values()), strict=True)
+    )
     return f"{len(live)} tensors, {numbers:,} numbers, {others / numbers:.1%} of them not 0"
 
 
@@ -282,7 +309,10 @@ def _verify_file(file: Path, live: dict[str, tuple]) -> None:
         for key in tensors.keys():  # noqa: SIM118 - not a dict
             tensor = tensors.get_tensor(key)
             found[key] = (tuple(tensor.shape), int(tensor.count_nonzero()))
-    check(found == live, f"{file.name} reads back other than the adapter in memory (fix: check the disk)")
+    check(
+        found == live,
+        f"{file.name} reads back other than the adapter in memory (fix: check the disk)",
+    )
 
 
 def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
@@ -295,15 +325,28 @@ def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
     fix = "all-linear" if where == FLAG else "the --model that it was trained on"
     targets = config.target_modules
     some = targets if isinstance(targets, str) else first_five(sorted(targets))
-    left_out = " or ".join(name for name in ("modules_to_save", "exclude_modules") if getattr(config, name))
-    why = f"nothing is left of {some} beside {left_out}" if left_out else f"the model has no layer {some}"
+    left_out = " or ".join(
+        name for name in ("modules_to_save", "exclude_modules") if getattr(config, name)
+    )
+    why = (
+        f"nothing is left of {some} beside {left_out}"
+        if left_out
+        else f"the model has no layer {some}"
+    )
     check(wanted, f"{where}: {why} (fix: {fix})")
     try:
         with torch.device(head.weight.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied weights and Conv1D; both are seen to
             with limited_matching(where, fix, INJECTING_SECONDS):
                 inject_adapter_in_model(config, model)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        NotImplementedError,
+    ) as error:
         raise ConfigError(f"{where}: peft: {first_line(error)} (fix: {fix})") from error
     found = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     assert found == wanted, f"peft adapted other layers: {first_five(sorted(found ^ wanted))}"
@@ -345,8 +388,13 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     alone |= {name for name in layers if _multiplies_otherwise(model.get_submodule(name))}
     alone |= _renamed_by_peft(model, layers)
     if targets == "all-linear":
-        linear = {name for name in _linear_names(model) if name not in alone and not ROUTER.search(name)}
-        check(linear, f"{FLAG} all-linear: {type(model).__name__} has no layer for it (fix: name some)")
+        linear = {
+            name for name in _linear_names(model) if name not in alone and not ROUTER.search(name)
+        }
+        check(
+            linear,
+            f"{FLAG} all-linear: {type(model).__name__} has no layer for it (fix: name some)",
+        )
         return [end for end in _ends(model, linear) if not _is_fused(model, end)]
     if re.search(r"[\\*+?\[\](){}|^$]", targets):
         fix = "names separated by commas"
@@ -354,13 +402,17 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
             with limited_matching(f"{FLAG} {targets}", fix):
                 wanted = [name for name in layers if re.fullmatch(targets, name)]
         except (re.error, RecursionError, OverflowError) as error:
-            raise ConfigError(f"{FLAG} {targets} is no regular expression: {error} (fix: {fix})") from None
+            raise ConfigError(
+                f"{FLAG} {targets} is no regular expression: {error} (fix: {fix})"
+            ) from None
         example = next((name for name in layers if "0" in name), layers[-1])
         check(wanted, f"{FLAG} {targets} matches no layer (fix: match whole names, as {example})")
     else:
         ends = _known(targets, layers, FLAG)
         check(ends, f"{FLAG} is empty (fix: --lora_targets all-linear)")
-        wanted = _ends(model, {name for name in layers if any(_ends_with(name, end) for end in ends)})
+        wanted = _ends(
+            model, {name for name in layers if any(_ends_with(name, end) for end in ends)}
+        )
     fused = [name for name in wanted if _is_fused(model, name)]
     check(not fused, f"{FLAG} {first_five(fused)}: experts cannot be adapted (fix: all-linear)")
     unseen = sorted(name for name in alone if any(_ends_with(name, end) for end in wanted))
@@ -398,7 +450,9 @@ def _known(text: str, known: list[str], flag: str) -> list[str]:
     """Names separated by commas, each the end of a known one."""
     wanted = [name.strip() for name in text.split(",") if name.strip()]
     for name in wanted:
-        nearest = difflib.get_close_matches(name, sorted({_leaf(other) for other in known}), 3, cutoff=0)
+        nearest = difflib.get_close_matches(
+            name, sorted({_leaf(other) for other in known}), 3, cutoff=0
+        )
         found = any(_ends_with(other, name) for other in known)
         check(found, f"{flag} {name}: the model has no such layer (fix: {', '.join(nearest)})")
     return wanted
@@ -416,7 +470,9 @@ def _is_fused(model: nn.Module, name: str) -> bool:
 
 def _piece(key: str, name: str, parameter: torch.Tensor) -> Piece:
     shape = tuple(parameter.shape)
-    return Piece(key, TensorInfo(Path(TENSORS), parameter.dtype, shape, 0), name, (0,) * len(shape), shape)
+    return Piece(
+        key, TensorInfo(Path(TENSORS), parameter.dtype, shape, 0), name, (0,) * len(shape), shape
+    )
 
 
 def _leaf(name: str) -> str:

@@ -1,7 +1,7 @@
 """Chunked cross-entropy.
 
 The logits of a batch are (B, T, V): with a vocabulary of 128k they are the largest thing in a training step.
-Here they never exist: the head works on a few hundred taught tokens at a time, in the model's compute dtype
+Here they never exist: the head works on a few hundred trained tokens at a time, in the model's compute dtype
 with an fp32 softmax, and the gradient of each chunk is taken at once, in the forward pass (the idea of
 Liger-Kernel's fused linear cross-entropy, arXiv 2410.10989).
 
@@ -9,7 +9,7 @@ The loop runs inside the head module's own `forward`. That matters under FSDP2: 
 its weight is gathered once and its gradient reduced once, however many chunks there are. (A gather per chunk
 cost TRL 50 % of its speed.)
 
-B batch, T tokens, D hidden, V vocabulary, n taught tokens, c tokens of a chunk.
+B batch, T tokens, D hidden, V vocabulary, n trained tokens, c tokens of a chunk.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ AFTER_HEAD += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier")
 
 
 def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
-    """Make `model(ids, labels=labels)` return the summed cross-entropy of its taught tokens, a () fp32
+    """Make `model(ids, labels=labels)` return the summed cross-entropy of its trained tokens, a () fp32
     tensor, without full logits.
 
     Without labels the model answers as before. chunk_tokens 0: as many as CHUNK_LOGITS allows. Call it on the
@@ -79,10 +79,10 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
 
 
 def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
-    """Cross-entropy summed over the taught tokens of batch.ids, batch.labels (B, T), plus the router loss of
+    """Cross-entropy summed over the trained tokens of batch.ids, batch.labels (B, T), plus the router loss of
     a mixture of experts.
 
-    A () fp32 tensor. Divide by the number of taught tokens of the *global* batch. The labels stand where
+    A () fp32 tensor. Divide by the number of trained tokens of the *global* batch. The labels stand where
     their tokens stand; the shift by one is made here. Padding is on the right, so causal attention needs no
     mask; only the router's statistics use it.
     """
@@ -119,10 +119,10 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
     if probe:
         return head(hidden)
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # (B, T): what each position must predict
-    taught = targets != IGNORE
-    loss = head(hidden[taught], targets[taught])  # (n, D), (n,)
+    trained = targets != IGNORE
+    loss = head(hidden[trained], targets[trained])  # (n, D), (n,)
     if router:
-        loss = loss + router_loss(self, output.router_logits, attention_mask) * taught.sum()
+        loss = loss + router_loss(self, output.router_logits, attention_mask) * trained.sum()
     return loss.clone()  # not the head's own output: FSDP hangs a hook on what each unit returns
 
 
@@ -190,7 +190,9 @@ def chunk_bounds(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
 
 
-def _cross_entropy_in_place(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _cross_entropy_in_place(
+    logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(summed cross-entropy, its gradient) of logits (c, V) in fp32, which become the gradient.
 
     torch's own needs four tensors of this size, and they are what a step's memory peaks at.
@@ -214,14 +216,14 @@ def _transforms(model: nn.Module) -> list[Callable[[torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, loader, world: World) -> float:
-    """Mean cross-entropy over the taught tokens of one epoch of all ranks' GlobalBatches. All ranks call it:
+    """Mean cross-entropy over the trained tokens of one epoch of all ranks' GlobalBatches. All ranks call it:
     every batch is a collective.
     """
     model.eval()
-    total, taught = torch.zeros((), dtype=torch.float64), 0
+    total, trained = torch.zeros((), dtype=torch.float64), 0
     for batch in (batch for k in range(loader.per_epoch) for batch in loader.batches(k)):
         total += summed_cross_entropy(model, batch.to(world.device)).double().cpu()
-        taught += int((batch.labels != IGNORE).sum())
+        trained += int((batch.labels != IGNORE).sum())
     model.train()
     reshard(model)
-    return all_reduce_sum(total, world) / all_reduce_sum(taught, world)
+    return all_reduce_sum(total, world) / all_reduce_sum(trained, world)

@@ -62,21 +62,30 @@ def local_box(parameter: torch.Tensor, piece: Piece) -> tuple[Box, Box] | None:
     return tuple(local), tuple(rows)
 
 
-def lay_out(pieces: list[Piece], save_dtype, max_file_bytes) -> tuple[dict[str, Place], dict[str, bytes]]:
+def lay_out(
+    pieces: list[Piece], save_dtype, max_file_bytes
+) -> tuple[dict[str, Place], dict[str, bytes]]:
     """(place of each tensor, header of each file) by name."""
     given = {piece.name: piece.info.dtype for piece in pieces}
-    dtypes = {name: save_dtype if save_dtype and d.is_floating_point else d for name, d in given.items()}
+    dtypes = {
+        name: save_dtype if save_dtype and d.is_floating_point else d for name, d in given.items()
+    }
     assert len(dtypes) == len(pieces), "two pieces have one name"
     codes = {dtype: code for code, dtype in DTYPES.items()}
     files: list[dict] = [{}]
     end = 0
-    for piece in sorted(pieces, key=lambda p: -dtypes[p.name].itemsize):  # wide ones first: all are aligned
+    # wide ones first: all are aligned
+    for piece in sorted(pieces, key=lambda p: -dtypes[p.name].itemsize):
         dtype, shape = dtypes[piece.name], piece.info.shape
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         if files[-1] and end > max_file_bytes:
             files.append({})
             begin, end = 0, end - begin
-        files[-1][piece.name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": (begin, end)}
+        files[-1][piece.name] = {
+            "dtype": codes[dtype],
+            "shape": shape,
+            "data_offsets": (begin, end),
+        }
 
     places, headers = {}, {}
     for number, tensors in enumerate(files, 1):
@@ -98,7 +107,9 @@ def is_writer(parameter: torch.Tensor, world: World) -> bool:
     return all(coordinate == 0 for coordinate, placement in coordinates if placement.is_replicate())
 
 
-def runs(box: torch.Tensor, rows: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+def runs(
+    box: torch.Tensor, rows: Box, shape: tuple[int, ...]
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows: one."""
     cut = max((dim for dim in range(len(shape)) if rows[dim] != slice(0, shape[dim])), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -29,7 +29,8 @@ from transformers.pytorch_utils import Conv1D
 from ..run.errors import check
 from .pieces import Piece, local_box
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional CPU kernel, on every rank
+# it warns of an optional CPU kernel, on every rank
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import bitsandbytes.functional as bnb  # noqa: E402
 
 from ..run.units import GIB
@@ -50,7 +51,9 @@ class QuantizedLinear(nn.Module):
 
     W_q = True  # by this peft (DoRA) knows that dequantize() gives the weight
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device="meta"):
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device="meta"
+    ):
         super().__init__()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         codes, scale = self.storage(in_features)
@@ -75,7 +78,10 @@ class QuantizedLinear(nn.Module):
         """
         codes, scale = self.quantize(rows)
         fix = "a checkpoint with smaller or finite weights, or no --quantization"
-        check(scale.isfinite().all(), f"{name} is too large for {self.kind} or not finite (fix: {fix})")
+        check(
+            scale.isfinite().all(),
+            f"{name} is too large for {self.kind} or not finite (fix: {fix})",
+        )
         last = first + len(rows)
         local(self.weight)[first:last].copy_(codes)
         local(self.scale)[first:last].copy_(scale.view(torch.int32))
@@ -132,7 +138,8 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     """The (out, in) weight of codes and int32-bit scales, rounded once, as bitsandbytes does."""
     scale = scale.view(torch.float32)
     if codes.dtype == torch.int8:
-        out = torch.empty_like(codes, dtype=dtype)  # one pass over memory, where .to().mul_() would be two
+        # one pass over memory, where .to().mul_() would be two
+        out = torch.empty_like(codes, dtype=dtype)
         return torch.mul(codes, scale[:, None].mul(1.0 / 127.0), out=out)
     shape = (len(codes), codes.shape[1] * 2)
     options = (BLOCK, "nf4", shape, dtype)
@@ -161,7 +168,9 @@ class _FrozenLinear(torch.autograd.Function):
 
 def _llm_int8(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias) -> torch.Tensor:
     flat = x.reshape(-1, x.shape[-1])
-    x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(flat.to(torch.float16), threshold=OUTLIER)
+    x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(
+        flat.to(torch.float16), threshold=OUTLIER
+    )
     product = torch.ops.bitsandbytes.int8_mixed_scaled_mm
     out, _ = product(flat, x_codes, codes, x_scale, scale, outliers, bias)
     return out.reshape(*x.shape[:-1], len(codes))
@@ -189,7 +198,12 @@ class Quantized:
 
 @torch.no_grad()
 def quantize_linears(
-    model: nn.Module, kind: str, dtype: torch.dtype, int8_mode="dequant", skip: tuple = (), head=False
+    model: nn.Module,
+    kind: str,
+    dtype: torch.dtype,
+    int8_mode="dequant",
+    skip: tuple = (),
+    head=False,
 ) -> Quantized:
     """Put a quantized layer in the place of every frozen linear layer, in place, LoRA's base layers included.
 
@@ -198,10 +212,14 @@ def quantize_linears(
     and copy_rows brings the weights; real weights are quantized here. Raises ConfigError if nothing can be.
     """
     only = "--int8_mode llm_int8 is of --quantization 8bit"
-    check(kind == Int8Linear.kind or int8_mode == "dequant", f"{only}, not {kind} (fix: leave it out)")
+    check(
+        kind == Int8Linear.kind or int8_mode == "dequant", f"{only}, not {kind} (fix: leave it out)"
+    )
     frozen = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
     experts = sum(size for name, size in frozen.items() if ".experts." in name)
-    last = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    last = next(
+        name for name, module in model.named_modules() if module is model.get_output_embeddings()
+    )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     stays = "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)"
     check(not (head and tied), stays)
@@ -219,7 +237,13 @@ def quantize_linears(
         if reason:
             left[f"{leaf} ({reason})"] += 1
             continue
-        options = (old.in_features, old.out_features, old.bias is not None, dtype, old.weight.device)
+        options = (
+            old.in_features,
+            old.out_features,
+            old.bias is not None,
+            dtype,
+            old.weight.device,
+        )
         new = KINDS[kind](*options)
         new.mode, new.bias = int8_mode, old.bias
         if not old.weight.is_meta:
@@ -239,7 +263,8 @@ def _by_reason(left: Counter) -> str:
         leaf, _, reason = text.partition(" (")
         together[reason.removesuffix(")")].append(leaf)
     return (
-        "; ".join(f"{', '.join(leaves)} ({reason})" for reason, leaves in together.items()) or "none is there"
+        "; ".join(f"{', '.join(leaves)} ({reason})" for reason, leaves in together.items())
+        or "none is there"
     )
 
 
@@ -265,7 +290,9 @@ def load_rows(
 def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
     """Refuse to call a model quantized of which more than half is not."""
     what = f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
-    how_much = f"{quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
+    how_much = (
+        f"{quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
+    )
     fix = "--keep_experts_16bit to go on like that, or --quantization none"
     check(keep_experts_16bit or quantized.expert_share <= 0.5, f"{what} {how_much} (fix: {fix})")
 
@@ -296,7 +323,8 @@ def is_plain_linear(kind: type) -> bool:
             layer.weight.copy_(torch.arange(6.0).view(2, 3))
             layer.bias.copy_(torch.arange(2.0))
             return bool(torch.equal(layer(x), F.linear(x, layer.weight, layer.bias)))
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other numbers than these
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        # it wants other numbers than these
         return False
 
 
@@ -310,7 +338,8 @@ def read_by_others(model: nn.Module, dtypes: bool = False) -> set[str]:
     found = set()
     for path, module in model.named_modules():
         if getattr(module, "slow_but_exact", None) is False:
-            continue  # bloom reads its weights for tensor parallelism of its own, and only if this is on
+            # bloom reads its weights for tensor parallelism of its own, and only if this is on
+            continue
         own, inner = _weights_read(type(module), dtypes)
         below = dict(module.named_modules()) if own or inner else {}
         names = [name for name in below if name in own or name.endswith(inner)]
@@ -326,8 +355,12 @@ def _weights_read(kind: type, dtypes: bool) -> tuple[set[str], tuple[str, ...]]:
     """(the layers of which a class reads the weight, ends of the names of layers further in)."""
     classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
     sources = (_sources(inspect.getmodule(cls)).get(cls.__name__, "") for cls in classes)
-    code = "\n".join(line for source in sources for line in source.splitlines() if "init" not in line)
-    own = set(re.findall(r"\bself\.([\w.]+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape|type)\b)", code))
+    code = "\n".join(
+        line for source in sources for line in source.splitlines() if "init" not in line
+    )
+    own = set(
+        re.findall(r"\bself\.([\w.]+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape|type)\b)", code)
+    )
     if dtypes:
         own |= set(re.findall(r"\.to\(self\.([\w.]+)\.weight\.dtype", code))
     inner = re.findall(r"\b(?!self\b)\w+\.(\w+\.\w+)\.weight\.\w", code)

@@ -42,9 +42,11 @@ def save_model(
     """
     out = Path(os.path.realpath(out.parent)) / out.name  # not what a link there means
     places, headers = lay_out(pieces, save_dtype, max_file_bytes)
-    state = model.state_dict()  # where forward left parameters gathered, FSDP2 shards them again here
+    # where forward left parameters gathered, FSDP2 shards them again here
+    state = model.state_dict()
     mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
-    mine.sort(key=lambda piece: places[piece.name].file)  # so that each file is opened and synced once
+    # so that each file is opened and synced once
+    mine.sort(key=lambda piece: places[piece.name].file)
 
     def prepare(temp: Path, rank: int) -> int:
         if rank:
@@ -57,7 +59,9 @@ def save_model(
     save_folder(out, world, prepare, lambda: local_chunks(state, mine, places, headers, world))
 
 
-def save_folder(out: Path, world: World, prepare: Callable, chunks: Callable, finish=lambda _: None) -> None:
+def save_folder(
+    out: Path, world: World, prepare: Callable, chunks: Callable, finish=lambda _: None
+) -> None:
     """Write `out` in place of an older folder: complete or not at all.
 
     Rank 0 makes a temporary folder beside it, and the ranks `prepare(temp, rank)` its files in their full
@@ -88,7 +92,9 @@ def save_folder(out: Path, world: World, prepare: Callable, chunks: Callable, fi
             shutil.rmtree(temp, ignore_errors=True)
 
 
-def local_chunks(state, pieces: list[Piece], places: dict, headers: dict, world: World) -> Iterator[tuple]:
+def local_chunks(
+    state, pieces: list[Piece], places: dict, headers: dict, world: World
+) -> Iterator[tuple]:
     """This rank's part of the files as (file, first byte, bytes as uint8, name of the tensor), cast once; on
     rank 0 also the headers.
     """
@@ -99,13 +105,22 @@ def local_chunks(state, pieces: list[Piece], places: dict, headers: dict, world:
         if box := local_box(parameter, piece):
             for first, values in runs(local(parameter)[box[0]], box[1], piece.shape):
                 for i in range(0, len(values), CHUNK):
-                    data = values[i : i + CHUNK].to(place.dtype).cpu().contiguous().view(torch.uint8)
-                    yield place.file, place.begin + (first + i) * place.dtype.itemsize, data, piece.name
+                    data = (
+                        values[i : i + CHUNK].to(place.dtype).cpu().contiguous().view(torch.uint8)
+                    )
+                    yield (
+                        place.file,
+                        place.begin + (first + i) * place.dtype.itemsize,
+                        data,
+                        piece.name,
+                    )
 
 
 def write_chunks(folder: Path, chunks: Iterable[tuple]) -> int:
     """Write chunks at their places, through to the disk; the number of bytes."""
-    return sum(transfer(os.pwritev, file, at, data) for file, at, data, _ in _opened(folder, chunks, "r+b"))
+    return sum(
+        transfer(os.pwritev, file, at, data) for file, at, data, _ in _opened(folder, chunks, "r+b")
+    )
 
 
 def verify_chunks(folder: Path, chunks: Iterable[tuple]) -> None:
@@ -113,7 +128,10 @@ def verify_chunks(folder: Path, chunks: Iterable[tuple]) -> None:
     for file, at, data, tensor in _opened(folder, chunks, "rb"):
         found = torch.empty_like(data)
         same = transfer(os.preadv, file, at, found) == len(data) and torch.equal(found, data)
-        check(same, f"{file.name}: {tensor} reads back other than it was written (fix: check the disk)")
+        check(
+            same,
+            f"{file.name}: {tensor} reads back other than it was written (fix: check the disk)",
+        )
 
 
 def _opened(folder: Path, chunks: Iterable[tuple], mode: str) -> Iterator[tuple]:
@@ -126,7 +144,8 @@ def _opened(folder: Path, chunks: Iterable[tuple], mode: str) -> Iterator[tuple]
 
 def create_files(temp: Path, places: dict[str, Place]) -> int:
     """Every file in its full size, and the index where there are several; the bytes of all files."""
-    sizes = {place.file: place.end for place in places.values()}  # the last tensor of a file ends it
+    # the last tensor of a file ends it
+    sizes = {place.file: place.end for place in places.values()}
     check_space(temp, sum(sizes.values()))
     for file, size in sizes.items():
         (temp / file).touch()
@@ -138,11 +157,15 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
     return sum(sizes.values())
 
 
-def _write_configs(temp: Path, model, dtypes: list[torch.dtype], eos_ids: Iterable[int], source) -> None:
+def _write_configs(
+    temp: Path, model, dtypes: list[torch.dtype], eos_ids: Iterable[int], source
+) -> None:
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+    # fully_shard renames the class
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = max(filter(lambda dtype: dtype.is_floating_point, dtypes), key=dtypes.count)
-    config.to_json_file(temp / "config.json")  # save_pretrained validates, and may refuse: too late now
+    # save_pretrained validates, and may refuse: too late now
+    config.to_json_file(temp / "config.json")
 
     # Published sampling settings do not always pass transformers' check on saving: they are kept as they are.
     generation = getattr(model, "generation_config", None)
@@ -151,7 +174,9 @@ def _write_configs(temp: Path, model, dtypes: list[torch.dtype], eos_ids: Iterab
         generation = read_json(file_inside(source, "generation_config.json"))
     eos = generation.get("eos_token_id")
     eos = eos if isinstance(eos, list) else [eos]
-    generation["eos_token_id"] = [token for token in dict.fromkeys([*eos, *eos_ids]) if token is not None]
+    generation["eos_token_id"] = [
+        token for token in dict.fromkeys([*eos, *eos_ids]) if token is not None
+    ]
     _write_json(temp / "generation_config.json", generation)
 
 

@@ -17,14 +17,19 @@ from transformers.core_model_loading import build_glob_alternation
 from ..run.errors import ConfigError, check
 
 OWN_DTYPES: dict[tuple, tuple[dict, dict]] = {}  # see _own_dtypes
-ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")  # what peft puts into names
+# what peft puts into names
+ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")
 
 # What flags and files call dtypes; "original" keeps that of the checkpoint.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 
 def shard_model(
-    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward=True, cpu_offload=False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    reshard_after_forward=True,
+    cpu_offload=False,
 ) -> nn.Module:
     """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
 
@@ -89,7 +94,9 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     kept = set()
     for name, parameter in model.named_parameters():
         own = plain_name(name)
-        fp32 = wanted.get(own) == torch.float32 or (own in wanted and pattern and pattern.search(own))
+        fp32 = wanted.get(own) == torch.float32 or (
+            own in wanted and pattern and pattern.search(own)
+        )
         if fp32 and parameter.is_floating_point():
             kept.add(name)
     return kept
@@ -146,7 +153,9 @@ def _own_dtypes(model: nn.Module, dtype: torch.dtype) -> tuple[dict, dict]:
         with torch.device("meta"):
             made = family._from_config(model.config, dtype=dtype)
         found = made.named_parameters(), made.named_buffers()
-        OWN_DTYPES[key] = tuple({name: tensor.dtype for name, tensor in tensors} for tensors in found)
+        OWN_DTYPES[key] = tuple(
+            {name: tensor.dtype for name, tensor in tensors} for tensors in found
+        )
     return OWN_DTYPES[key]
 
 
@@ -159,7 +168,9 @@ def gather_in_fp32(model: nn.Module, names: set[str]) -> None:
     """
     kept = {id(parameter) for name, parameter in model.named_parameters() if name in names}
     for module in model.modules():
-        unit = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        unit = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
         parts = unit.fsdp_params if unit else []
         if not any(id(part.sharded_param) in kept for part in parts):
             continue
@@ -210,5 +221,7 @@ def settle_dtype(dtype: str, device: torch.device) -> str:
     if dtype == "auto":
         return "bf16" if has_bf16 else "fp32"
     if dtype == "bf16" and on_gpu and not has_bf16:
-        raise ConfigError(f"--dtype bf16: {torch.cuda.get_device_name(device)} has none (fix: --dtype fp16)")
+        raise ConfigError(
+            f"--dtype bf16: {torch.cuda.get_device_name(device)} has none (fix: --dtype fp16)"
+        )
     return dtype

@@ -18,11 +18,16 @@ def check_hashes(files: set[Path], sums: str, world: World) -> None:
     wanted = {}
     for number, line in enumerate(lines, start=1):
         entry = re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)
-        check(entry or not line.strip(), f"{sums}:{number}: expected a SHA-256 sum, two spaces and a name")
+        check(
+            entry or not line.strip(),
+            f"{sums}:{number}: expected a SHA-256 sum, two spaces and a name",
+        )
         if entry:
             wanted[Path(entry[2]).name] = entry[1].lower()
     lacks = [path.name for path in sorted(files) if path.name not in wanted]
-    check(not lacks, f"--verify {sums}: no sum for {first_five(lacks)} (fix: the list of this model)")
+    check(
+        not lacks, f"--verify {sums}: no sum for {first_five(lacks)} (fix: the list of this model)"
+    )
     for path in sorted(files)[world.rank :: world.size]:
         with open_regular(path) as file:
             same = hashlib.file_digest(file, "sha256").hexdigest() == wanted[path.name]

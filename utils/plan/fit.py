@@ -31,7 +31,8 @@ from .trace import Record, Trace, record_step
 # Not measured, since no GPU has run this yet: what a process that drives a GPU takes of the host. What it
 # takes of the device beyond what is alive: see reserve.py.
 PROCESS_BYTES = 2 * GIB
-LOAD_BYTES, SAVE_BYTES = 8 * MIB, 32 * MIB  # beside the states: loading.CHUNK and saving.CHUNK elements
+# beside the states: loading.CHUNK and saving.CHUNK elements
+LOAD_BYTES, SAVE_BYTES = 8 * MIB, 32 * MIB
 # Chosen above what was measured on a CPU (115 MiB in 1,000 steps of the tiny model): what a process takes
 # while it runs, for modules that are imported later, threads, and what glibc keeps of blocks below
 # allocator.MAPPED_BYTES. See tests/fit_trials.py.
@@ -40,7 +41,12 @@ HOST_BYTES_OF_RANK, HOST_SLACK = 256 * MIB, 1.05
 # largest tensor, by the bytes of one element (fp32, 16 bit).
 BNB_BYTES = {4: 20, 2: 24}
 RECOMPUTE = ("none", "selective", "full")
-METHODS = {"full": (False, "none"), "LoRA": (True, "none"), "8bit": (True, "8bit"), "4bit": (True, "4bit")}
+METHODS = {
+    "full": (False, "none"),
+    "LoRA": (True, "none"),
+    "8bit": (True, "8bit"),
+    "4bit": (True, "4bit"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,9 @@ class Knobs:
 
     def flags(self, others: "Knobs") -> str:
         """The flags that lead from `others` to these, as they are typed."""
-        told = {name: value for name, value in asdict(self).items() if value != getattr(others, name)}
+        told = {
+            name: value for name, value in asdict(self).items() if value != getattr(others, name)
+        }
         words = {True: "", False: " false"}
         return " ".join(
             f"--{name}{words[value] if isinstance(value, bool) else f' {value}'}"
@@ -84,9 +92,15 @@ class Need:
         """What the plan prints."""
         if not self.peak:
             caveat = "states only, no activations, no gathered layers"
-            return f"memory    {sum_of(vars(self.states))} on the fullest rank ({caveat}); {self.why}"
+            return (
+                f"memory    {sum_of(vars(self.states))} on the fullest rank ({caveat}); {self.why}"
+            )
         where = f"on the fullest rank, in the act train: {self.peak.phase}"
-        more = f"; {self.acts['load'] / GIB:.2f} GiB in the act load" if self.largest_act == "load" else ""
+        more = (
+            f"; {self.acts['load'] / GIB:.2f} GiB in the act load"
+            if self.largest_act == "load"
+            else ""
+        )
         return f"memory    {sum_of(self.peak.parts)} {where}{more}"
 
     @property
@@ -124,7 +138,8 @@ class Planner:
     low_cpu: bool = True
     link: float = LINK  # GB/s between two GPUs of one machine
     async_save: bool = False  # checkpoints are written from a copy on the host
-    lora: dict = field(default_factory=dict)  # options of lora.add_lora but the rank, or the adapter's folder
+    # options of lora.add_lora but the rank, or the adapter's folder
+    lora: dict = field(default_factory=dict)
     quant: dict = field(default_factory=dict)  # options of quantize.quantize_linears
     known: dict = field(default_factory=dict)  # models, traces, units and sizes that were found
 
@@ -163,7 +178,9 @@ class Planner:
     def trace(self, knobs: Knobs, seq_len: int) -> Trace:
         """Of the model's step, run on fake tensors."""
         kind, rows = self.kind(knobs), knobs.batch_size
-        return self.once(("trace", kind, rows, seq_len), lambda: self.record(kind, rows, seq_len).trace())
+        return self.once(
+            ("trace", kind, rows, seq_len), lambda: self.record(kind, rows, seq_len).trace()
+        )
 
     @cached_property
     def formulas(self) -> Formulas:
@@ -194,7 +211,8 @@ class Planner:
         def trace() -> Trace:
             try:
                 return self.formulas.trace(self.kind(knobs), knobs.batch_size, length)
-            except Exception:  # a model may run at this length, and not at those that a formula takes
+            except Exception:
+                # a model may run at this length, and not at those that a formula takes
                 return self.trace(knobs, length)
 
         return self.need(knobs, trace)
@@ -202,13 +220,21 @@ class Planner:
     def need(self, knobs: Knobs, trace: Callable[[], Trace] | None = None) -> Need:
         """trace: of another length than seq_len, or found otherwise."""
         peak, why, offload = None, "", knobs.cpu_offload and self.gpu
-        how = (knobs.grad_accum, knobs.reshard_after_forward, self.sync_each, offload, self.replicate)
+        how = (
+            knobs.grad_accum,
+            knobs.reshard_after_forward,
+            self.sync_each,
+            offload,
+            self.replicate,
+        )
         setting = Setting(self.shards, self.dtype, *how)
         states, on_host, stored, *_ = self.sizes(knobs)
         try:
             key = ("units", knobs.lora_rank, knobs.quantization, offload)
             units = self.once(key, lambda: units_of(self.model(knobs), setting))
-            peak = step_peak(units, states, setting, trace() if trace else self.trace(knobs, self.seq_len))
+            peak = step_peak(
+                units, states, setting, trace() if trace else self.trace(knobs, self.seq_len)
+            )
         except Exception as error:  # a model is someone else's program
             why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
         acts = self.acts(knobs, states, peak, setting)
@@ -222,7 +248,9 @@ class Planner:
             device = comfortable = host = int(device * HOST_SLACK) + HOST_BYTES_OF_RANK
         return Need(states, peak, why, device, comfortable, host, acts)
 
-    def acts(self, knobs: Knobs, states: States, peak: Peak | None, setting: Setting) -> dict[str, int]:
+    def acts(
+        self, knobs: Knobs, states: States, peak: Peak | None, setting: Setting
+    ) -> dict[str, int]:
         """Bytes of the device that the acts need at most, of those that need much; without any reserve."""
         away, model = setting.cpu_offload, self.model(knobs)
         head = model.get_output_embeddings()
@@ -242,18 +270,23 @@ class Planner:
         if not self.gpu:
             trains = [p for p in model.parameters() if p.requires_grad]
             shares = [share_bytes(p, self.shards) for p in trains]
-            written = 2 * max(shares, default=0)  # a checkpoint is written in this act, a tensor at a time
+            # a checkpoint is written in this act, a tensor at a time
+            written = 2 * max(shares, default=0)
             copy = self.saved_copy(knobs, states) * self.async_save
             stepping = 0
-            if self.optimizer != "adamw":  # bitsandbytes' step on a CPU, which works on whole tensors
+            # bitsandbytes' step on a CPU, which works on whole tensors
+            if self.optimizer != "adamw":
                 sizes = zip(trains, shares, strict=True)
                 stepping = max(
-                    (BNB_BYTES[p.element_size()] * n // p.element_size() for p, n in sizes), default=0
+                    (BNB_BYTES[p.element_size()] * n // p.element_size() for p, n in sizes),
+                    default=0,
                 )
             others = states.weights + states.optimizer
             train = max(train, others + written, others + states.gradients + stepping) + copy
             save += copy
-        return {act: size for act, size in {"load": load, "train": train, "save": save}.items() if size}
+        return {
+            act: size for act, size in {"load": load, "train": train, "save": save}.items() if size
+        }
 
     def saved_copy(self, knobs: Knobs, states: States) -> int:
         """Bytes of what a checkpoint holds of a rank."""
@@ -293,7 +326,8 @@ class Planner:
         rows = knobs.batch_size * knobs.grad_accum
         methods = [(knobs.lora_rank, knobs.quantization)]
         if any_method:
-            rank = knobs.lora_rank or (0 if self.lora.get("adapter") else 16)  # an adapter has its own
+            # an adapter has its own
+            rank = knobs.lora_rank or (0 if self.lora.get("adapter") else 16)
             methods += [(rank, kind) for kind in ("none", "8bit", "4bit")]
         for rank, kind in dict.fromkeys(methods):
             yield from sorted(
@@ -303,12 +337,16 @@ class Planner:
                     if rows % accum == 0
                     for recompute in RECOMPUTE
                     for offload in ((False, True) if self.gpu else (knobs.cpu_offload,))
-                    for reshard in ((False, True) if self.shards > 1 else (knobs.reshard_after_forward,))
+                    for reshard in (
+                        (False, True) if self.shards > 1 else (knobs.reshard_after_forward,)
+                    )
                 ),
                 key=self.seconds,
             )
 
-    def fastest(self, knobs: Knobs, device_bytes: float, host_bytes: float, any_method=False) -> Knobs | None:
+    def fastest(
+        self, knobs: Knobs, device_bytes: float, host_bytes: float, any_method=False
+    ) -> Knobs | None:
         """The fastest that fits, of the first method of which any does; tightly only where no other setting
         of that method fits.
         """
@@ -369,7 +407,11 @@ class Planner:
 
 def share_bytes(parameter: nn.Parameter, shards: int) -> int:
     """Of a rank, at most."""
-    return rows_of_full_shard(parameter.shape[0], shards) * parameter[0].numel() * parameter.element_size()
+    return (
+        rows_of_full_shard(parameter.shape[0], shards)
+        * parameter[0].numel()
+        * parameter.element_size()
+    )
 
 
 def pinned(model: nn.Module, states: States, shards: int) -> int:
@@ -383,13 +425,19 @@ def pinned(model: nn.Module, states: States, shards: int) -> int:
     return total
 
 
-def plan_flags(structure: tuple, dtype: torch.dtype, shards: int, world, flags: dict, longest: int) -> tuple:
+def plan_flags(
+    structure: tuple, dtype: torch.dtype, shards: int, world, flags: dict, longest: int
+) -> tuple:
     """The fields of planned.MemoryPlan: what the flags need, or, with --fit, which flags fit."""
     device_bytes, host_bytes, what = room(world)
     length = flags["seq_len"] if flags["packing"] else min(flags["seq_len"], -(-longest // 8) * 8)
-    rows = flags["global_batch_size"] // world.size or flags["batch_size"] * max(1, flags["grad_accum"])
+    rows = flags["global_batch_size"] // world.size or flags["batch_size"] * max(
+        1, flags["grad_accum"]
+    )
     names = ("alpha", "targets", "dropout", "use_rslora", "use_dora", "modules_to_save")
-    lora = {n: flags[n if n in flags else f"lora_{n}"] for n in names} | {"adapter": flags["adapter"]}
+    lora = {n: flags[n if n in flags else f"lora_{n}"] for n in names} | {
+        "adapter": flags["adapter"]
+    }
     quant = {"int8_mode": flags["int8_mode"], "head": flags["quantize_head"]}
     planner = Planner(
         structure, dtype, shards, length, local=world.local_size, lora=lora, quant=quant,
@@ -408,7 +456,9 @@ def plan_flags(structure: tuple, dtype: torch.dtype, shards: int, world, flags: 
         more = "more or larger GPUs" if planner.gpu else "a machine with more memory"
         check(best, f"--fit: nothing fits in {what} (fix: {more}{wider}, a smaller --seq_len)")
         tightly = planner.answer_for(best, device_bytes, host_bytes) == TIGHT
-        word = "; tightly, since nothing that may be changed makes it comfortable" if tightly else ""
+        word = (
+            "; tightly, since nothing that may be changed makes it comfortable" if tightly else ""
+        )
         lines.append(f"fitted    {best.flags(knobs) or 'nothing had to change'}{word}")
         chosen = asdict(best) | {"grad_accum": 0, "global_batch_size": rows * world.size}
         knobs = best
@@ -424,7 +474,11 @@ def plan_flags(structure: tuple, dtype: torch.dtype, shards: int, world, flags: 
     planned |= {"room_bytes": device_bytes, "comfortable_bytes": need.comfortable, "answer": answer}
     planned["acts"] = need.acts
     if need.peak:
-        planned |= {"peak_bytes": need.peak.total, "phase": need.peak.phase, "parts": need.peak.parts}
+        planned |= {
+            "peak_bytes": need.peak.total,
+            "phase": need.peak.phase,
+            "parts": need.peak.parts,
+        }
         planned["pools"] = need.peak.pools
     base = 0 if planner.gpu else peak_memory_bytes(world.device)
 
@@ -432,7 +486,9 @@ def plan_flags(structure: tuple, dtype: torch.dtype, shards: int, world, flags: 
         """What would keep a tenth less alive; --fit would choose again what it is asked to leave."""
         alive = need.peak.total if need.peak else need.states.total
         change = planner.remedy(knobs, need.device - 0.1 * alive, host_bytes)
-        return f"without --fit, and {change}" if flags["fit"] and change.startswith("--") else change
+        return (
+            f"without --fit, and {change}" if flags["fit"] and change.startswith("--") else change
+        )
 
     return "\n".join(lines), chosen, planned, base, need.most(), less
 
@@ -445,13 +501,17 @@ def room_sentence(planner: Planner, need: Need, what: str, answer: str) -> str:
     comfortable = f"{need.comfortable / GIB:.2f} GiB is comfortable"
     host = f"{need.host * planner.local / GIB:.2f} GiB of host"
     told = f"{answer}, {WHY_TIGHT}" if answer == TIGHT else answer
-    return f"room      {device} a rank must be there, {comfortable}, {host}; there is {what}: {told}"
+    return (
+        f"room      {device} a rank must be there, {comfortable}, {host}; there is {what}: {told}"
+    )
 
 
 def refusal(planner: Planner, knobs: Knobs, need: Need, device_bytes, host_bytes, what: str) -> str:
     """One line: what does not fit, its largest part, and the smallest change that does."""
     if need.device <= device_bytes:
-        text = f"the ranks of a machine need {need.host * planner.local / GIB:.2f} GiB of host memory"
+        text = (
+            f"the ranks of a machine need {need.host * planner.local / GIB:.2f} GiB of host memory"
+        )
     else:
         text = f"a rank needs {need.device / GIB:.2f} GiB"
     text += f", {need.most()}" if need.peak else ""
@@ -468,5 +528,11 @@ def chosen_before(out: str) -> dict:
         settings = yaml.safe_load(read_small_text(file, CONFIG_BYTES))
         settings.get("fit")
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(f"{file}: {reason_of_others(error)} (fix: another --output_dir)") from None
-    return {name: settings[name] for name in (*KNOBS, "global_batch_size")} if settings.get("fit") else {}
+        raise ConfigError(
+            f"{file}: {reason_of_others(error)} (fix: another --output_dir)"
+        ) from None
+    return (
+        {name: settings[name] for name in (*KNOBS, "global_batch_size")}
+        if settings.get("fit")
+        else {}
+    )

@@ -17,7 +17,8 @@ from .trace import Record, Trace
 
 LONGEST = 2**22  # tokens of a row, up to which a change of the operations is looked for
 SHORTEST = 64
-FIRST = (101, 1009, 31)  # where the search for primes begins: rows, tokens, tokens of the last chunk
+# where the search for primes begins: rows, tokens, tokens of the last chunk
+FIRST = (101, 1009, 31)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ def sums_of(numbers: list[int], parts: list, primes: tuple[int, int, int]) -> tu
 
 def prime_from(first: int, sizes: set[int]) -> int:
     """The first prime from there on that divides none of the sizes."""
-    while any(first % i == 0 for i in range(2, int(first**0.5) + 1)) or any(n % first == 0 for n in sizes):
+    while any(first % i == 0 for i in range(2, int(first**0.5) + 1)) or any(
+        n % first == 0 for n in sizes
+    ):
         first += 1
     return first
 
@@ -172,7 +175,9 @@ class Formulas:
             if not changed(LONGEST, 2):
                 self.edges, self.alone = edges, True
                 return
-            points = sorted({at + i for at in self.hints for i in (0, 1) if tokens < at + i < LONGEST})
+            points = sorted(
+                {at + i for at in self.hints for i in (0, 1) if tokens < at + i < LONGEST}
+            )
             points = [tokens, *points, LONGEST]
             place = bisect_left(points, True, lo=1, key=lambda at: changed(at, 2))
             between = range(points[place - 1], points[place])

@@ -32,7 +32,8 @@ def longest(planner, knobs, device_bytes: float, host_bytes: float) -> int:
     if over(first) > 0 and needs[first].peak:
         parts = needs[first].peak.parts
         tokens = parts.get("activations", 0) + parts.get("loss", 0)
-        if over(first) > planner.reserved(tokens):  # not even with none of what grows with the tokens
+        # not even with none of what grows with the tokens
+        if over(first) > planner.reserved(tokens):
             return 0
     return STEP * most(over, first)
 

@@ -29,7 +29,9 @@ def plan_parts(act: str, parts: dict[str, int], world: World, fix: str, force: b
     print0(f"memory    {sum_of(parts)} on the fullest rank, in the act {act}")
     if world.device.type == "cuda":
         told = f"{answer}, {WHY_TIGHT}" if answer == TIGHT else answer
-        both = f"{need / GIB:.2f} GiB a rank must be there, {comfortable / GIB:.2f} GiB is comfortable"
+        both = (
+            f"{need / GIB:.2f} GiB a rank must be there, {comfortable / GIB:.2f} GiB is comfortable"
+        )
         print0(f"room      {both}; there is {what}: {told}")
     else:
         print0(f"room      {need / GIB:.2f} GiB a rank, reserve included; there is {what}")
@@ -46,8 +48,13 @@ def plan_parts(act: str, parts: dict[str, int], world: World, fix: str, force: b
 
 def needed(parts: dict[str, int], world: World) -> tuple[int, int]:
     """Bytes of a rank's device: (that must be there, that are comfortable); on a CPU without a reserve."""
-    total = sum(parts.values())  # which has the buffers of all-gathers in it, so it is also that of the pools
-    return must_and_comfortable(total, total, world.size) if world.device.type == "cuda" else (total, total)
+    # which has the buffers of all-gathers in it, so it is also that of the pools
+    total = sum(parts.values())
+    return (
+        must_and_comfortable(total, total, world.size)
+        if world.device.type == "cuda"
+        else (total, total)
+    )
 
 
 def estimate_generation(
@@ -61,7 +68,10 @@ def estimate_generation(
     """
     config, size = model.config.get_text_config(), dtype.itemsize
     width, heads = config.hidden_size, config.num_attention_heads
-    experts = [getattr(config, name, None) or 0 for name in ("moe_intermediate_size", "num_experts_per_tok")]
+    experts = [
+        getattr(config, name, None) or 0
+        for name in ("moe_intermediate_size", "num_experts_per_tok")
+    ]
     inner = max(getattr(config, "intermediate_size", None) or 4 * width, math.prod(experts))
     keys = getattr(config, "num_key_value_heads", None) or heads
     keys *= getattr(config, "head_dim", None) or width // heads
@@ -75,7 +85,9 @@ def estimate_generation(
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
-        "cache": 2 * (layers + 1) * rows * (prompt + new) * keys * size,  # one layer's is copied to grow
+        # one layer's is copied to grow
+        "cache": 2 * (layers + 1) * rows * (prompt + new) * keys * size,
         "activations": activations,
-        "logits": rows * config.vocab_size * (size + 4 + 16),  # in fp32 too, sorted, and their order
+        # in fp32 too, sorted, and their order
+        "logits": rows * config.vocab_size * (size + 4 + 16),
     }

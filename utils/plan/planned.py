@@ -38,7 +38,10 @@ class MemoryPlan:
         """
         self.peaks.note("")
         ranks, reserved = zip(*gather(world, (self.peaks.found, self.peaks.reserved)), strict=True)
-        acts, told = {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]}, []
+        acts, told = (
+            {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]},
+            [],
+        )
         for act, size in self.planned.get("acts", {}).items():
             most, planned = acts[act]["measured_bytes"], self.base + size
             if planned:
@@ -102,7 +105,9 @@ def is_tight(planned: dict) -> bool:
     return 2 * planned["device_bytes"] > planned["room_bytes"]
 
 
-def estimate_disk(weights: dict, steps: int, save_every: int, keep: int, optimizer: str = "adamw") -> int:
+def estimate_disk(
+    weights: dict, steps: int, save_every: int, keep: int, optimizer: str = "adamw"
+) -> int:
     """Bytes of the final model and of as many checkpoints as there are at a time.
 
     weights: of the folder that is trained, as open_weights gives them. A checkpoint has fp32 weights and two

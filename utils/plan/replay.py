@@ -25,7 +25,8 @@ class Unit:
     grads: int  # its whole gradients, in that dtype
     reduced: int  # the same, padded, in fp32: what is reduced
     share: int  # this rank's share of them, as it is kept
-    last: int  # the last parameter's whole gradients, which a loop's variable in foreach_reduce holds on to
+    # the last parameter's whole gradients, which a loop's variable in foreach_reduce holds on to
+    last: int
 
 
 def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit], Unit | None]:
@@ -37,7 +38,9 @@ def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit]
     parts = [embedding, *layers] + ([] if embedding.weight is head.weight else [head])
     kept = {model.get_parameter(name) for name in kept_in_fp32(model, setting.dtype)}
     own = {parameter for part in parts for parameter in part.parameters()}
-    rest = _unit([parameter for parameter in model.parameters() if parameter not in own], kept, setting)
+    rest = _unit(
+        [parameter for parameter in model.parameters() if parameter not in own], kept, setting
+    )
     first, *others = (_unit(list(part.parameters()), kept, setting) for part in parts)
     return rest, first, others[: len(layers)], others[-1] if len(others) > len(layers) else None
 
@@ -75,11 +78,14 @@ class Replay:
         self.now = self.most = 0  # bytes of all parts together, and their peak
         self.pools, self.most_of_pools = Counter(), Counter()  # by stream
         self.open: set[str] = set()  # units that are gathered
-        self.fetched: dict[str, int] = {}  # unit -> bytes of an all-gather that is not yet copied out
+        # unit -> bytes of an all-gather that is not yet copied out
+        self.fetched: dict[str, int] = {}
         self.kept_buffer = 0  # of the last all-gather that was
-        self.deferred: dict[str, int] = {}  # unit -> bytes of gradients that wait for the last micro-batch
+        # unit -> bytes of gradients that wait for the last micro-batch
+        self.deferred: dict[str, int] = {}
         self.reduced: set[str] = set()  # units whose share of the gradients is there
-        self.gather_stream = GATHER if setting.shards > 1 else COMPUTE  # on one rank a copy, and no gather
+        # on one rank a copy, and no gather
+        self.gather_stream = GATHER if setting.shards > 1 else COMPUTE
         if not setting.cpu_offload:
             self.add("weights", states.weights)
             self.add("optimizer", states.optimizer)
@@ -150,7 +156,8 @@ class Replay:
         self.free("whole gradients", waiting or unit.grads)
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
-        kept = 0 if name in self.reduced or self.setting.cpu_offload else unit.share  # else added, or copied
+        # else added, or copied
+        kept = 0 if name in self.reduced or self.setting.cpu_offload else unit.share
         self.reduced.add(name)
         stream = ALL_REDUCE if self.setting.replicate > 1 else REDUCE
         self.add("gradients", unit.last)

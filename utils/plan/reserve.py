@@ -75,7 +75,11 @@ def room(world: World) -> tuple[float, float, str]:
         share = host / local_size
         return share, host, f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"
     device = min(gather(world, free_bytes(world.device)))
-    return device, host, f"{device / GIB:.2f} GiB free on a GPU and {host / GIB:.1f} GiB of host memory"
+    return (
+        device,
+        host,
+        f"{device / GIB:.2f} GiB free on a GPU and {host / GIB:.1f} GiB of host memory",
+    )
 
 
 def free_bytes(device: torch.device) -> int:

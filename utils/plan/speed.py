@@ -22,7 +22,8 @@ def seconds(planner, knobs) -> float:
     states, _, stored, gathered, reduced = planner.sizes(knobs)
     flops, moved = cost(planner, knobs)
     passes, shards = (2 if knobs.reshard_after_forward else 1), planner.shards
-    moved += passes * (stored / shards + 3 * gathered)  # cast, gathered, and copied to where they are used
+    # cast, gathered, and copied to where they are used
+    moved += passes * (stored / shards + 3 * gathered)
     computed = knobs.grad_accum * (flops / FLOPS + moved / MEMORY_BYTES)
     computed += 1.5 * reduced / MEMORY_BYTES  # gradients are cast to fp32
     link = planner.link if shards <= planner.local else min(planner.link, ACROSS)

@@ -60,7 +60,9 @@ def sum_of(parts: dict[str, int]) -> str:
     return f"{' + '.join(told)} = {total / unit:.2f} {name}"
 
 
-def estimate_states(model: nn.Module, shards: int, rank: int = 0, optimizer: str = "adamw") -> States:
+def estimate_states(
+    model: nn.Module, shards: int, rank: int = 0, optimizer: str = "adamw"
+) -> States:
     """Bytes on rank `rank` when every parameter is cut along dim 0 over `shards` ranks, as FSDP2 cuts it.
 
     They follow from the parameters' shapes and dtypes, so the model may be on meta, sharded or not. Rows
@@ -80,5 +82,7 @@ def estimate_states(model: nn.Module, shards: int, rank: int = 0, optimizer: str
         if parameter.requires_grad:
             gradients += most * row_bytes
             adamw = 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
-            moments += adamw if optimizer == "adamw" else state_bytes(parameter, optimizer, shards, rank)
+            moments += (
+                adamw if optimizer == "adamw" else state_bytes(parameter, optimizer, shards, rank)
+            )
     return States(weights, gradients, moments)

@@ -64,7 +64,8 @@ class Record:
     sizes: list[int]
     flops: list[int]  # of each product and attention
     moved: list[int]  # bytes of each tensor that another operation reads or writes
-    flop_parts: list[tuple[int, bool]]  # of each: (in which segment, whether in the loss's second chunk)
+    # of each: (in which segment, whether in the loss's second chunk)
+    flop_parts: list[tuple[int, bool]]
     moved_parts: list[tuple[int, bool]]
 
     def trace(self, sizes: numpy.ndarray | None = None) -> Trace:
@@ -80,13 +81,16 @@ class Record:
             start = end
         gone = [0 if k is None else int(sizes[k]) for k in self.inputs]
         back, last = parts["back"], parts["end"][0]
-        if len(back) == len(gone):  # nothing before the blocks trains: the first one's backward is the last
+        # nothing before the blocks trains: the first one's backward is the last
+        if len(back) == len(gone):
             back, last = [*back, last], Segment(0, 0)
         loss_back, *blocks_back = back
         pairs, loss = zip(parts["block"], gone, strict=True), parts["loss"][0]
         blocks = [Segment(block.peak, block.rest - size) for block, size in pairs]
         loss = Segment(loss.peak + gone[-1], loss.rest + gone[-1])  # the last block's goes in here
-        return Trace(self.kinds, parts["to block"][0], blocks, loss, loss_back, blocks_back[::-1], last)
+        return Trace(
+            self.kinds, parts["to block"][0], blocks, loss, loss_back, blocks_back[::-1], last
+        )
 
     def times(self) -> list[int]:
         """How many times a step runs each segment, of which here is one for each kind of block."""
@@ -117,7 +121,9 @@ class LiveBytes(TorchDispatchMode):
             self._meet(tensor, False)  # who was there before is not counted
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # Kernels of experts take other dtypes too; what says so of their shapes does not (torch 2.13).
-            fits = [arg.bfloat16() if getattr(arg, "is_floating_point", bool)() else arg for arg in args]
+            fits = [
+                arg.bfloat16() if getattr(arg, "is_floating_point", bool)() else arg for arg in args
+            ]
             result = func(*fits, **(kwargs or {})).to(args[0].dtype)
         else:
             result = func(*args, **(kwargs or {}))
@@ -131,7 +137,8 @@ class LiveBytes(TorchDispatchMode):
             self.flop_parts.append(part)
         self.moved += moved
         self.moved_parts += [part] * len(moved)
-        if self.flash and (workspace := flash_workspace(func, args, kwargs)):  # comes and goes within
+        # comes and goes within
+        if self.flash and (workspace := flash_workspace(func, args, kwargs)):
             number = len(self.sizes)
             self.sizes.append(workspace)
             self.events += [number, ~number]
@@ -224,7 +231,13 @@ def trace_step(
 
 
 def record_step(
-    model: nn.Module, dtype: torch.dtype, batch: int, seq_len: int, packed=False, bounds=None, flash=False
+    model: nn.Module,
+    dtype: torch.dtype,
+    batch: int,
+    seq_len: int,
+    packed=False,
+    bounds=None,
+    flash=False,
 ) -> Record:
     """What such a step allocates. bounds: the chunks of the loss, of at most three, in place of its own."""
     layers = list(decoder_layers(model))
@@ -313,7 +326,10 @@ def no_packs() -> Iterator[None]:
     """transformers looks into position ids for packed documents. Fake ones have no values, and it prepares
     for the worst, which is a mask.
     """
-    find, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, none
+    find, masking_utils.find_packed_sequence_indices = (
+        masking_utils.find_packed_sequence_indices,
+        none,
+    )
     try:
         yield
     finally:

@@ -61,11 +61,15 @@ def check_replaceable(out: Path, source: Path | None) -> None:
     """A save replaces the whole folder: not the source model's, and none that is not a model's."""
     mine = (os.path.realpath(out), os.path.realpath(out.parent))
     reads = source is not None and os.path.realpath(source) in mine
-    check(not reads, f"{source} is the folder that the model is read from (fix: another --output_dir)")
+    check(
+        not reads, f"{source} is the folder that the model is read from (fix: another --output_dir)"
+    )
     check_not_linked(out)
     free = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
     model = free or (out / "config.json").exists()
-    check(model, f"{out} is no model folder, and a save would replace it (fix: another --output_dir)")
+    check(
+        model, f"{out} is no model folder, and a save would replace it (fix: another --output_dir)"
+    )
 
 
 def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:

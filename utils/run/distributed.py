@@ -7,6 +7,7 @@ machine without a GPU.
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from .process import die_with_parent
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_SECONDS = 600  # that ranks wait for each other
-PATIENT_SECONDS = 7 * 24 * 3600  # and while another machine tokenizes data that this one has tokenized before
+# and while another machine tokenizes data that this one has tokenized before
+PATIENT_SECONDS = 7 * 24 * 3600
 SAY_SECONDS = 30  # between two lines of a rank that waits
 
 
@@ -60,6 +62,8 @@ def init_distributed(alone: bool = False) -> World:
     than GPUs.
     """
     if alone:
+        if _env_int("RANK"):
+            sys.exit(0)  # torchrun started several: the first one does the work, and prints it once
         return ALONE
     give_back_freed_memory()
     rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
@@ -73,7 +77,9 @@ def init_distributed(alone: bool = False) -> World:
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
     local_rank, local_size = _env_int("LOCAL_RANK", rank), _env_int("LOCAL_WORLD_SIZE", size)
     device = _device(local_rank, local_size)
-    if device.type == "cuda" and (line := use_expandable_segments(os.environ, torch.cuda.is_initialized())):
+    if device.type == "cuda" and (
+        line := use_expandable_segments(os.environ, torch.cuda.is_initialized())
+    ):
         print0(line)
     _die_with_launcher()
     world = World(rank, size, local_rank, local_size, device)
@@ -82,10 +88,14 @@ def init_distributed(alone: bool = False) -> World:
         return world
     wait = timedelta(seconds=START_SECONDS)
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives restarts
+        # torchrun's, which outlives restarts
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             _warn_of_shared_store(size, local_size)
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait)
-            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)  # not to meet the dead
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait
+            )
+            # not to meet the dead
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     except dist.DistNetworkError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -168,7 +178,9 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
             said.setdefault(line, []).append(str(rank))
     if patient and world is not ALONE:
         _set_timeouts(START_SECONDS)
-    whose = {line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()}
+    whose = {
+        line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()
+    }
     if said:
         raise ConfigError([whose[line] + line for line in said], agreed=True)
 

@@ -22,12 +22,15 @@ from contextlib import contextmanager
 from .faults import break_at
 
 _act = "parse"
-watchers: list = []  # told of every act: watch.py's, which keeps them, and the one that measures peaks
+# told of every act: watch.py's, which keeps them, and the one that measures peaks
+watchers: list = []
 
 
 # What a terminal obeys or breaks a line at: C0 and C1 but the tab, separators of lines, marks that turn the
 # direction of writing, and half surrogates, which stand for bytes that are no text.
-CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROL = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 LONGEST_LINE = 4000  # characters of an error: a name may be a book
 
 
@@ -35,7 +38,9 @@ def escaped(text: object, keep: str = "") -> str:
     """Text that is safe on a terminal and stays on its line: control characters as \\n, \\r or \\u001b, which
     is what JSON writes. Those in `keep` stay. Escaping twice changes nothing.
     """
-    return CONTROL.sub(lambda found: found[0] if found[0] in keep else _written(found[0]), str(text))
+    return CONTROL.sub(
+        lambda found: found[0] if found[0] in keep else _written(found[0]), str(text)
+    )
 
 
 def _written(character: str) -> str:
@@ -99,7 +104,9 @@ def others_code(what: str, fix: str = "") -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise ConfigError(f"{what}: {reason_of_others(error)}{f' (fix: {fix})' if fix else ''}") from error
+        raise ConfigError(
+            f"{what}: {reason_of_others(error)}{f' (fix: {fix})' if fix else ''}"
+        ) from error
 
 
 def reason_of_others(error: BaseException) -> str:
@@ -144,7 +151,8 @@ def report_errors() -> Iterator[None]:
             _say(late)
         raise
     finally:
-        gc.freeze()  # else Python visits every object of torch and transformers once more, for a second
+        # else Python visits every object of torch and transformers once more, for a second
+        gc.freeze()
 
 
 def _say(error: BaseException) -> None:
@@ -160,7 +168,8 @@ def _say(error: BaseException) -> None:
         sys.exit(2)
     if isinstance(error, KeyboardInterrupt):  # utils/run/signals.py says by which
         name = str(error) or "SIGINT"
-        from .explain import explain_signal  # and with it torch, which the processes that tokenize do without
+        # and with it torch, which the processes that tokenize do without
+        from .explain import explain_signal
 
         explain_signal(name, _act, write_errors)  # returns if nobody is missing
         _leave_word()
@@ -169,7 +178,8 @@ def _say(error: BaseException) -> None:
     if isinstance(error, Exception):
         from .explain import explain
 
-        explain(error, _act, rank(), print_once, write_errors)  # returns where it knows nothing of it
+        # returns where it knows nothing of it
+        explain(error, _act, rank(), print_once, write_errors)
         _leave_word()
         sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
 

@@ -8,7 +8,10 @@ import time
 def break_at(point: str, step: int, rank: int) -> None:
     """FAULT=point:rank:step, and :exit, :memory or :SECONDS; else a kill. Not after an elastic restart."""
     *where, action = (os.environ["FAULT"] + ":::").split(":")[:4]
-    if where != [point, str(rank), str(step)] or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if (
+        where != [point, str(rank), str(step)]
+        or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    ):
         return
     if action == "memory":
         raise MemoryError

@@ -7,7 +7,9 @@ import typing
 
 from .errors import check
 
-SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
 
 
 def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
@@ -28,7 +30,10 @@ def read_value(kind: type, alone: str | None, where: str, text: str) -> str | in
     # int() and float() would read 1_000, fullwidth digits, spaces, nan, and numbers that fit nowhere.
     if kind is int:
         number = re.fullmatch("[+-]?(0|[1-9][0-9]{0,17})", text)
-        check(number, f"{where} takes a whole number in plain digits such as 1000, not '{shown(text)}'")
+        check(
+            number,
+            f"{where} takes a whole number in plain digits such as 1000, not '{shown(text)}'",
+        )
         return int(text)
     if kind is float:
         number = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
@@ -38,7 +43,10 @@ def read_value(kind: type, alone: str | None, where: str, text: str) -> str | in
     choices = typing.get_args(kind)
     if alone and text not in choices and SWITCH.get(text.lower()):
         return alone
-    check(kind is str or text in choices, f"{where} takes one of {', '.join(choices)}; not '{shown(text)}'")
+    check(
+        kind is str or text in choices,
+        f"{where} takes one of {', '.join(choices)}; not '{shown(text)}'",
+    )
     return text
 
 

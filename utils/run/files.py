@@ -122,7 +122,9 @@ def open_own(path: Path | str, mode: str) -> IO:
         file = open(path, mode, opener=own_opener, encoding=encoding)  # noqa: SIM115 - the caller closes it
     except OSError as error:
         check(error.errno != errno.ELOOP, f"{path} {LINK} {UNLINK}")
-        check(error.errno not in (errno.ENXIO, errno.ENODEV), f"{path}: not a regular file {UNLINK}")
+        check(
+            error.errno not in (errno.ENXIO, errno.ENODEV), f"{path}: not a regular file {UNLINK}"
+        )
         raise
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -160,7 +162,8 @@ def check_own_files(out: Path) -> None:
         if entry.name in OWN_FOLDERS:
             check(not entry.is_symlink(), f"{entry.path} {LINK} {UNLINK}")
             check(entry.is_dir(), f"{entry.path}: not a folder {UNLINK}")
-            if entry.name not in ("model", "adapter", "wandb"):  # these are replaced whole; wandb has links
+            # these are replaced whole; wandb has links
+            if entry.name not in ("model", "adapter", "wandb"):
                 _check_tree(entry.path, DEEP)
         elif OWN_FILES.fullmatch(entry.name):
             _check_file(entry)
@@ -215,6 +218,9 @@ def file_inside(folder: Path, name: str) -> Path:
     cached = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
     written = not os.path.isabs(name) and Path(os.path.normpath(root / name)).is_relative_to(root)
     inside = written and (cached or real.is_relative_to(root))
-    check(inside, f"{folder}: {name!r} leads out of the folder, and was not opened (fix: a copy inside it)")
+    check(
+        inside,
+        f"{folder}: {name!r} leads out of the folder, and was not opened (fix: a copy inside it)",
+    )
     check(real.is_file(), f"{folder}: {name} is missing, or not a regular file {AGAIN}")
     return Path(folder) / name

@@ -106,7 +106,9 @@ def start_run(out: Path, cfg: object, planned: dict) -> int:
     return run
 
 
-def write_plan(out: Path, planned: dict, measured: dict | None = None, world: World = ALONE) -> None:
+def write_plan(
+    out: Path, planned: dict, measured: dict | None = None, world: World = ALONE
+) -> None:
     """Write plan.json on rank 0 in one go; `measured` marks the run as finished."""
     if world.rank:
         return
@@ -130,13 +132,16 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
     lock = open_own(free / ".lock", "a+b")
     _claims.enter_context(lock)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel undoes it, however the process ends
+        # the kernel undoes it, however the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(lock.fileno()), os.lstat(lock.name)):
             raise BlockingIOError  # who had it has just removed it
     except BlockingIOError:
         lock.seek(0)
         who = lock.read(LOCK_BYTES).decode(errors="replace") or "another run"
-        raise ConfigError(f"--output_dir {out} is in use by {who} (fix: wait, or another folder)") from None
+        raise ConfigError(
+            f"--output_dir {out} is in use by {who} (fix: wait, or another folder)"
+        ) from None
     except OSError:  # a file system without locks
         pass
     _claims.callback(_quietly, (free / ".lock").unlink)

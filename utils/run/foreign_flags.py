@@ -32,7 +32,8 @@ from .errors import ConfigError, check
 from .fields import SWITCH, shown
 
 SETTING = re.compile(r"--(\w+)(?: (?!--)([\w.,-]+))?")  # "--warmup -1", "--packing"
-PROJECTS = ("llama_recipes", "trl", "llama_factory", "axolotl", "torchtune")  # of equals the first is meant
+# of equals the first is meant
+PROJECTS = ("llama_recipes", "trl", "llama_factory", "axolotl", "torchtune")
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,11 @@ def defaults_note(theirs: Project, given: set[str], fields: dict[str, object]) -
     """
     differ = {}
     for name, value in theirs.defaults.items():
-        same = _chosen({str(fields[name]).lower(): "same"}, str(value).lower()) if name in fields else "none"
+        same = (
+            _chosen({str(fields[name]).lower(): "same"}, str(value).lower())
+            if name in fields
+            else "none"
+        )
         if name not in given and not same:
             differ[name] = str(value).lower()
     if not differ:

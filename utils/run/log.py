@@ -32,14 +32,24 @@ class RunLog:
     (trained_run.py) leaves them out.
     """
 
-    def __init__(self, folder: Path | None, total_steps, log_every=1, trackers=(False, False), done=0, run=1):
-        self.folder, self.total_steps, self.log_every, self.run = folder, total_steps, log_every, run
+    def __init__(
+        self, folder: Path | None, total_steps, log_every=1, trackers=(False, False), done=0, run=1
+    ):
+        self.folder, self.total_steps, self.log_every, self.run = (
+            folder,
+            total_steps,
+            log_every,
+            run,
+        )
         self.trackers = []
         silent = folder is None or not sys.stdout.isatty()
-        self.bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent)
+        self.bar = tqdm(
+            total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent
+        )
         if folder is None:
             return
-        if os.path.lexists(folder / "metrics.jsonl"):  # a last line that a kill cut would spoil the next
+        # a last line that a kill cut would spoil the next
+        if os.path.lexists(folder / "metrics.jsonl"):
             with open_own(folder / "metrics.jsonl", "r+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         if any(trackers):
@@ -55,7 +65,10 @@ class RunLog:
             return
         numbers = {name: value for name, value in numbers.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        with disk_errors(self.folder / "metrics.jsonl"), open_own(self.folder / "metrics.jsonl", "a") as file:
+        with (
+            disk_errors(self.folder / "metrics.jsonl"),
+            open_own(self.folder / "metrics.jsonl", "a") as file,
+        ):
             file.write(json.dumps({"run": self.run, **finite}) + "\n")
         step = numbers.pop("step")
         for tracker in self.trackers:
@@ -64,9 +77,11 @@ class RunLog:
         try:
             self.bar.update(step - self.bar.n)
             if step % self.log_every == 0 or step == self.total_steps or "eval_loss" in numbers:
-                tqdm.write("  ".join([f"step {step}/{self.total_steps}", *shown]))  # above the bar, if any
+                # above the bar, if any
+                tqdm.write("  ".join([f"step {step}/{self.total_steps}", *shown]))
                 sys.stdout.flush()
-        except OSError:  # who read stdout has gone (`| head`, a closed terminal), and the run goes on
+        except OSError:
+            # who read stdout has gone (`| head`, a closed terminal), and the run goes on
             self.bar.disable = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

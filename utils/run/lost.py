@@ -30,7 +30,8 @@ def remember_ranks(rank: int, peers: list[tuple[str, int]]) -> None:
     """peers: `who_am_i()` of every rank. What is counted as killed is counted from here on."""
     global _me, _peers, _store, _kills
     _me, _peers, _store = rank, peers, None
-    with suppress(Exception):  # a connection of our own: one at a time asks, and may wait for others
+    # a connection of our own: one at a time asks, and may wait for others
+    with suppress(Exception):
         _store = dist.distributed_c10d._get_default_store().clone()
     _kills = memory().get("oom_kills")
 

@@ -33,13 +33,16 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int, int | None]:
     Cached files are not in use: the kernel drops them before it kills. root: where proc and sys are. Raises
     OSError where there is no proc, as on macOS.
     """
-    total, free = (numbers(root / "proc/meminfo")[f"Mem{part}:"] * 1024 for part in ("Total", "Available"))
+    total, free = (
+        numbers(root / "proc/meminfo")[f"Mem{part}:"] * 1024 for part in ("Total", "Available")
+    )
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
         v1, inside = "memory" in kinds.split(","), Path(path[1:])
         used, limit, events, prefix = V1 if v1 else V2
         mount = root / "sys/fs/cgroup" / ("memory" if v1 else "")
-        for folder in (mount / part for part in (inside, *inside.parents)):  # a container sees the last alone
+        # a container sees the last alone
+        for folder in (mount / part for part in (inside, *inside.parents)):
             with suppress(OSError, LookupError, ValueError):  # "max" is no number
                 most = int((folder / limit).read_text())
                 if most < total:
@@ -67,7 +70,9 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
     kib = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
     _most_seen = max(_most_seen, int(kib[1]) * 1024)
     return _most_seen

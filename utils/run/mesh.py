@@ -18,7 +18,9 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
     0: what the other leaves. Raises ConfigError where their product is not the number of ranks.
     """
     whole = (replicate or 1) * (shard or 1)
-    given = " x ".join(f"--{n} {size}" for n, size in (("replicate", replicate), ("shard", shard)) if size)
+    given = " x ".join(
+        f"--{n} {size}" for n, size in (("replicate", replicate), ("shard", shard)) if size
+    )
     fits = whole == ranks if replicate and shard else ranks % whole == 0
     check(fits, f"{given} does not divide {ranks} ranks (fix: numbers whose product is {ranks})")
     replicate = replicate or (ranks // shard if shard else 1)

@@ -36,7 +36,12 @@ from .files import CONFIG_BYTES, did_you_mean, read_small_text, replace_file
 
 MOST_LEAVES = 1000  # of a nested key: a file of a few lines may unfold into millions
 
-SHORT = {"batch": "batch_size", "bs": "batch_size", "learning_rate": "lr", "model_name_or_path": "model"}
+SHORT = {
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "learning_rate": "lr",
+    "model_name_or_path": "model",
+}
 
 FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
 
@@ -45,7 +50,8 @@ FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
 class Foreign:
     """What names that a recipe lacks have led to: those of other projects, and those of nobody."""
 
-    implied: dict[str, tuple[str, str | None]] = field(default_factory=dict)  # flag and text by our name
+    # flag and text by our name
+    implied: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # a line for each name that was understood
     problems: list[str] = field(default_factory=list)  # a line for each that was not
     project: object = None  # of foreign_flags.py: whose names were understood
@@ -87,7 +93,9 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
 
 def check_least(cfg: object, **least: int) -> None:
     """Refuse a number below its least value, which is 0 where `least` names no other."""
-    for name, value in ((name, value) for name, value in asdict(cfg).items() if type(value) in (int, float)):
+    for name, value in (
+        (name, value) for name, value in asdict(cfg).items() if type(value) in (int, float)
+    ):
         smallest = least.get(name, 0)
         check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
 
@@ -104,8 +112,14 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str, str | None]]:
     words = list(argv)
     while words:
         word = words.pop(0)
-        check(word not in ("-", "--"), f"a lone {word} has no meaning: every setting is written --name value")
-        check(FLAG.match(word), f"'{shown(word)}' belongs to no flag: every setting is written --name value")
+        check(
+            word not in ("-", "--"),
+            f"a lone {word} has no meaning: every setting is written --name value",
+        )
+        check(
+            FLAG.match(word),
+            f"'{shown(word)}' belongs to no flag: every setting is written --name value",
+        )
         flag, equals, text = word.partition("=")
         if not equals:
             text = words.pop(0) if words and not FLAG.match(words[0]) else None
@@ -116,7 +130,10 @@ def _flags(argv: list[str]) -> Iterator[tuple[str, str, str | None]]:
 def _fire(kinds: dict, flags: dict[str, tuple[str, str]]) -> dict:
     """Values from (flag as written, text) by name; fire calls our reader in place of guessing a type."""
     values = {}
-    flags = {name: (flag, kinds[name][1] if text is None else text) for name, (flag, text) in flags.items()}
+    flags = {
+        name: (flag, kinds[name][1] if text is None else text)
+        for name, (flag, text) in flags.items()
+    }
 
     def collect(**typed):
         values.update(typed)
@@ -145,8 +162,12 @@ def near_setting(
         return f"did you mean {dashes}{positive} false?"
     same = SHORT | (others or {}) | {key: key for key in kinds}
     allowed = (len(name) > 4) + (len(name) > 8)  # edits that are a slip, and no other word
-    close = [other for other in sorted(same.keys() | known) if abs(len(other) - len(name)) <= allowed]
-    near = min(((edits(name, other), other not in same, other) for other in close), default=(3, True, ""))
+    close = [
+        other for other in sorted(same.keys() | known) if abs(len(other) - len(name)) <= allowed
+    ]
+    near = min(
+        ((edits(name, other), other not in same, other) for other in close), default=(3, True, "")
+    )
     ours = same.get(near[2])
     if near[0] > allowed or ours not in kinds:
         return "--help lists them all"
@@ -183,11 +204,17 @@ def help_text(cls: type) -> str:
         lines.append(f"\n{group}")
         for setting, comment in members:
             kind, alone = kinds[setting.name]
-            values = "true|false" if kind is bool else "|".join(typing.get_args(kind)) or kind.__name__
+            values = (
+                "true|false" if kind is bool else "|".join(typing.get_args(kind)) or kind.__name__
+            )
             flag = f"--{setting.name} {values}" if alone is None else f"--{setting.name} [{values}]"
             default = str(setting.default).lower() if kind is bool else setting.default
-            lines.append(f"  {flag:34}  {comment} (default: {'empty' if default == '' else default})")
-    lines.append(f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n")
+            lines.append(
+                f"  {flag:34}  {comment} (default: {'empty' if default == '' else default})"
+            )
+    lines.append(
+        f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n"
+    )
     return "\n".join(lines)
 
 
@@ -230,7 +257,9 @@ def translate_flags(flags: list[tuple], kinds: dict, aliases: str, foreign: Fore
         if name not in kinds:
             settings = _translate(table, theirs, flag, name, text, kinds, foreign)
             if settings is None:
-                foreign.problems.append(f"unknown flag {shown(flag)} ({_hint(table, name, kinds, '--')})")
+                foreign.problems.append(
+                    f"unknown flag {shown(flag)} ({_hint(table, name, kinds, '--')})"
+                )
         ours += [(flag, key, value) for key, value in (settings or {}).items()]
     return ours
 
@@ -241,7 +270,9 @@ def note_defaults(foreign: Foreign, given: set[str], cls: type) -> None:
     """
     fields = {field.name: field.default for field in dataclasses.fields(cls)}
     if "model" in given:
-        foreign.notes += filter(None, [_table("foreign_flags").defaults_note(foreign.project, given, fields)])
+        foreign.notes += filter(
+            None, [_table("foreign_flags").defaults_note(foreign.project, given, fields)]
+        )
 
 
 def _table(aliases: str):
@@ -252,7 +283,9 @@ def _table(aliases: str):
         return None
 
 
-def _translate(table, theirs, at: str, name: str, text: str | None, kinds: dict, foreign: Foreign, **how):
+def _translate(
+    table, theirs, at: str, name: str, text: str | None, kinds: dict, foreign: Foreign, **how
+):
     """Our settings for a name of another project, {} where it means none; None where it is nobody's."""
     if not table:
         return None
@@ -286,7 +319,9 @@ def read_yaml(kinds: dict, path: str, aliases: str = "", foreign: Foreign | None
     try:
         file.stat()
     except FileNotFoundError as error:
-        raise ConfigError(f"config file {said}: {error.strerror}{shown(did_you_mean(file))}") from None
+        raise ConfigError(
+            f"config file {said}: {error.strerror}{shown(did_you_mean(file))}"
+        ) from None
     except (OSError, ValueError):
         pass  # in the words of what reads it
     try:
@@ -294,16 +329,25 @@ def read_yaml(kinds: dict, path: str, aliases: str = "", foreign: Foreign | None
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         at = f"{said}:{error.problem_mark.line + 1}"
-        raise ConfigError(f"{at}: {error.problem}; write `name: value` lines, without tabs") from None
+        raise ConfigError(
+            f"{at}: {error.problem}; write `name: value` lines, without tabs"
+        ) from None
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ConfigError(f"config file {said}: {reason}") from None
-    check(root is None or isinstance(root, yaml.MappingNode), f"{said}: expected lines such as `lr: 1e-4`")
-    entries = [(_name(key), key.start_mark.line + 1, node) for key, node in root.value] if root else []
+    check(
+        root is None or isinstance(root, yaml.MappingNode),
+        f"{said}: expected lines such as `lr: 1e-4`",
+    )
+    entries = (
+        [(_name(key), key.start_mark.line + 1, node) for key, node in root.value] if root else []
+    )
     theirs = None
     if table and any(name not in kinds for name, _, _ in entries):
         entries = [leaf for entry in entries for leaf in _leaves(*entry, table)]
-        foreign_names = [name for name, _, _ in entries if name not in kinds and table.knows(None, name)]
+        foreign_names = [
+            name for name, _, _ in entries if name not in kinds and table.knows(None, name)
+        ]
         theirs = table.find_project(foreign_names) if foreign_names else None
     values = {}
     for name, line, node in entries:
@@ -322,7 +366,9 @@ def read_yaml(kinds: dict, path: str, aliases: str = "", foreign: Foreign | None
             for ours, text in settings.items():
                 twice = f"{at} is {ours} here, which is set before (fix: write one of them)"
                 check(ours not in values, twice)
-                values[ours] = read_value(*kinds[ours], at, kinds[ours][1] if text is None else text)
+                values[ours] = read_value(
+                    *kinds[ours], at, kinds[ours][1] if text is None else text
+                )
     return values
 
 
@@ -352,7 +398,9 @@ def _leaves(name: str, line: int, node: yaml.Node, table) -> list[tuple[str, int
     inside = [item for item in mappings if isinstance(item, yaml.MappingNode)]
     if inside and len(inside) == len(mappings) and table.has_inside(name):
         found: dict[str, tuple[str, int, yaml.Node]] = {}
-        for key, value in itertools.islice((pair for item in inside for pair in item.value), MOST_LEAVES):
+        for key, value in itertools.islice(
+            (pair for item in inside for pair in item.value), MOST_LEAVES
+        ):
             for leaf in _leaves(f"{name}.{_name(key)}", key.start_mark.line + 1, value, table):
                 before = found.get(leaf[0])
                 found[leaf[0]] = (*leaf[:2], _joined([before[2], leaf[2]])) if before else leaf
@@ -367,7 +415,9 @@ def _joined(nodes: list[yaml.Node]) -> yaml.Node:
     for node in nodes:
         if not isinstance(node, yaml.ScalarNode):
             return node
-    values = dict.fromkeys(value for node in nodes for value in node.value.split(",") if not _is_empty(node))
+    values = dict.fromkeys(
+        value for node in nodes for value in node.value.split(",") if not _is_empty(node)
+    )
     return yaml.ScalarNode(nodes[0].tag, ",".join(values), nodes[0].start_mark, nodes[0].end_mark)
 
 
@@ -379,12 +429,21 @@ def divide_global_batch(global_batch_size: int, batch_size: int, grad_accum: int
     at_once = batch_size * ranks
     if not global_batch_size:
         return at_once * max(1, grad_accum), max(1, grad_accum)
-    fits = [b for b in range(1, global_batch_size // ranks + 1) if global_batch_size % (b * ranks) == 0]
+    fits = [
+        b for b in range(1, global_batch_size // ranks + 1) if global_batch_size % (b * ranks) == 0
+    ]
     counts = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
-    fix = f"--batch_size {', '.join(map(str, fits))}" if fits else f"{', '.join(map(str, counts))} ranks"
+    fix = (
+        f"--batch_size {', '.join(map(str, fits))}"
+        if fits
+        else f"{', '.join(map(str, counts))} ranks"
+    )
     micro_batches, rest = divmod(global_batch_size, at_once)
     product = f"--batch_size {batch_size} x {ranks} ranks"
-    check(not rest, f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})")
+    check(
+        not rest,
+        f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})",
+    )
     wanted = f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
     check(grad_accum in (0, micro_batches), f"{wanted} (fix: leave one of them out)")
     return global_batch_size, micro_batches
@@ -395,9 +454,14 @@ def check_adapter_flags(cfg: dict, changed: list[str], lora: list[str]) -> None:
     that are not left at their defaults, of which `lora` are the adapter's.
     """
     adapted, quantized = cfg["lora_rank"] or cfg["adapter"], cfg["quantization"] != "none"
-    for whose, there, fix in ((True, adapted, "lora_rank 16"), (False, quantized, "quantization 8bit")):
+    for whose, there, fix in (
+        (True, adapted, "lora_rank 16"),
+        (False, quantized, "quantization 8bit"),
+    ):
         alone = ", ".join(f"--{name}" for name in changed if (name in lora) == whose)
-        check(there or not alone, f"{alone} without --{fix.split()[0]} changes nothing (fix: --{fix})")
+        check(
+            there or not alone, f"{alone} without --{fix.split()[0]} changes nothing (fix: --{fix})"
+        )
     frozen = f"--quantization {cfg['quantization']} freezes the weights and --lora_rank is 0"
     check(adapted or not quantized, f"{frozen}: nothing would train (fix: --lora_rank 16)")
     plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"

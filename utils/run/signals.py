@@ -16,7 +16,8 @@ from .errors import current_act, print0, watchers, write_errors
 from .explain import explain_signal
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torchrun's, from SIGTERM to SIGKILL
+# torchrun's, from SIGTERM to SIGKILL
+GRACE = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 WAIT = 2  # seconds in which the main thread comes back to Python, if it does
 _received: list[tuple[int, float]] = []  # (number, when)
 _raised = False  # whether a signal has ended what the main thread did
@@ -75,7 +76,8 @@ def _raise(number: int, _: FrameType | None) -> None:
     _raised, begun = True, time.monotonic()
 
     def again(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and time.monotonic() - begun > 0.5:  # a person does not want to wait
+        # a person does not want to wait
+        if number == signal.SIGINT and time.monotonic() - begun > 0.5:
             os._exit(130)
 
     for caught in CAUGHT:

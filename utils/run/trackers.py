@@ -58,7 +58,9 @@ class Careful:
         except Exception as error:  # of a package, a disk, a network
             self.tracker = None
             reason = (str(error).splitlines() or [""])[0][:200]
-            print0(f"warning: the run goes on without {self.kind.__name__}: {type(error).__name__}: {reason}")
+            print0(
+                f"warning: the run goes on without {self.kind.__name__}: {type(error).__name__}: {reason}"
+            )
 
 
 def open_trackers(folder: Path, tensorboard: bool, wandb: bool, done: int) -> list[Careful]:

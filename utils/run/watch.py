@@ -46,9 +46,17 @@ class Acts:
     every second, and writes when 1 % of the memory has come or gone.
     """
 
-    def __init__(self, out: Path, device: torch.device, holds_run: Callable[[Path], bool], ranks: int = 0):
+    def __init__(
+        self, out: Path, device: torch.device, holds_run: Callable[[Path], bool], ranks: int = 0
+    ):
         self.ranks = ranks
-        self.out, self.device, self.holds_run, self.act, self.last = out, device, holds_run, "plan", {}
+        self.out, self.device, self.holds_run, self.act, self.last = (
+            out,
+            device,
+            holds_run,
+            "plan",
+            {},
+        )
         self.run = 1 + newest_run(out)[1].get("run", 0)
         self.begun, self.lock, self.over = time.monotonic(), Lock(), Event()
 
@@ -72,7 +80,13 @@ class Acts:
             if ended:
                 self.over.set()
             seconds, last = round(time.monotonic() - self.begun, 1), self.last
-            line = {"run": self.run, "act": self.act, "time": seconds, **memory(self.device), **ended}
+            line = {
+                "run": self.run,
+                "act": self.act,
+                "time": seconds,
+                **memory(self.device),
+                **ended,
+            }
             if not last:  # what helps depends on them
                 flags = settings() or {}
                 line["flags"] = {name: flags[name] for name in NAMES if name in flags}
@@ -83,7 +97,8 @@ class Acts:
                 return
             self.last = line
             with open_own(self.out / "acts.jsonl", "a+b") as file:
-                cut = file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"  # by a kill
+                # by a kill
+                cut = file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
                 file.write(b"\n" * bool(cut) + json.dumps(line).encode() + b"\n")
 
     def _look(self) -> None:

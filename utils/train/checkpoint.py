@@ -82,7 +82,9 @@ class CheckpointSaver:
         tensors = checkpoint_tensors(model, optimizer)
         tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
         if not self.needed_bytes:
-            self.needed_bytes = all_reduce_sum(sum(local(t).nbytes for t in tensors.values()), self.world)
+            self.needed_bytes = all_reduce_sum(
+                sum(local(t).nbytes for t in tensors.values()), self.world
+            )
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
         self.writer = _Writer(temporary, final, state, self.keep, int(self.needed_bytes))
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
@@ -113,7 +115,9 @@ class CheckpointSaver:
             (cause, _), *_ = error.failures.values()
             fix = "(fix: make room, or another --output_dir)"
             text = f"{self.writer.final} cannot be written: {reason_of(error)} {fix}"
-            raise ConfigError(str(cause) if isinstance(cause, ConfigError) else text, agreed=True) from error
+            raise ConfigError(
+                str(cause) if isinstance(cause, ConfigError) else text, agreed=True
+            ) from error
         finally:
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
@@ -130,8 +134,14 @@ def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
     for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
         tensors[f"model.{name}"] = parameter  # DCP detaches it
         if not optimizer.state[parameter]:
-            moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+            moments = {
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                **moments,
+            }
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
@@ -158,7 +168,11 @@ def rng_state(device: torch.device) -> torch.Tensor:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were published, the oldest first; file times say nothing, leftovers do not count."""
-    found = [p for p in folder.iterdir() if re.fullmatch(r"step_[0-9]{8}", p.name)] if folder.is_dir() else []
+    found = (
+        [p for p in folder.iterdir() if re.fullmatch(r"step_[0-9]{8}", p.name)]
+        if folder.is_dir()
+        else []
+    )
     return sorted(p for p in found if (p / "manifest.json").is_file())
 
 
@@ -166,7 +180,8 @@ def point_to(final: Path) -> None:
     """Let folder/latest name a checkpoint: for people and scripts, since a resume looks for itself."""
     temporary = final.with_name(f".tmp_latest_{secrets.token_hex(4)}")
     _write(temporary, final.name + "\n")
-    os.replace(temporary, final.with_name("latest"))  # a link in its place goes; what it means stays
+    # a link in its place goes; what it means stays
+    os.replace(temporary, final.with_name("latest"))
     sync_path(final.parent)
 
 
@@ -186,7 +201,11 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = _HashingFiles(state["step"])
         self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
-        self.started, self.seconds, self.step_seconds = time.monotonic(), 0.0, state.get("step_seconds", 0.0)
+        self.started, self.seconds, self.step_seconds = (
+            time.monotonic(),
+            0.0,
+            state.get("step_seconds", 0.0),
+        )
 
     def prepare_local_plan(self, plan):
         """What can be refused before anything is written."""
@@ -201,7 +220,8 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan, planner) -> torch.futures.Future:
         """This rank's tensors; its digests travel to rank 0 with the results."""
         try:
-            with serialization.patch("save.compute_crc32", False):  # of torch.save: there is a SHA-256
+            # of torch.save: there is a SHA-256
+            with serialization.patch("save.compute_crc32", False):
                 results = super().write_data(plan, planner).value()
         except Exception as error:  # torch.save hides the system's error behind its own
             raise self.fs.failed or error from None
@@ -219,7 +239,9 @@ class _Writer(dcp.FileSystemWriter):
         _write(self.path / "state.json", self.state_text)
         text = self.state_text.encode()
         files["state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        _write(self.path / "manifest.json", json.dumps({"step": self.step, "files": files}, indent=1))
+        _write(
+            self.path / "manifest.json", json.dumps({"step": self.step, "files": files}, indent=1)
+        )
         sync_path(self.path)
         fault("rename", self.step)
         os.rename(self.path, self.final)
@@ -295,7 +317,11 @@ def _retire(final: Path, keep: int) -> None:
     """Remove all but the newest `keep` up to `final`, and what killed saves left behind. What somebody reads
     stays until a later save.
     """
-    older = [path for path in complete_checkpoints(final.parent) if path < final and not path.is_symlink()]
+    older = [
+        path
+        for path in complete_checkpoints(final.parent)
+        if path < final and not path.is_symlink()
+    ]
     with suppress(OSError):  # what cannot be removed must not stop the training
         for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
             with open(path / "manifest.json", "r+b", buffering=0) as manifest:

@@ -15,7 +15,9 @@ OptimizerName = Literal[
 ]
 
 
-def build_optimizer(model: nn.Module, lr: float, weight_decay: float, name="adamw") -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, lr: float, weight_decay: float, name="adamw"
+) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over what trains, fused; norms and biases, the 1-D
     parameters, do not decay. Or one of optim_8bit's CLASSES by name.
 
@@ -65,21 +67,35 @@ def stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world) -
     """All ranks stop together, before the optimizer touches a weight; in fp16 after 20 gradients in a row."""
     if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < skipped < 20):
         return
-    mine = [row for value, b in zip(losses, batches, strict=True) if not value.isfinite() for row in b.where]
-    found = [f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows]
+    mine = [
+        row
+        for value, b in zip(losses, batches, strict=True)
+        if not value.isfinite()
+        for row in b.where
+    ]
+    found = [
+        f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows
+    ]
     where = "; ".join(found) or "every loss is finite, a gradient is not"
-    text = f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); no weight was changed"
+    text = (
+        f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); no weight was changed"
+    )
     raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
 
 
-def check_packages(attn: str, optimizer: str, tensorboard: bool, wandb: bool, dtype: str, gpu: str) -> None:
+def check_packages(
+    attn: str, optimizer: str, tensorboard: bool, wandb: bool, dtype: str, gpu: str
+) -> None:
     """Raise ConfigError when a package that was asked for is not installed, or cannot work in this dtype or
     without a GPU, whose name is `gpu`.
     """
     for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
         spec = find_spec(name) if wanted else None
         # A folder named wandb, left by an earlier run, is found as well, but has no origin.
-        check(not wanted or (spec and spec.origin), f"--{name} needs a package (fix: pip install {name})")
+        check(
+            not wanted or (spec and spec.origin),
+            f"--{name} needs a package (fix: pip install {name})",
+        )
     if attn == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ..model.pieces import local, rows_of_full_shard
 from ..run.errors import ConfigError, print0
 
-BLOCK, LEAST_8BIT = 256, 4096  # elements with one scale; parameters with fewer elements keep fp32 moments
+# elements with one scale; parameters with fewer elements keep fp32 moments
+BLOCK, LEAST_8BIT = 256, 4096
 CLASSES = {
     "adamw_8bit": "AdamW8bit",
     "lion_8bit": "Lion8bit",
@@ -34,7 +35,8 @@ CLASSES = {
 
 def import_bitsandbytes(name: str) -> ModuleType:
     """The package that `--optimizer name` needs; raises ConfigError where it is missing."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel on every rank
+    # it warns of an optional kernel on every rank
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         import bitsandbytes
     except ImportError as error:
@@ -66,9 +68,14 @@ class ShardedBnb(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], lr: float, name: str):
         self.bnb = import_bitsandbytes(name)
-        self.kind = name.removeprefix("paged_") if "8bit" in name else name  # of state, as checkpoints say
-        super().__init__(groups, {"lr": lr, "betas": (0.9, 0.99) if "lion" in name else (0.9, 0.95)})
-        self.parts = {p: _part(p.shape, *_shard(p)) for group in self.param_groups for p in group["params"]}
+        # of state, as checkpoints say
+        self.kind = name.removeprefix("paged_") if "8bit" in name else name
+        super().__init__(
+            groups, {"lr": lr, "betas": (0.9, 0.99) if "lion" in name else (0.9, 0.95)}
+        )
+        self.parts = {
+            p: _part(p.shape, *_shard(p)) for group in self.param_groups for p in group["params"]
+        }
         device = next(iter(self.parts)).device
         self.paged = name.startswith("paged") and device.type == "cuda"
         if name.startswith("paged") and not self.paged:
@@ -76,8 +83,13 @@ class ShardedBnb(torch.optim.Optimizer):
         signs = (True, False)[: _moments(name)]  # a second moment is never negative
         self.maps = [self.bnb.functional.create_dynamic_map(sign).to(device) for sign in signs]
         self.cuts = {p: _cuts(part, _is_8bit(name, p)) for p, part in self.parts.items()}
-        self.views = {p: [nn.Parameter(_flat(p)[cut]) for cut in cuts] for p, cuts in self.cuts.items()}
-        groups = [{**g, "params": [v for p in g["params"] for v in self.views[p]]} for g in self.param_groups]
+        self.views = {
+            p: [nn.Parameter(_flat(p)[cut]) for cut in cuts] for p, cuts in self.cuts.items()
+        }
+        groups = [
+            {**g, "params": [v for p in g["params"] for v in self.views[p]]}
+            for g in self.param_groups
+        ]
         self.inner = getattr(self.bnb.optim, CLASSES[name])(groups)
         for parameter in self.parts:
             self.state[parameter] = self._new_state(parameter)
@@ -92,7 +104,8 @@ class ShardedBnb(torch.optim.Optimizer):
                 self.state[parameter]["step"] += 1
                 weights, gradients = _flat(parameter), _flat(parameter.grad.contiguous())
                 for view, cut in zip(self.views[parameter], self.cuts[parameter], strict=True):
-                    view.data, view.grad = weights[cut], gradients[cut]  # anew: model.to() moves them
+                    # anew: model.to() moves them
+                    view.data, view.grad = weights[cut], gradients[cut]
                     self.inner.state[view]["step"] = steps
         self.inner.step()
         self.inner.zero_grad()
@@ -100,7 +113,9 @@ class ShardedBnb(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         raise NotImplementedError("the state is loaded in place, by checkpoint.load_checkpoint")
 
-    def other_scales(self, tensors: dict[str, torch.Tensor], saved: dict) -> dict[str, torch.Tensor]:
+    def other_scales(
+        self, tensors: dict[str, torch.Tensor], saved: dict
+    ) -> dict[str, torch.Tensor]:
         """By name, room for the scales that another number of shards has saved in another shape.
 
         tensors: what will be loaded; saved: DCP's metadata; both by name. After the load comes take_scales.
@@ -154,8 +169,12 @@ class ShardedBnb(torch.optim.Optimizer):
     def _new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Zeros; each view's part of them is the state that bitsandbytes would make for it."""
         local, shape, part = _flat(parameter), parameter.shape, self.parts[parameter]
-        is_8bit, rows = _is_8bit(self.kind, parameter), shape[0] if _rows_are_blocks(shape) else part.shards
-        zeros = self.inner.get_state_buffer if self.paged else torch.zeros_like  # small ones are not paged
+        is_8bit, rows = (
+            _is_8bit(self.kind, parameter),
+            shape[0] if _rows_are_blocks(shape) else part.shards,
+        )
+        # small ones are not paged
+        zeros = self.inner.get_state_buffer if self.paged else torch.zeros_like
         state = {"step": torch.zeros(())}
         for i, values in enumerate(self.maps, start=1):
             moment = zeros(local, dtype=torch.uint8 if is_8bit else torch.float32)

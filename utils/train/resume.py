@@ -36,7 +36,15 @@ from .checkpoint import (
 )
 
 PLAIN = (str, int, float, bool, type(None))  # what a setting is
-TEXTS = ("model", "tokenizer", "dataset", "adapter", "chat_template", "lora_targets", "modules_to_save")
+TEXTS = (
+    "model",
+    "tokenizer",
+    "dataset",
+    "adapter",
+    "chat_template",
+    "lora_targets",
+    "modules_to_save",
+)
 METADATA_BYTES = 2**29  # of what describes the tensors; 40 MB for 100,000 of them on 64 ranks
 SAFE_NAMES = {
     "pathlib": "PosixPath",
@@ -62,8 +70,11 @@ def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None
         check(cfg.resume != "none" or not holds_run(out), fix)
         finished, global_batch = finished_at(out)
         if finished:
-            saved = load_config(type(cfg), max(out.glob("config*.yaml"), default=out / "config.yaml"))
-            same = ("output_dir", "resume", "log_every")  # with others the finished run would be the same
+            saved = load_config(
+                type(cfg), max(out.glob("config*.yaml"), default=out / "config.yaml")
+            )
+            # with others the finished run would be the same
+            same = ("output_dir", "resume", "log_every")
             if divides_alike(cfg, global_batch, world.size):
                 same += ("batch_size", "grad_accum", "global_batch_size")
             changed = differences(asdict(saved), asdict(cfg), but=same)
@@ -76,8 +87,11 @@ def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None
         return None, {}, 0
     with together(world):
         state = read_state(checkpoint)
-        now = {name: fact for name, fact in facts.items() if name in state}  # a newer transformers has more
-        now["optimizer"] = cfg.optimizer.removeprefix("paged_") if "8bit" in cfg.optimizer else cfg.optimizer
+        # a newer transformers has more
+        now = {name: fact for name, fact in facts.items() if name in state}
+        now["optimizer"] = (
+            cfg.optimizer.removeprefix("paged_") if "8bit" in cfg.optimizer else cfg.optimizer
+        )
         if cfg.global_batch_size:  # else the checkpoint says it
             now["global_batch_size"] = cfg.global_batch_size
         changed = differences(state, now, but=("data",) if cfg.allow_new_data else ())
@@ -85,8 +99,12 @@ def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None
         check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
         if changed := differences(state["config"], asdict(cfg), but=("resume",)):
             print0(f"changed   since the checkpoint: {changed}")
-        later = [p.name for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
-        again = f"{out} goes on to {''.join(later[-1:])}, which a run from {checkpoint.name} would redo"
+        later = [
+            p.name for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name
+        ]
+        again = (
+            f"{out} goes on to {''.join(later[-1:])}, which a run from {checkpoint.name} would redo"
+        )
         check(not later, f"{again} (fix: another --output_dir)")
     return checkpoint, state, 0
 
@@ -111,12 +129,18 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
             at_end(held.close)  # its own run may go on, and would remove it
     damaged: dict[Path, str] = {}
     for checkpoint in broadcast(world, found):
-        said = sorted({text for text in gather(world, damage(checkpoint, world.rank, world.size)) if text})
+        said = sorted(
+            {text for text in gather(world, damage(checkpoint, world.rank, world.size)) if text}
+        )
         if not said:
             break
         damaged[checkpoint] = "; ".join(said)
     else:
-        fix = "--resume with another checkpoint" if resume != "auto" else "another --output_dir starts anew"
+        fix = (
+            "--resume with another checkpoint"
+            if resume != "auto"
+            else "another --output_dir starts anew"
+        )
         every = "; ".join(damaged.values())
         if damaged:
             raise ConfigError(f"no sound checkpoint: {every} (fix: {fix})", agreed=True)
@@ -134,8 +158,12 @@ def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
     """What is wrong with this rank's share of a checkpoint's files; "" where all is as it was written."""
     try:
         files = json.loads(read_small_file(checkpoint / "manifest.json", INDEX_BYTES))["files"]
-        expected = [(name, int(file["bytes"]), str(file["sha256"])) for name, file in sorted(files.items())]
-        inside = {".metadata", "state.json"} <= files.keys() and not any("/" in name for name in files)
+        expected = [
+            (name, int(file["bytes"]), str(file["sha256"])) for name, file in sorted(files.items())
+        ]
+        inside = {".metadata", "state.json"} <= files.keys() and not any(
+            "/" in name for name in files
+        )
     except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         inside = False
     if not inside:
@@ -170,7 +198,10 @@ def finished_at(out: Path) -> tuple[int, int]:
     except (ValueError, AttributeError, RecursionError):
         raise ConfigError(f"{path}: not JSON, or not a plan {fix}") from None
     for value in (steps, global_batch):
-        check(type(value) is int and value >= 0, f"{path}: measured: {str(value)[:40]} is no count {fix}")
+        check(
+            type(value) is int and value >= 0,
+            f"{path}: measured: {str(value)[:40]} is no count {fix}",
+        )
     return steps, global_batch
 
 
@@ -208,7 +239,10 @@ def read_state(path: Path) -> dict:
     plain = isinstance(settings, dict) and all(type(v) in PLAIN for v in settings.values())
     check(plain, f"{path} is not a complete checkpoint: state.json: config: no plain settings")
     odd = [name for name in TEXTS if not isinstance(settings.get(name, ""), str)]
-    check(not odd, f"{path} is not a complete checkpoint: state.json: config: no text: {', '.join(odd)}")
+    check(
+        not odd,
+        f"{path} is not a complete checkpoint: state.json: config: no text: {', '.join(odd)}",
+    )
     return state
 
 
@@ -222,15 +256,22 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
     with together(world):
         state, saved = read_state(path), reader.read_metadata().state_dict_metadata
         was, now = state.get("optimizer", "adamw"), getattr(optimizer, "kind", "adamw")
-        check(was == now, f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)")
+        check(
+            was == now,
+            f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)",
+        )
         # Scales of 8-bit state that another number of ranks saved in other shapes.
         tensors |= getattr(optimizer, "other_scales", lambda *_: {})(tensors, saved)
         rng = {name for name in saved if name.startswith("rng.")}
         saved = {name: entry for name, entry in saved.items() if name not in rng}
         old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
         new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
-        differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-        first = first_five([f"{n} {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in differ])
+        differ = [
+            name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)
+        ]
+        first = first_five(
+            [f"{n} {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in differ]
+        )
         check(not differ, f"{path} is of another model, then -> now: {first} (fix: --resume none)")
     if len(rng) == world.size:  # else they start from the seed
         tensors[f"rng.{world.rank}"] = torch.zeros(RNG_BYTES, dtype=torch.uint8)
@@ -267,7 +308,9 @@ class Reader(dcp.FileSystemReader):
                 raise ValueError("it points outside its folder")
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # a damaged pickle fails in every way there is
-            raise ConfigError(f"{file} is damaged or foreign: {type(error).__name__}: {error}") from None
+            raise ConfigError(
+                f"{file} is damaged or foreign: {type(error).__name__}: {error}"
+            ) from None
         return metadata
 
 

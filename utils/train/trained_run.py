@@ -36,7 +36,9 @@ def _is_switch(value: object) -> bool:
 
 # Setting -> (is a value good, what it has to be).
 SETTINGS: dict[str, tuple[Callable, str]] = {
-    **dict.fromkeys(("model", "tokenizer", "chat_template", "adapter"), (_is_text, "a line of text")),
+    **dict.fromkeys(
+        ("model", "tokenizer", "chat_template", "adapter"), (_is_text, "a line of text")
+    ),
     **dict.fromkeys(("lora_targets", "lora_init", "modules_to_save"), (_is_text, "a line of text")),
     **dict.fromkeys(("lora_alpha", "lora_dropout"), (_is_number, "a finite number")),
     **dict.fromkeys(("use_rslora", "use_dora"), (_is_switch, "true or false")),
@@ -96,7 +98,9 @@ def is_complete(path: Path) -> bool:
 def was_removed(path: Path) -> str:
     """The line for a checkpoint that is gone though it was there."""
     fix = "start again: the newest is taken; or a larger --keep for that run"
-    return f"{path} was removed while it was read: its run keeps only newer checkpoints (fix: {fix})"
+    return (
+        f"{path} was removed while it was read: its run keeps only newer checkpoints (fix: {fix})"
+    )
 
 
 def check_settings(file: Path, run: object) -> dict:
@@ -138,7 +142,9 @@ def check_weights(path: Path, model: nn.Module) -> None:
         check(is_complete(path), was_removed(path))
         raise
     old = {name: tuple(entry.size) for name, entry in saved.items() if name.startswith("model.")}
-    new = {f"model.{name}": tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    new = {
+        f"model.{name}": tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad
+    }
     differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     fix = "the --model it was trained from"
     check(not differ, f"{path} is of another model: {first_five(differ)} (fix: {fix})")
@@ -146,7 +152,9 @@ def check_weights(path: Path, model: nn.Module) -> None:
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into a model that is allocated, however it is cut; no optimizer state."""
-    trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    trained = {
+        f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad
+    }
     try:
         dcp.load(trained, storage_reader=Reader(path))
     except CheckpointException as error:  # DCP raises it on all ranks
