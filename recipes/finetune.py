@@ -9,10 +9,10 @@ Without --model and --dataset it teaches the tiny model in recipes/tiny a task t
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
-import math
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,32 +21,21 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 
 from utils.data.batches import GlobalBatches
-from utils.data.examples import load_data, print_data, write_bad_rows
+from utils.data.examples import FormName, Rows, load_data, longest_row, print_data, write_bad_rows
 from utils.data.packing import PackedBatches
 from utils.data.positions import check_positions
 from utils.data.show_data import show_data, show_masks
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.activations import recompute_activations
 from utils.model.attention import check_packing, wants_flat_packs
-from utils.model.folder import (
-    check_vocab,
-    find_model,
-    open_weights,
-    quiet_transformers,
-    read_config,
-    run_facts,
-)
+from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import (
-    add_chunked_loss,
-    check_chunked_loss,
-    held_out_loss,
-    summed_cross_entropy,
-)
+from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
+from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
 from utils.model.sharding import DTYPES, decoder_layers, settle_dtype, shard_model, sync_gradients
-from utils.model.verify import check_hashes
-from utils.plan.planned import estimate_disk, plan_memory
+from utils.plan.memory import plan_memory
+from utils.plan.planned import Knobs, Workload, estimate_disk, fitted_before
 from utils.run.disk import check_space
 from utils.run.distributed import (
     agree,
@@ -57,32 +46,29 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import act, check, fault, print0, report_errors
-from utils.run.folder import claim_output, holds_run, releases_output, start_run, write_plan
+from utils.run.folder import claim_output, releases_output, start_run, write_plan
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
-from utils.run.mesh import build_mesh, mesh_axes, mesh_sentence
-from utils.run.settings import check_adapter_flags, check_least, divide_global_batch, parse_cli
+from utils.run.mesh import build_mesh, data_place, mesh_axes, mesh_sentence
+from utils.run.settings import BatchSizes, check_least, parse_cli, pick
 from utils.run.signals import stop_after_step, stop_asked, stop_at_once, warn_of_grace
-from utils.run.units import IGNORE
+from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.flops import mfu
 from utils.train.optim import (
     OptimizerName,
     build_optimizer,
     check_packages,
-    clip_gradients,
     learning_rate,
+    state_kind,
     stop_if_not_finite,
+    take_step,
 )
 from utils.train.profiling import start_profiler
-from utils.train.resume import load_checkpoint, previous_run
+from utils.train.resume import continue_run, load_checkpoint
 
 TINY = Path(__file__).resolve().parent / "tiny"
-LORA = "lora_rank lora_alpha lora_targets lora_dropout lora_init use_rslora use_dora modules_to_save".split()
-FIXED = ("seed", "param_dtype", "packing", *LORA)  # settings that a resume may not change
-QUANTIZED = ("int8_mode", "quantize_head", "keep_experts_16bit")
-# for flags left at their defaults
-TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}
+TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # if not given
 
 
 @dataclass
@@ -94,8 +80,7 @@ class Config:
     verify: str = ""  # file of SHA-256 sums, as sha256sum writes it, to check the weights' files
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    # of rows
-    format: Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text", "tokens"] = "auto"
+    format: FormName = "auto"  # of rows
     columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
@@ -173,14 +158,11 @@ class Config:
         check_least(self, batch_size=1, epochs=1, seq_len=2, warmup=-1, timeout=1)
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        changed = [n for n in (*LORA, *QUANTIZED) if getattr(self, n) != getattr(Config, n)]
-        check_adapter_flags(asdict(self), changed, LORA)
-        check(
-            not (self.eval_dataset and self.eval_share),
-            "--eval_dataset or --eval_share? (fix: give one)",
-        )
-        here = self.model and self.dataset or (TINY / "config.json").exists()
-        check(here, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
+        check_adapter_flags(pick(Lora, self), pick(Quant, self), self.param_dtype)
+        both = self.eval_dataset and self.eval_share
+        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
+        given = (self.model and self.dataset) or (TINY / "config.json").exists()
+        check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
 
 
 @releases_output
@@ -191,64 +173,79 @@ def main(cfg: Config) -> Path | None:
     # --- world: who am I, who are the others ------------------------------------------------------
     act("world")
     world = init_distributed(alone=cfg.check)
-
-    # --- plan: everything that can fail cheaply fails here ----------------------------------------
-    act("plan")
     with together(world):
         axes = mesh_axes(world.ranks, cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
-    folder = find_model(cfg.model, world, cfg.trust_remote_code)
-    other = cfg.tokenizer and find_model(cfg.tokenizer, world, cfg.trust_remote_code)
-    with together(world, patient=True):
-        config = read_config(folder, cfg.trust_remote_code)
-        weights = open_weights(folder)
-        if cfg.verify:
-            check_hashes({info.file for info in weights.values()}, cfg.verify, world)
-        tokenizer = load_tokenizer(other or folder, cfg.chat_template, cfg.trust_remote_code)
-        check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        examples, held_out = load_data(vars(cfg), tokenizer, progress=world.rank == 0)
-        structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
+
+    # --- folder: the model's, the run's, and what an earlier start left there ---------------------
+    act("folder")
+    trust = cfg.trust_remote_code
+    source = open_model(cfg.model, world, trust, cfg.verify)
+    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
+    with together(world):
+        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+        check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
+        structure = (source.config, DTYPES[cfg.param_dtype], cfg.attn, trust)
         model = build_model(*structure)  # on meta
-        pieces = plan_pieces(model, weights, folder)  # checkpoint tensor -> its place in the model
+        pieces = plan_pieces(model, source.weights, source.folder)
+    if not cfg.show_masks:
+        out = claim_output(cfg.output_dir, "finetune", world, source.folder, watch=not cfg.check)
+        with together(world):
+            fitted = fitted_before(out) if cfg.fit else {}  # what --fit found, stays
+            cfg = replace(cfg, **fitted)
+        earlier = continue_run(out, cfg.resume, cfg, pick(BatchSizes, cfg), world)
+        if earlier.finished:
+            print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
+            return out
+
+    # --- data: every row is read, checked and tokenized -------------------------------------------
+    act("data")
+    with together(world, patient=True):
+        examples, held_out = load_data(pick(Rows, cfg), tokenizer, progress=world.rank == 0)
         check_positions(model, cfg.seq_len, examples, held_out)
     if cfg.show_masks:
         return show_masks(examples, tokenizer, cfg.show_masks)
+
+    # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
+    act("plan")
     with together(world):
-        plan = plan_memory(
-            structure, DTYPES[cfg.dtype], axes["shard"], world, vars(cfg), examples, held_out
-        )
+        workload = pick(
+            Workload, cfg, structure=structure, dtype=DTYPES[cfg.dtype], shards=axes["shard"],
+            ranks=world.ranks, seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
+            lora=pick(Lora, cfg), quant=pick(Quant, cfg),
+        )  # fmt: skip
+        plan = plan_memory(workload, pick(Knobs, cfg), world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora = bool(cfg.lora_rank or cfg.adapter)
-    facts = {n: getattr(cfg, n) for n in FIXED} | run_facts(config, weights, examples.fingerprint)
+    lora, quant = pick(Lora, cfg), pick(Quant, cfg)
+    facts = {"seed": cfg.seed, "param_dtype": cfg.param_dtype, "packing": cfg.packing}
+    facts |= {**lora.flags(), "optimizer": state_kind(cfg.optimizer)}
+    facts |= run_facts(source.config, source.weights, examples.fingerprint)
     agree(world, facts, "files")
-    out = claim_output(cfg.output_dir, "finetune", world, folder, watch=not cfg.check)
-    checkpoint, state, finished, names = None, {}, 0, None  # names: of what adapters have renamed
-    if holds_run(out) or cfg.resume not in ("auto", "none"):
-        checkpoint, state, finished = previous_run(cfg, out, facts, world)
-    if finished:
-        print0(f"{out} is finished: already at step {finished}, nothing to do")
-        return out
     with together(world):
-        wanted = state.get("global_batch_size") or cfg.global_batch_size
-        global_batch, micro_batches = divide_global_batch(
-            wanted, cfg.batch_size, cfg.grad_accum, world.ranks
-        )
-        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
-        loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        earlier.check_facts({**facts, "global_batch_size": wanted}, cfg.allow_new_data)
+        sizes = pick(BatchSizes, cfg, global_batch_size=wanted)
+        data_rank, data_ranks = data_place(world, axes)
+        global_batch, micro_batches = sizes.divide(data_ranks)
+        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
         if cfg.packing:
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
+        else:
+            loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+        if held_out:
+            eval_loader = GlobalBatches(held_out, cfg.seed, cfg.batch_size * data_ranks, *shares)
         steps = cfg.steps or cfg.epochs * loader.per_epoch
-        disk = 0 if lora else estimate_disk(weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
-    check_space(out, disk, world)
-    warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
-    print0(f"model     {cfg.model}: {(config.architectures or ['?'])[0]}, {len(weights)} tensors")
+        warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
+        disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+    check_space(out, 0 if lora else disk, world)
+    print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
-    parts = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
+    text = f"{cfg.batch_size} rows x {data_ranks} ranks x {micro_batches} micro-batches"
     print0(
-        f"batch     {global_batch} = {parts}; {steps} steps, rows of at most {cfg.seq_len} tokens"
+        f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(plan.text, ready=True)
@@ -256,26 +253,24 @@ def main(cfg: Config) -> Path | None:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp and not cfg.check:
-        model = build_model(*structure, whole=folder)
+        model = build_model(*structure, whole=source.folder)
+    names = None  # of what adapters rename
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
-        flags = {name: (getattr(cfg, name), getattr(Config, name)) for name in LORA}
-        how = {"int8_mode": cfg.int8_mode, "head": cfg.quantize_head}
-        how |= {"quantization": cfg.quantization, "keep_experts_16bit": cfg.keep_experts_16bit}
         with together(world):
-            adapters, names = adapt(model, cfg.adapter, flags, DTYPES[cfg.dtype], **how)
+            adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
     if cfg.check:
         return show_data(examples, held_out, loader)
     add_chunked_loss(model)
-    if cfg.activation_checkpointing != "none":
-        recompute_activations(model, cfg.activation_checkpointing)
+    recompute_activations(model, cfg.activation_checkpointing)
     if cfg.compile:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
+    checkpoint = earlier.checkpoint
     print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
-    over = f"{'frozen' if lora else cfg.param_dtype} weights; attention {model.config._attn_implementation}"
-    print0(f"compute   {cfg.dtype} over {over}")
+    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
+    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
@@ -300,124 +295,96 @@ def main(cfg: Config) -> Path | None:
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
     optimizer = build_optimizer(model, cfg.lr, cfg.weight_decay, cfg.optimizer)
-    # else it does nothing
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
-
-    # --- data: which rows this rank sees, and when ------------------------------------------------
-    act("data")
-    eval_loader = held_out and GlobalBatches(
-        held_out, cfg.seed, cfg.batch_size * world.size, *shares
-    )
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
-    first, skipped = 0, 0  # skipped: steps in a row that fp16 left out
+    first = 0
     if checkpoint:
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # {}: it was not fp16
-        warn_of_grace(state["step_seconds"], state["save_seconds"])
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+        warn_of_grace(earlier.state["step_seconds"], earlier.state["save_seconds"])
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
     act("train")
     model.train()
-    saver = CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save)
     run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
-    log = RunLog(
-        out if run else None, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run
-    )
-    profiler = None
-    if cfg.profile:
-        profiler = start_profiler(out / "profile", world, first, steps)
+    profiler = start_profiler(out / "profile", world, first, steps) if cfg.profile else None
     stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
-    for step in range(first, steps):
-        started = time.monotonic()
-        fault("step", step)
-        # so that dropout resumes exactly
-        set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)
-        batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
-        trained = all_reduce_sum(sum(int((b.labels != IGNORE).sum()) for b in batches), world)
-        losses = []
-        for i, batch in enumerate(batches):
-            sync_gradients(model, cfg.sync_each_microbatch or i == len(batches) - 1)
-            batch = batch.to(world.device, cfg.pin_memory)  # batch.ids, batch.labels: (B, T)
-            loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
-            scaler.scale(loss * world.size / trained).backward()  # FSDP averages over ranks
-            losses.append(loss.detach())
-        loss = all_reduce_sum(torch.stack(losses).sum(), world) / trained
-        scaler.unscale_(optimizer)
-        grad_norm = clip_gradients(model, cfg.clip_norm)
-        peak = peak_memory_bytes(world.device)  # where most is alive
-        skipped = skipped + 1 if scaler.is_enabled() and not math.isfinite(grad_norm) else 0
-        stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world)
-        lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        # in fp16 all ranks skip it together where a gradient is not finite ...
-        scaler.step(optimizer)
-        scaler.update()  # ... and halve the scale
-        optimizer.zero_grad()
-
-        done, seconds = step + 1, time.monotonic() - started
-        tokens = all_reduce_sum(sum(int(b.mask.sum()) for b in batches), world)
-        log.step(
-            step=done, loss=loss, grad_norm=grad_norm, lr=lr, trained_tokens=int(trained), tokens=int(tokens),
-            skipped=int(skipped > 0), seconds=seconds, tokens_per_second=tokens / seconds,
-            mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
-            peak_memory_gib=peak / 2**30,
-        )  # fmt: skip
-        if profiler:
-            profiler.step()
-        if held_out and (done == steps or cfg.eval_every and done % cfg.eval_every == 0):
-            log.step(step=done, eval_loss=held_out_loss(model, eval_loader, world))
-        if step == first:
-            set_timeout(cfg.timeout)  # the first step may compile
-        if (
-            (stop := stop_asked())
-            or cfg.save_every
-            and (done == steps or done % cfg.save_every == 0)
-        ):
-            state = {**facts, "epoch": done / loader.per_epoch, "global_batch_size": global_batch}
-            state |= {"config": asdict(cfg), "scaler": scaler.state_dict(), "step_seconds": seconds}
-            path = saver.save(done, model, optimizer, state)
-        if stop:
-            saver.close()
-            log.close()
-            print0(f"stopped   by {stop} after step {done}: {path}; the same command goes on")
-            return out
-    saver.close()
-    log.close()
+    skipped, stop = 0, ""  # skipped: steps in a row that fp16 left out
+    with (
+        CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save) as saver,
+        RunLog(out, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run) as log,
+    ):
+        for step in range(first, steps):
+            started = time.monotonic()
+            fault("step", step)
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
+            trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
+            losses = []
+            for number, batch in enumerate(batches, 1):
+                sync_gradients(model, cfg.sync_each_microbatch or number == len(batches))
+                batch = batch.to(world.device, cfg.pin_memory)  # batch.ids, batch.labels: (B, T)
+                loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
+                scaler.scale(loss * world.size / trained_tokens).backward()  # FSDP takes the mean
+                losses.append(loss.detach())
+            loss = all_reduce_sum(torch.stack(losses).sum(), world) / trained_tokens
+            peak_bytes = peak_memory_bytes(world.device)  # where most is alive
+            lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
+            guard = partial(stop_if_not_finite, step, loss, losses, batches, world)
+            norm, skipped = take_step(model, optimizer, scaler, lr, cfg.clip_norm, skipped, guard)
+            done, seconds = step + 1, time.monotonic() - started
+            tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
+            log.step(
+                step=done, loss=loss, grad_norm=norm, lr=lr, trained_tokens=int(trained_tokens),
+                tokens=int(tokens), skipped=int(skipped > 0), seconds=seconds,
+                tokens_per_second=tokens / seconds, peak_memory_gib=peak_bytes / GIB,
+                mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
+            )  # fmt: skip
+            if profiler:
+                profiler.step()
+            if held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0)):
+                log.step(step=done, eval_loss=eval_loss(model, eval_loader, world))
+            if step == first:
+                set_timeout(cfg.timeout)  # the first step may compile
+            stop = stop_asked()
+            if stop or (cfg.save_every and (done == steps or done % cfg.save_every == 0)):
+                state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
+                state |= {"global_batch_size": global_batch, "scaler": scaler.state_dict()}
+                path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
+            if stop:
+                break
+    if stop:
+        print0(f"stopped   by {stop} after step {done}: {path}; the same command goes on")
+        return out
     set_timeout()
 
     # --- save: each rank writes its own bytes of the final files ----------------------------------
     act("save")
+    result = out
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(out / 'adapter', model, adapters, cfg.model, world, tokenizer)}"
-        )
+        result = out / "adapter"
+        print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
     elif cfg.save_model:
-        options = {"save_dtype": DTYPES[cfg.save_dtype], "tokenizer": tokenizer, "source": folder}
+        result = out / "model"
         save_model(
-            out / "model", model, pieces, world, eos_ids=end_of_turn_ids(tokenizer), **options
-        )
-    measured = plan.compare(world)  # and print both
-    write_plan(
-        out, plan.planned, {"steps": steps, "global_batch_size": global_batch, **measured}, world
-    )
-    print0(
-        f"finished  {steps} steps; {out / ('adapter' if lora else 'model') if cfg.save_model else out}"
-    )
+            result, model, pieces, world, save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer,
+            source=source.folder, eos_ids=end_of_turn_ids(tokenizer),
+        )  # fmt: skip
+    measured = plan.compare(world) | {"steps": steps, "global_batch_size": global_batch}
+    write_plan(out, plan.planned, measured, world)
+    print0(f"finished  {steps} steps; {result}")
     return out
 
 
 def settle(cfg: Config, world) -> Config:
     """Replace what is left open by what it means here; check what depends on the device."""
     if not cfg.model:
-        open_values = {
-            k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)
-        }
-        cfg = replace(cfg, model=str(TINY), **open_values)
+        values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
+        cfg = replace(cfg, model=str(TINY), **values)
     cfg = replace(cfg, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
     if cfg.check:  # the run may be meant for other machines: what it needs is told, and not refused
         cfg = replace(cfg, fit="", force=True)

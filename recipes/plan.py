@@ -25,8 +25,9 @@ import transformers
 from utils.model.folder import check_values, read_json
 from utils.model.hub import fetch_config
 from utils.model.sharding import DTYPES
-from utils.plan.fit import METHODS, Knobs, Need, Planner
+from utils.plan.fit import METHODS, Need, Planner
 from utils.plan.largest import largest_batch, longest
+from utils.plan.planned import Knobs
 from utils.plan.reserve import CARDS, FITS, TIGHT, TOO_LARGE, WHY_TIGHT, check_card
 from utils.plan.speed import LINK
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say

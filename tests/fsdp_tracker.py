@@ -24,7 +24,8 @@ from transformers import masking_utils
 
 from utils.model.activations import recompute_activations
 from utils.model.sharding import shard_model, sync_gradients
-from utils.plan.fit import Knobs, Planner
+from utils.plan.fit import Planner
+from utils.plan.planned import Knobs
 from utils.train.optim import build_optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -10,8 +10,10 @@ import pytest
 from shell import ROOT
 from transformers import AutoConfig
 
+from utils.model.options import Lora
 from utils.model.sharding import DTYPES
-from utils.plan.fit import KNOBS, Knobs, Planner
+from utils.plan.fit import Planner
+from utils.plan.planned import KNOBS, Knobs
 from utils.run.mesh import mesh_axes
 from utils.run.settings import load_config
 from utils.run.units import GIB
@@ -55,7 +57,7 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     config = AutoConfig.for_model(kind, **dict(zip(NAMES.split(), sizes, strict=True)), **others)
     gib = int(re.search(r"GPUs: +\d+ x (\d+) GB", header)[1])
     how = {
-        "lora": {"alpha": cfg.lora_alpha, "targets": cfg.lora_targets},
+        "lora": Lora(lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets),
         "optimizer": cfg.optimizer,
     }
     how |= {"replicate": ranks // mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]}

@@ -15,6 +15,7 @@ NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
     "model/lora",
     "model/quantize",
+    "plan/decide",
     "plan/fit",
     "plan/formula",
     "plan/parts",
@@ -133,7 +134,9 @@ def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
     not_planned = result.stdout.count(
         "not planned: utils/plan/fit.py or a file that it needs is not here"
     )
-    assert not_planned == len(["fit", "formula", "replay", "reserve", "speed", "states", "trace"])
+    assert not_planned == len(
+        ["decide", "fit", "formula", "replay", "reserve", "speed", "states", "trace"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from utils.data.encode import Part
 from utils.data.examples import (
     Example,
     Examples,
-    hold_out,
     load_examples,
+    load_held_out,
     print_data,
     split_by_hash,
     write_bad_rows,
@@ -280,9 +281,9 @@ def examples_of(part: Part) -> Examples:
     part.close("f")
     bounds = torch.tensor([0, *part.lengths]).cumsum(0)
     ids = torch.frombuffer(part.ids, dtype=torch.int32)
-    trained = torch.frombuffer(part.loss_mask, dtype=torch.uint8)
+    loss_mask = torch.frombuffer(part.loss_mask, dtype=torch.uint8)
     trained = torch.tensor(part.trained_tokens)
-    return Examples(ids, trained, bounds, trained, torch.tensor(part.keys), part.where)
+    return Examples(ids, loss_mask, bounds, trained, torch.tensor(part.keys), part.where)
 
 
 def test_a_row_is_held_out_whatever_stands_around_it():
@@ -313,7 +314,8 @@ def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
     file = write("twice.jsonl", "\n".join([LINE, LINE, json.dumps(TURNS)]))
     examples = load_examples(file, tokenizer, seq_len=64)
     assert examples.summary().endswith(", 1 the same as a row before")
-    hold_out(examples, write("held.jsonl", LINE), 0.0, tokenizer, 64)
+    load = partial(load_examples, tokenizer=tokenizer, seq_len=64)
+    load_held_out(load, write("held.jsonl", LINE), examples)
     assert capsys.readouterr().out == "warning: 1 of 1 held-out rows are trained on too\n"
 
 

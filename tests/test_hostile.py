@@ -30,7 +30,7 @@ from utils.data.tokens import load_tokenizer
 from utils.model.folder import find_model, open_weights, read_config, read_json
 from utils.model.loading import build_model
 from utils.model.verify import check_hashes
-from utils.plan.fit import chosen_before
+from utils.plan.planned import fitted_before
 from utils.run.disk import check_replaceable
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
@@ -591,7 +591,7 @@ def as_finished_plan(_: Path, file: Path):
 
 
 def as_settings(_: Path, file: Path):
-    return chosen_before(str(file.rename(file.with_name("config.yaml")).parent))
+    return fitted_before(file.rename(file.with_name("config.yaml")).parent)
 
 
 READERS = [as_template, as_sums, as_config, as_prompts, as_data, as_adapter, as_state, as_metadata]

@@ -25,8 +25,7 @@ MAY_IMPORT = {  # room -> rooms that it may know
 LATE = {  # (file, what it imports within a function): optional and heavy, or deletable
     ("model/loading", "model/quantize"),
     ("plan/fit", "model/lora"),
-    ("plan/fit", "model/quantize"),
-    ("plan/planned", "plan/fit"),
+    ("plan/memory", "plan/decide"),
     ("plan/states", "train/optim_8bit"),
     ("run/errors", "run/explain"),  # it imports torch, which the processes that tokenize do without
     ("train/optim", "train/optim_8bit"),

@@ -19,7 +19,8 @@ from test_faults import command
 from test_faults import flags as flags  # a fixture
 from test_memory_plan import of_llama
 
-from utils.plan.fit import HOST_BYTES_OF_RANK, Knobs
+from utils.plan.fit import HOST_BYTES_OF_RANK
+from utils.plan.planned import Knobs
 from utils.run import signals
 from utils.run.allocator import MAPPED_BYTES, MAPPED_BYTES_IF_TIGHT
 from utils.run.distributed import gather, init_distributed
@@ -29,7 +30,7 @@ from utils.run.memory import memory
 from utils.run.remedies import less_memory
 
 slow = pytest.mark.slow
-ACTS = ["plan", "build", "shard", "load", "optimizer", "data", "resume", "train", "save"]
+ACTS = "folder data plan build shard load optimizer resume train save".split()
 
 
 # --- who is gone

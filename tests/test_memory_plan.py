@@ -22,10 +22,13 @@ from torch.utils._pytree import tree_iter
 from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.sharding import decoder_layers
-from utils.plan.fit import GIB, Knobs, Planner, refusal
+from utils.plan.decide import refusal
+from utils.plan.fit import Planner
+from utils.plan.planned import Knobs
 from utils.plan.trace import trace_step
 from utils.run.errors import ConfigError
 from utils.run.settings import parse_cli
+from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))
 import plan  # noqa: E402

@@ -15,8 +15,9 @@ from utils.model import loss
 from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.plan import trace
-from utils.plan.fit import Knobs, Planner
+from utils.plan.fit import Planner
 from utils.plan.largest import STEP, largest_batch, longest, most
+from utils.plan.planned import Knobs
 from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))

@@ -12,8 +12,9 @@ from tiny import tiny_config
 
 from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
-from utils.plan.fit import Knobs, Planner, room_sentence
-from utils.plan.planned import MemoryPlan
+from utils.plan.decide import room_sentence
+from utils.plan.fit import Planner
+from utils.plan.planned import Knobs, MemoryPlan
 from utils.plan.reserve import FITS, TIGHT, TOO_LARGE, answer_of, must_and_comfortable
 from utils.plan.trace import trace_step
 from utils.run.allocator import use_expandable_segments

@@ -33,7 +33,7 @@ from utils.model.folder import TensorInfo, open_weights
 from utils.model.pieces import Piece, local_box
 from utils.model.saving import save_model
 from utils.plan import reserve
-from utils.plan.fit import room
+from utils.plan.reserve import room
 from utils.run.disk import check_space
 from utils.run.distributed import together
 from utils.run.errors import ConfigError

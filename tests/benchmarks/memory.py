@@ -18,9 +18,11 @@ from utils.model.activations import recompute_activations
 from utils.model.loading import load_pieces
 from utils.model.lora import init_lora
 from utils.model.sharding import shard_model, sync_gradients
-from utils.plan.fit import GIB, Knobs, Planner
+from utils.plan.fit import Planner
+from utils.plan.planned import Knobs
 from utils.run.distributed import World
 from utils.run.mesh import build_mesh
+from utils.run.units import GIB
 from utils.train.optim import build_optimizer, clip_gradients
 
 CONTENDERS = {

@@ -26,6 +26,15 @@ class Batch:
     # (B, T) int64 where rows are packs: each document counts from 0
     positions: torch.Tensor | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Without the padding."""
+        return int(self.mask.sum())
+
+    @property
+    def trained_tokens(self) -> int:
+        return int((self.labels != IGNORE).sum())
+
     def to(self, device: torch.device, pin_memory: bool = False) -> "Batch":
         """The batch on a device; for a GPU by way of page-locked memory, so that the copy overlaps."""
         pin = pin_memory and device.type == "cuda"

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -26,6 +27,7 @@ from .rows import Origin, Source, origins_of, read_file
 # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
 SMALL = 2**24
 BAD_ROWS = "bad_rows.jsonl"
+FormName = Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text", "tokens"]
 
 
 class Example(NamedTuple):
@@ -136,16 +138,50 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
             print0(f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {why}")
 
 
-def load_data(flags: dict, tokenizer, progress: bool) -> tuple:
-    """(examples, held-out ones or None) for a recipe's settings by name; see load_examples."""
-    names = ("seq_len", "max_rows", "train_on", "too_long", "columns", "bad_rows")
-    options = {name: flags[name] for name in names}
-    options |= {"form": flags["format"].removeprefix("auto"), "progress": progress}
-    examples = load_examples(flags["dataset"], tokenizer, **options)
-    if not (flags["eval_dataset"] or flags["eval_share"]):
-        return examples, None
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of which data are read, and how; see load_examples and split_by_hash."""
 
-    return hold_out(examples, flags["eval_dataset"], flags["eval_share"], tokenizer, **options)
+    dataset: str
+    seq_len: int
+    format: str = "auto"
+    columns: str = ""
+    bad_rows: str = "error"
+    train_on: str = "assistant"
+    max_rows: int = 0
+    too_long: str = "truncate"
+    eval_dataset: str = ""
+    eval_share: float = 0.0
+
+
+def load_data(rows: Rows, tokenizer, progress: bool) -> tuple[Examples, Examples | None]:
+    """(examples, held-out ones or None); see load_examples."""
+    load = partial(
+        load_examples,
+        tokenizer=tokenizer,
+        seq_len=rows.seq_len,
+        max_rows=rows.max_rows,
+        progress=progress,
+        train_on=rows.train_on,
+        form=rows.format.removeprefix("auto"),
+        too_long=rows.too_long,
+        columns=rows.columns,
+        bad_rows=rows.bad_rows,
+    )
+    examples = load(rows.dataset)
+    if rows.eval_dataset:
+        return examples, load_held_out(load, rows.eval_dataset, examples)
+    if rows.eval_share:
+        return split_by_hash(examples, rows.eval_share)
+    return examples, None
+
+
+def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
+    """Tokens of the longest row of a batch, as collate pads it: of packs, whatever they hold, seq_len."""
+    if packing:
+        return seq_len
+    longest = max(int(part.lengths.max()) for part in parts if part)
+    return min(seq_len, math.ceil(longest / 8) * 8)
 
 
 def load_examples(
@@ -273,17 +309,15 @@ def find_sources(name: str | Path) -> list[Source]:
     return find_any(name)
 
 
-def hold_out(examples, path: str, share: float, tokenizer, seq_len: int, **options) -> tuple:
-    """(training examples, held-out ones): those of another file, else a share of them. See load_examples."""
-    if path:
-        held_out = load_examples(path, tokenizer, seq_len, **options)
-        both = int(
-            torch.isin(held_out.of_rows(held_out.keys), examples.of_rows(examples.keys)).sum()
-        )
-        if both:
-            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
-        return examples, held_out
-    return split_by_hash(examples, share)
+def load_held_out(load: Callable[[str], Examples], path: str, examples: Examples) -> Examples:
+    """The held-out rows of a data set of their own, with a warning for those that are also trained on."""
+    held_out = load(path)
+    keys = held_out.of_rows(held_out.keys)
+    trained_keys = examples.of_rows(examples.keys)
+    both = int(torch.isin(keys, trained_keys).sum())
+    if both:
+        print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
+    return held_out
 
 
 def split_by_hash(examples, share: float) -> tuple:

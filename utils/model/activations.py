@@ -22,11 +22,13 @@ EXPENSIVE = (
 
 def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     """Keep for the backward only each layer's input (full), or its matrix products and attention too
-    (selective).
+    (selective), or everything (none).
 
     full costs one more forward, selective the cheap part of one; the losses do not change. Raises ConfigError
     for a model that cannot. https://docs.pytorch.org/docs/stable/checkpoint.html
     """
+    if mode == "none":
+        return model
     refused = f"--activation_checkpointing {mode}: {type(model).__name__} does not support it"
     check(model.supports_gradient_checkpointing, refused)
     options = {"use_reentrant": False}

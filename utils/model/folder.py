@@ -19,7 +19,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 
-from ..run.distributed import World, gather
+from ..run.distributed import World, gather, together
 from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import (
     AGAIN,
@@ -30,6 +30,7 @@ from ..run.files import (
     read_small_json,
 )
 from .hub import fetch_model
+from .verify import check_hashes
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
@@ -97,6 +98,32 @@ def find_model(name: str, world: World, trust_remote_code: bool = False) -> Path
     if all(gather(world, Path(name).is_dir())):
         return Path(name)
     return fetch_model(name, world, trust_remote_code)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's folder, opened: nothing of its weights is read but the headers."""
+
+    folder: Path
+    config: transformers.PretrainedConfig
+    weights: dict[str, TensorInfo]  # by name in the checkpoint
+
+    def sentence(self) -> str:
+        """What the plan prints of it."""
+        return f"{(self.config.architectures or ['?'])[0]}, {len(self.weights)} tensors"
+
+
+def open_model(name: str, world: World, trust_remote_code: bool = False, sums: str = "") -> Source:
+    """find_model, read_config and open_weights; sums: a list of SHA-256 sums that the weights' files must
+    have. An error of any rank ends all of them.
+    """
+    folder = find_model(name, world, trust_remote_code)
+    with together(world):
+        config = read_config(folder, trust_remote_code)
+        weights = open_weights(folder)
+        if sums:
+            check_hashes({info.file for info in weights.values()}, sums, world)
+    return Source(folder, config, weights)
 
 
 def open_weights(folder: Path) -> dict[str, TensorInfo]:

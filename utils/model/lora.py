@@ -30,6 +30,7 @@ from ..run.distributed import World, gather
 from ..run.errors import ConfigError, check, first_five, print0
 from ..run.files import check_not_linked
 from .folder import SINGLE, TensorInfo
+from .options import Lora, Quant
 from .pieces import Piece, is_writer, lay_out, local_box
 from .saving import create_files, local_chunks, save_folder
 
@@ -54,7 +55,14 @@ from .adapter_file import (  # noqa: E402
     stored_shapes,
 )
 from .pieces import local  # noqa: E402
-from .quantize import ROUTER, check_experts, is_plain_linear, quantize_linears, read_by_others  # noqa: E402
+from .quantize import (  # noqa: E402
+    ROUTER,
+    Quantized,
+    check_experts,
+    is_plain_linear,
+    quantize_linears,
+    read_by_others,
+)
 
 FLAG = "--lora_targets"
 WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
@@ -63,31 +71,44 @@ INJECTING_SECONDS = 60  # of the CPU, at most; some seconds are usual for a larg
 
 
 def adapt(
-    model: nn.Module,
-    adapter: str,
-    flags: dict[str, tuple],
-    dtype: torch.dtype,
-    quantization="none",
-    **how,
+    model: nn.Module, lora: Lora, quant: Quant, dtype: torch.dtype
 ) -> tuple[LoraConfig, dict[str, list[str]]]:
-    """(the adapters' config, base_names) after add_adapter for the folder `adapter`, else add_lora; what is
-    frozen gets its dtype, or is quantized.
-
-    flags: name -> (value, default); how: options of quantize_linears, and keep_experts_16bit.
+    """(the adapters' config, base_names) of a model on meta that gets adapters beside its frozen base, in
+    place. dtype: of compute.
     """
-    if adapter:
-        given = {name: value for name, (value, default) in flags.items() if value != default}
-        config = add_adapter(model, Path(adapter), given)
-    else:
-        given = {name.removeprefix("lora_"): value for name, (value, _) in flags.items()}
-        config = add_lora(model, **given)
-    if quantization != "none":
-        keep = how.pop("keep_experts_16bit")
-        quantized = quantize_linears(model, quantization, dtype, **how)
-        check_experts(quantized, keep)
+    config = add_adapters(model, lora)
+    if quantized := freeze_base(model, quant, dtype):
+        check_experts(quantized, quant.keep_experts_16bit)
         print0(f"quantized {quantized.sentence()}")
-    cast_frozen(model, dtype)
     return config, base_names(model)
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
+    """add_adapter where a folder is named, of which flags may only repeat what it says; else add_lora."""
+    if lora.adapter:
+        return add_adapter(model, Path(lora.adapter), lora.changed_flags())
+    return add_lora(
+        model,
+        lora.lora_rank,
+        lora.lora_alpha,
+        lora.lora_targets,
+        dropout=lora.lora_dropout,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        modules_to_save=lora.modules_to_save,
+        init=lora.lora_init,
+    )
+
+
+def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
+    """Quantize what is frozen, if asked, and give all else its dtype: see cast_frozen."""
+    quantized = None
+    if quant:
+        quantized = quantize_linears(
+            model, quant.quantization, dtype, quant.int8_mode, head=quant.quantize_head
+        )
+    cast_frozen(model, dtype)
+    return quantized
 
 
 def add_lora(

@@ -215,15 +215,17 @@ def _transforms(model: nn.Module) -> list[Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, loader, world: World) -> float:
+def eval_loss(model: nn.Module, loader, world: World) -> float:
     """Mean cross-entropy over the trained tokens of one epoch of all ranks' GlobalBatches. All ranks call it:
     every batch is a collective.
     """
     model.eval()
-    total, trained = torch.zeros((), dtype=torch.float64), 0
-    for batch in (batch for k in range(loader.per_epoch) for batch in loader.batches(k)):
-        total += summed_cross_entropy(model, batch.to(world.device)).double().cpu()
-        trained += int((batch.labels != IGNORE).sum())
+    total = torch.zeros((), dtype=torch.float64)
+    trained_tokens = 0
+    for step in range(loader.per_epoch):
+        for batch in loader.batches(step):
+            total += summed_cross_entropy(model, batch.to(world.device)).double().cpu()
+            trained_tokens += batch.trained_tokens
     model.train()
     reshard(model)
-    return all_reduce_sum(total, world) / all_reduce_sum(trained, world)
+    return all_reduce_sum(total, world) / all_reduce_sum(trained_tokens, world)

@@ -5,25 +5,23 @@ and no total.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
-import yaml
 from torch import nn
 
 from ..model.activations import keep_activations, recompute_activations
 from ..model.loading import build_model
 from ..model.loss import add_chunked_loss
+from ..model.options import Lora, Quant
 from ..model.pieces import rows_of_full_shard
-from ..run.errors import ConfigError, check, escaped, reason_of_others
-from ..run.files import CONFIG_BYTES, read_small_text
-from ..run.memory import peak_memory_bytes
+from ..run.errors import escaped, reason_of_others
 from ..run.units import GIB, MIB
 from .formula import Formulas
+from .planned import KNOBS, Knobs
 from .replay import forward_peak, step_peak, units_of
-from .reserve import FITS, TIGHT, TOO_LARGE, WHY_TIGHT, answer_of, must_and_comfortable, room
+from .reserve import FITS, TIGHT, TOO_LARGE, answer_of, must_and_comfortable
 from .speed import LINK, seconds
 from .states import Peak, Setting, States, estimate_states, sum_of
 from .trace import Record, Trace, record_step
@@ -47,30 +45,6 @@ METHODS = {
     "8bit": (True, "8bit"),
     "4bit": (True, "4bit"),
 }
-
-
-@dataclass(frozen=True)
-class Knobs:
-    """What may be turned until a run fits. The names are those of the flags."""
-
-    batch_size: int = 1
-    grad_accum: int = 1
-    activation_checkpointing: str = "none"
-    cpu_offload: bool = False
-    reshard_after_forward: bool = True
-    lora_rank: int = 0
-    quantization: str = "none"
-
-    def flags(self, others: "Knobs") -> str:
-        """The flags that lead from `others` to these, as they are typed."""
-        told = {
-            name: value for name, value in asdict(self).items() if value != getattr(others, name)
-        }
-        words = {True: "", False: " false"}
-        return " ".join(
-            f"--{name}{words[value] if isinstance(value, bool) else f' {value}'}"
-            for name, value in told.items()
-        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +91,6 @@ class Need:
         return f"most of it {name}, {size / GIB:.2f} GiB"
 
 
-KNOBS = tuple(field.name for field in fields(Knobs))
 SIZES_AND_PLACES = ("batch_size", "grad_accum", "cpu_offload", "reshard_after_forward")
 
 
@@ -138,9 +111,8 @@ class Planner:
     low_cpu: bool = True
     link: float = LINK  # GB/s between two GPUs of one machine
     async_save: bool = False  # checkpoints are written from a copy on the host
-    # options of lora.add_lora but the rank, or the adapter's folder
-    lora: dict = field(default_factory=dict)
-    quant: dict = field(default_factory=dict)  # options of quantize.quantize_linears
+    lora: Lora = Lora()  # the rank is one of the knobs
+    quant: Quant = Quant()  # the kind is one of the knobs
     known: dict = field(default_factory=dict)  # models, traces, units and sizes that were found
 
     def once(self, key: tuple, find: Callable):
@@ -154,20 +126,15 @@ class Planner:
 
     def build(self, knobs: Knobs) -> nn.Module:
         model = build_model(*self.structure)
-        options = {"alpha": 16.0, "targets": "all-linear"} | self.lora
-        adapter = options.pop("adapter", "")
-        if knobs.lora_rank or adapter:
-            from ..model.lora import add_adapter, add_lora, cast_frozen
-            from ..model.quantize import quantize_linears
+        lora = replace(self.lora, lora_rank=knobs.lora_rank)
+        quant = replace(self.quant, quantization=knobs.quantization)
+        if quant.quantization != "8bit":
+            quant = replace(quant, int8_mode="dequant")
+        if lora:
+            from ..model.lora import add_adapters, freeze_base
 
-            if adapter:
-                add_adapter(model, Path(adapter), {})
-            else:
-                add_lora(model, knobs.lora_rank, **options)
-            if kind := knobs.quantization.removeprefix("none"):
-                mode = {} if kind == "8bit" else {"int8_mode": "dequant"}
-                quantize_linears(model, kind, self.dtype, **self.quant | mode)
-            cast_frozen(model, self.dtype)
+            add_adapters(model, lora)
+            freeze_base(model, quant, self.dtype)
         return add_chunked_loss(model)
 
     def kind(self, knobs: Knobs) -> Knobs:
@@ -327,7 +294,7 @@ class Planner:
         methods = [(knobs.lora_rank, knobs.quantization)]
         if any_method:
             # an adapter has its own
-            rank = knobs.lora_rank or (0 if self.lora.get("adapter") else 16)
+            rank = knobs.lora_rank or (0 if self.lora.adapter else 16)
             methods += [(rank, kind) for kind in ("none", "8bit", "4bit")]
         for rank, kind in dict.fromkeys(methods):
             yield from sorted(
@@ -423,116 +390,3 @@ def pinned(model: nn.Module, states: States, shards: int) -> int:
         mine = share_bytes(p, shards)
         total += (1 << (mine - 1).bit_length()) * (2 if p.requires_grad else 1)
     return total
-
-
-def plan_flags(
-    structure: tuple, dtype: torch.dtype, shards: int, world, flags: dict, longest: int
-) -> tuple:
-    """The fields of planned.MemoryPlan: what the flags need, or, with --fit, which flags fit."""
-    device_bytes, host_bytes, what = room(world)
-    length = flags["seq_len"] if flags["packing"] else min(flags["seq_len"], -(-longest // 8) * 8)
-    rows = flags["global_batch_size"] // world.size or flags["batch_size"] * max(
-        1, flags["grad_accum"]
-    )
-    names = ("alpha", "targets", "dropout", "use_rslora", "use_dora", "modules_to_save")
-    lora = {n: flags[n if n in flags else f"lora_{n}"] for n in names} | {
-        "adapter": flags["adapter"]
-    }
-    quant = {"int8_mode": flags["int8_mode"], "head": flags["quantize_head"]}
-    planner = Planner(
-        structure, dtype, shards, length, local=world.local_size, lora=lora, quant=quant,
-        replicate=world.size // shards or 1, async_save=flags["async_save"], gpu=world.device.type == "cuda",
-        optimizer=flags["optimizer"], packed=flags["packing"],
-        sync_each=flags["sync_each_microbatch"], low_cpu=flags["low_cpu_fsdp"],
-    )  # fmt: skip
-    asked = {name: flags[name] for name in KNOBS}
-    knobs = Knobs(**asked | {"grad_accum": max(1, rows // flags["batch_size"])})
-    chosen, lines = {}, []
-    if flags["fit"] and (before := chosen_before(flags["output_dir"])):
-        chosen, knobs = before, replace(knobs, **{name: before[name] for name in KNOBS})
-    elif flags["fit"]:
-        best = planner.fastest(knobs, device_bytes, host_bytes, flags["fit"] == "any")
-        wider = "" if flags["fit"] == "any" else ", --fit any"
-        more = "more or larger GPUs" if planner.gpu else "a machine with more memory"
-        check(best, f"--fit: nothing fits in {what} (fix: {more}{wider}, a smaller --seq_len)")
-        tightly = planner.answer_for(best, device_bytes, host_bytes) == TIGHT
-        word = (
-            "; tightly, since nothing that may be changed makes it comfortable" if tightly else ""
-        )
-        lines.append(f"fitted    {best.flags(knobs) or 'nothing had to change'}{word}")
-        chosen = asdict(best) | {"grad_accum": 0, "global_batch_size": rows * world.size}
-        knobs = best
-    need = planner.need(knobs)
-    if flags["compile"] and need.peak:
-        lines.append("memory    estimated: compiled blocks keep less than these, which are not")
-    answer = planner.answer(need, device_bytes, host_bytes)
-    lines.append(need.sentence())
-    lines.append(room_sentence(planner, need, what, answer))
-    if not flags["force"] and answer == TOO_LARGE:
-        raise ConfigError(refusal(planner, knobs, need, device_bytes, host_bytes, what))
-    planned = asdict(need.states) | {"device_bytes": need.device, "host_bytes": need.host}
-    planned |= {"room_bytes": device_bytes, "comfortable_bytes": need.comfortable, "answer": answer}
-    planned["acts"] = need.acts
-    if need.peak:
-        planned |= {
-            "peak_bytes": need.peak.total,
-            "phase": need.peak.phase,
-            "parts": need.peak.parts,
-        }
-        planned["pools"] = need.peak.pools
-    base = 0 if planner.gpu else peak_memory_bytes(world.device)
-
-    def less() -> str:
-        """What would keep a tenth less alive; --fit would choose again what it is asked to leave."""
-        alive = need.peak.total if need.peak else need.states.total
-        change = planner.remedy(knobs, need.device - 0.1 * alive, host_bytes)
-        return (
-            f"without --fit, and {change}" if flags["fit"] and change.startswith("--") else change
-        )
-
-    return "\n".join(lines), chosen, planned, base, need.most(), less
-
-
-def room_sentence(planner: Planner, need: Need, what: str, answer: str) -> str:
-    """What the plan prints of what is needed and what there is."""
-    device = f"{need.device / GIB:.2f} GiB"
-    if not planner.gpu:
-        return f"room      {device} a rank, reserve included; there is {what}"
-    comfortable = f"{need.comfortable / GIB:.2f} GiB is comfortable"
-    host = f"{need.host * planner.local / GIB:.2f} GiB of host"
-    told = f"{answer}, {WHY_TIGHT}" if answer == TIGHT else answer
-    return (
-        f"room      {device} a rank must be there, {comfortable}, {host}; there is {what}: {told}"
-    )
-
-
-def refusal(planner: Planner, knobs: Knobs, need: Need, device_bytes, host_bytes, what: str) -> str:
-    """One line: what does not fit, its largest part, and the smallest change that does."""
-    if need.device <= device_bytes:
-        text = (
-            f"the ranks of a machine need {need.host * planner.local / GIB:.2f} GiB of host memory"
-        )
-    else:
-        text = f"a rank needs {need.device / GIB:.2f} GiB"
-    text += f", {need.most()}" if need.peak else ""
-    fix = planner.remedy(knobs, device_bytes, host_bytes)
-    return f"this does not fit: {text}; there is {what} (fix: {fix}; or --force to try)"
-
-
-def chosen_before(out: str) -> dict:
-    """The knobs in the config.yaml of a run folder that was begun with --fit."""
-    file = Path(out, "config.yaml")
-    if not out or not file.exists():
-        return {}
-    try:
-        settings = yaml.safe_load(read_small_text(file, CONFIG_BYTES))
-        settings.get("fit")
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(
-            f"{file}: {reason_of_others(error)} (fix: another --output_dir)"
-        ) from None
-    return (
-        {name: settings[name] for name in (*KNOBS, "global_batch_size")}
-        if settings.get("fit")
-        else {}
-    )

@@ -2,16 +2,66 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 
 import torch
+import yaml
 
-from ..run.allocator import MAPPED_BYTES_IF_TIGHT, give_back_freed_memory
+from ..model.options import Lora, Quant
 from ..run.distributed import World, gather
-from ..run.errors import is_ours, print0
-from ..run.folder import at_end
+from ..run.errors import ConfigError, print0, reason_of_others
+from ..run.files import CONFIG_BYTES, read_small_text
 from ..run.units import GIB
 from ..run.watch import PeaksByAct
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What may be turned until a run fits. The names are those of the flags."""
+
+    batch_size: int = 1
+    grad_accum: int = 1
+    activation_checkpointing: str = "none"
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+    lora_rank: int = 0
+    quantization: str = "none"
+
+    def flags(self, others: "Knobs") -> str:
+        """The flags that lead from `others` to these, as they are typed."""
+        words = []
+        for name, value in asdict(self).items():
+            if value == getattr(others, name):
+                continue
+            if value is True:
+                words.append(f"--{name}")
+            else:
+                words.append(f"--{name} {'false' if value is False else value}")
+        return " ".join(words)
+
+
+KNOBS = tuple(knob.name for knob in fields(Knobs))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What of a training run decides its memory, beside the knobs."""
+
+    structure: tuple  # config, dtype of the parameters, attention, trust_remote_code
+    dtype: torch.dtype  # of compute
+    shards: int  # ranks that a copy of the model is cut over
+    ranks: int
+    seq_len: int  # tokens of the longest row
+    packing: bool = False
+    global_batch_size: int = 0  # 0: what the knobs and the ranks make
+    optimizer: str = "adamw"
+    sync_each_microbatch: bool = False
+    low_cpu_fsdp: bool = True
+    async_save: bool = False
+    compile: bool = False
+    lora: Lora = Lora()
+    quant: Quant = Quant()
 
 
 @dataclass(frozen=True)
@@ -30,7 +80,7 @@ class MemoryPlan:
     base: int = 0
     largest: str = ""
     change: Callable[[], str] | None = None
-    flags: dict[str, object] = field(default_factory=dict)  # all of the run's, with the chosen ones
+    flags: dict[str, object] = field(default_factory=dict)  # those that change what is needed
 
     def compare(self, world: World) -> dict:
         """What plan.json keeps of the measured peaks; prints those of the fullest rank beside the plan. All
@@ -71,33 +121,31 @@ class MemoryPlan:
         return found
 
 
-current: MemoryPlan | None = None  # of this process, for explain.py
+current: MemoryPlan | None = None  # of this process, for what errors advise (run/remedies.py)
 
 
-def plan_memory(
-    structure: tuple, dtype: torch.dtype, shards: int, world, flags: dict, examples, held_out
-) -> MemoryPlan:
-    """Whether a run fits, before anything is allocated; see fit.py. flags: a recipe's settings by name, of
-    which --fit changes some. ConfigError where it does not fit. A copy without fit.py plans nothing.
-    """
-    peaks = PeaksByAct(world.device)
-    at_end(peaks.close)
+def remember(plan: MemoryPlan) -> MemoryPlan:
+    """Make it the plan of this process."""
     global current
+    current = plan
+    return plan
+
+
+def fitted_before(out: Path) -> dict[str, object]:
+    """The knobs, and the global batch, in the config.yaml of a run folder that was begun with --fit; {} where
+    there is none. Raises ConfigError naming the file.
+    """
+    file = out / "config.yaml"
+    if not file.exists():
+        return {}
     try:
-        from .fit import plan_flags
-    except ModuleNotFoundError as error:
-        if flags["fit"] or not is_ours(error):
-            raise
-        text = "memory    not planned: utils/plan/fit.py or a file that it needs is not here"
-        current = MemoryPlan(peaks, text, flags=flags)
-        return current
-    longest = max(int(part.lengths.max()) for part in (examples, held_out) if part)
-    plan = plan_flags(structure, dtype, shards, world, flags, longest)
-    current = MemoryPlan(peaks, *plan)
-    if world.device.type != "cuda" and is_tight(current.planned):
-        give_back_freed_memory(MAPPED_BYTES_IF_TIGHT)
-    current = replace(current, flags=flags | current.chosen)
-    return current
+        settings = yaml.safe_load(read_small_text(file, CONFIG_BYTES))
+        was_fitted = settings.get("fit")
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
+        reason = reason_of_others(error)
+        raise ConfigError(f"{file}: {reason} (fix: another --output_dir)") from None
+    names = (*KNOBS, "global_batch_size")
+    return {name: settings[name] for name in names} if was_fitted else {}
 
 
 def is_tight(planned: dict) -> bool:

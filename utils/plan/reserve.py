@@ -70,9 +70,9 @@ def room(world: World) -> tuple[float, float, str]:
     """(bytes for each rank's device, bytes of the host for this machine's ranks, the sentence for both)."""
     used, limit, _ = host_memory()
     # All ranks must come to one answer and one text: those of the rank that has least.
-    host, limit, local_size = min(gather(world, (limit - used, limit, world.local_size)))
+    host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_ranks)))
     if world.device.type != "cuda":
-        share = host / local_size
+        share = host / local_ranks
         return share, host, f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"
     device = min(gather(world, free_bytes(world.device)))
     return (

@@ -46,6 +46,11 @@ class World:
         return (_env_int("WORLD_SIZE") or 1) if self is ALONE else self.size
 
     @property
+    def local_ranks(self) -> int:
+        """Those of this machine, likewise."""
+        return (_env_int("LOCAL_WORLD_SIZE") or 1) if self is ALONE else self.local_size
+
+    @property
     def gpu_name(self) -> str:
         """What CUDA calls the GPU; "" on a CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""

@@ -22,31 +22,32 @@ LINE = {
     "peak_memory_gib": "peak {:.2f} GiB",
 }
 
+# Names that metrics.jsonl had in the version before; they stay beside the new ones for this version.
+OLD_NAMES = {"taught_tokens": "trained_tokens"}
+
 
 class RunLog:
     """Where the numbers of a run go: a line on stdout, folder/metrics.jsonl, and trackers on demand.
 
-    Rank 0 makes one with its folder, the others with None, and theirs does nothing. On a terminal there is a
-    progress bar with the time left, in a log only whole lines. done: the step that was resumed from; run:
-    which start of the run this is. Lines of later steps that an earlier start wrote stay; `read_metrics`
-    (trained_run.py) leaves them out.
+    Without a folder, or as start 0 of the run, it does nothing: so on all ranks but rank 0. On a terminal
+    there is a progress bar with the time left, in a log only whole lines. done: the step that was resumed
+    from; run: which start of the run this is. Lines of later steps that an earlier start wrote stay;
+    `read_metrics` (trained_run.py) leaves them out.
     """
 
     def __init__(
         self, folder: Path | None, total_steps, log_every=1, trackers=(False, False), done=0, run=1
     ):
-        self.folder, self.total_steps, self.log_every, self.run = (
-            folder,
-            total_steps,
-            log_every,
-            run,
-        )
+        self.folder = folder if run else None
+        self.total_steps = total_steps
+        self.log_every = log_every
+        self.run = run
         self.trackers = []
-        silent = folder is None or not sys.stdout.isatty()
+        silent = self.folder is None or not sys.stdout.isatty()
         self.bar = tqdm(
             total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent
         )
-        if folder is None:
+        if self.folder is None:
             return
         # a last line that a kill cut would spoil the next
         if os.path.lexists(folder / "metrics.jsonl"):
@@ -65,6 +66,9 @@ class RunLog:
             return
         numbers = {name: value for name, value in numbers.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        for old, new in OLD_NAMES.items():
+            if new in finite:
+                finite[old] = finite[new]
         with (
             disk_errors(self.folder / "metrics.jsonl"),
             open_own(self.folder / "metrics.jsonl", "a") as file,
@@ -84,6 +88,12 @@ class RunLog:
             # who read stdout has gone (`| head`, a closed terminal), and the run goes on
             self.bar.disable = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
 
     def close(self) -> None:
         """Finish the bar and the trackers."""

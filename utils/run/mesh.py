@@ -1,5 +1,6 @@
 """(replicate, shard) sizes -> a DeviceMesh, and the sentence that says so."""
 
+import math
 import os
 
 import torch
@@ -50,3 +51,13 @@ def mesh_sentence(world: World, axes: dict[str, int]) -> str:
         ranks += f" that share {os.cpu_count()} cores"
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     return f"{ranks} on {world.device.type}; {copies}every weight cut into {axes['shard']}, the data too"
+
+
+def data_place(world: World, axes: dict[str, int]) -> tuple[int, int]:
+    """(this rank among those that read different rows, how many these are). Ranks that share a row are one.
+
+    Copies and shards both read rows of their own. For ALONE it is the first of the run's ranks.
+    """
+    data_ranks = math.prod(axes[axis] for axis in ("replicate", "shard") if axis in axes)
+    sharing = world.ranks // data_ranks
+    return world.rank // sharing, data_ranks

@@ -421,48 +421,44 @@ def _joined(nodes: list[yaml.Node]) -> yaml.Node:
     return yaml.ScalarNode(nodes[0].tag, ",".join(values), nodes[0].start_mark, nodes[0].end_mark)
 
 
-def divide_global_batch(global_batch_size: int, batch_size: int, grad_accum: int, ranks: int):
-    """(sequences per optimizer step, micro-batches of a rank in it) from what is given; 0 means derive it.
-
-    ConfigError where they contradict each other names what would fit.
+def pick(options: type, settings: object, **others: object) -> object:
+    """A small dataclass of options, from a recipe's settings of the same names; others: fields that are no
+    settings. A field that the recipe has no setting for keeps its default.
     """
-    at_once = batch_size * ranks
-    if not global_batch_size:
-        return at_once * max(1, grad_accum), max(1, grad_accum)
-    fits = [
-        b for b in range(1, global_batch_size // ranks + 1) if global_batch_size % (b * ranks) == 0
-    ]
-    counts = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
-    fix = (
-        f"--batch_size {', '.join(map(str, fits))}"
-        if fits
-        else f"{', '.join(map(str, counts))} ranks"
-    )
-    micro_batches, rest = divmod(global_batch_size, at_once)
-    product = f"--batch_size {batch_size} x {ranks} ranks"
-    check(
-        not rest,
-        f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})",
-    )
-    wanted = f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
-    check(grad_accum in (0, micro_batches), f"{wanted} (fix: leave one of them out)")
-    return global_batch_size, micro_batches
+    names = [field.name for field in dataclasses.fields(options)]
+    found = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    return options(**(found | others))
 
 
-def check_adapter_flags(cfg: dict, changed: list[str], lora: list[str]) -> None:
-    """Raise ConfigError where flags of adapters or of a quantized base do not go together. changed: those
-    that are not left at their defaults, of which `lora` are the adapter's.
-    """
-    adapted, quantized = cfg["lora_rank"] or cfg["adapter"], cfg["quantization"] != "none"
-    for whose, there, fix in (
-        (True, adapted, "lora_rank 16"),
-        (False, quantized, "quantization 8bit"),
-    ):
-        alone = ", ".join(f"--{name}" for name in changed if (name in lora) == whose)
-        check(
-            there or not alone, f"{alone} without --{fix.split()[0]} changes nothing (fix: --{fix})"
-        )
-    frozen = f"--quantization {cfg['quantization']} freezes the weights and --lora_rank is 0"
-    check(adapted or not quantized, f"{frozen}: nothing would train (fix: --lora_rank 16)")
-    plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
-    check(not adapted or cfg["param_dtype"] == "fp32", f"{plain} (fix: leave it out)")
+@dataclass(frozen=True)
+class BatchSizes:
+    """What is given of a run's batch sizes, in sequences (or packs); 0: follows from the others."""
+
+    batch_size: int  # of a rank and micro-batch
+    grad_accum: int = 0  # micro-batches of a rank in an optimizer step
+    global_batch_size: int = 0  # of an optimizer step
+
+    def divide(self, ranks: int) -> tuple[int, int]:
+        """(the global batch, micro-batches of a rank in it). ConfigError where the sizes contradict each
+        other names those that would fit.
+        """
+        batch, total = self.batch_size, self.global_batch_size
+        at_once = batch * ranks
+        if not total:
+            micro_batches = max(1, self.grad_accum)
+            return at_once * micro_batches, micro_batches
+        micro_batches, remainder = divmod(total, at_once)
+        product = f"--batch_size {batch} x {ranks} ranks"
+        if remainder:
+            sizes = [n for n in range(1, total // ranks + 1) if total % (n * ranks) == 0]
+            counts = [n for n in range(1, total + 1) if total % n == 0]
+            if sizes:
+                fix = f"--batch_size {', '.join(map(str, sizes))}"
+            else:
+                fix = f"{', '.join(map(str, counts))} ranks"
+            text = f"--global_batch_size {total} is no multiple of {product}"
+            raise ConfigError(f"{text} (fix: {fix})")
+        text = f"--grad_accum {self.grad_accum} x {product} is not --global_batch_size {total}"
+        fits = self.grad_accum in (0, micro_batches)
+        check(fits, f"{text} (fix: leave one of them out)")
+        return total, micro_batches

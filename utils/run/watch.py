@@ -38,9 +38,11 @@ def watch_acts(out: Path, world, holds_run: Callable[[Path], bool]) -> AbstractC
         print0(words)
     return Acts(out, world.device, holds_run, world.local_size)
 
+BEFORE = ("folder", "data", "plan")  # acts in which nothing is written
+
 
 class Acts:
-    """What writes the file, from the act after `plan` on: until then the run may be refused.
+    """What writes the file, from the act after `plan` on: in those BEFORE the run may be refused.
 
     errors.act calls `note` as an act begins, so its line is there before it does anything. A thread looks
     every second, and writes when 1 % of the memory has come or gone.
@@ -54,7 +56,7 @@ class Acts:
             out,
             device,
             holds_run,
-            "plan",
+            "folder",
             {},
         )
         self.run = 1 + newest_run(out)[1].get("run", 0)
@@ -69,7 +71,7 @@ class Acts:
         watchers.remove(self)
         stopped = issubclass(error, KeyboardInterrupt) if error else self.act != "save"
         self.note(ended="stopped" if stopped else "error" if error else "finished")
-        if self.act != "plan" and not self.holds_run(self.out) and not last_words(self.out):
+        if self.act not in BEFORE and not self.holds_run(self.out) and not last_words(self.out):
             with suppress(OSError):
                 (self.out / "acts.jsonl").unlink()
 
@@ -93,7 +95,7 @@ class Acts:
                 line["ranks"] = self.ranks
             moved = [abs(line.get(n, 0) - last.get(n, 0)) > last.get(n, 0) / 100 for n in MOVING]
             quiet = not any(moved) and seconds < last.get("time", 0) + ALIVE_SECONDS
-            if over or self.act == "plan" or quiet and not act and not ended:
+            if over or self.act in BEFORE or quiet and not act and not ended:
                 return
             self.last = line
             with open_own(self.out / "acts.jsonl", "a+b") as file:

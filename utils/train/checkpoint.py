@@ -108,6 +108,14 @@ class CheckpointSaver:
         self.wait()
         dist.destroy_process_group(self.group)
 
+    def __enter__(self) -> "CheckpointSaver":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        """close, unless an error is on its way: the other ranks may never come to wait with this one."""
+        if kind is None:
+            self.close()
+
     def _finish(self, done) -> None:
         try:
             done()

@@ -1,13 +1,14 @@
 """Parameter groups, AdamW, gradient clipping, schedules as step -> learning rate."""
 
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import nn
 
-from ..run.distributed import gather
+from ..run.distributed import World, gather
 from ..run.errors import ConfigError, check
 
 OptimizerName = Literal[
@@ -63,24 +64,65 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
-def stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world) -> None:
-    """All ranks stop together, before the optimizer touches a weight; in fp16 after 20 gradients in a row."""
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    lr: float,
+    clip_norm: float,
+    skipped: int,
+    check_finite: Callable[[float, int], None],
+) -> tuple[float, int]:
+    """Clip the gradients, and let the optimizer step with this learning rate; they are then gone.
+
+    Returns the gradient norm, and how many steps in a row fp16 has left out, this one included; `skipped` is
+    the count before. check_finite(norm, skipped) may raise before a weight is changed.
+    """
+    scaler.unscale_(optimizer)
+    grad_norm = clip_gradients(model, clip_norm)
+    skips = scaler.is_enabled() and not math.isfinite(grad_norm)
+    skipped = skipped + 1 if skips else 0
+    check_finite(grad_norm, skipped)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    # In fp16 all ranks leave the step out together where a gradient is not finite, and halve the scale.
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return grad_norm, skipped
+
+
+def stop_if_not_finite(
+    step: int,
+    loss: float,
+    losses: list[torch.Tensor],
+    batches: list,
+    world: World,
+    grad_norm: float,
+    skipped: int,
+) -> None:
+    """Raise ConfigError on all ranks, naming the rows whose loss is not finite; for a gradient that is not,
+    in fp16 only after 20 in a row. losses: () of each micro-batch.
+    """
     if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < skipped < 20):
         return
-    mine = [
-        row
-        for value, b in zip(losses, batches, strict=True)
-        if not value.isfinite()
-        for row in b.where
-    ]
-    found = [
-        f"rank {r}: {', '.join(rows[:5])}" for r, rows in enumerate(gather(world, mine)) if rows
-    ]
+    rows = []
+    for value, batch in zip(losses, batches, strict=True):
+        if not value.isfinite():
+            rows += batch.where
+    found = []
+    for rank, rows_of_rank in enumerate(gather(world, rows)):
+        if rows_of_rank:
+            found.append(f"rank {rank}: {', '.join(rows_of_rank[:5])}")
     where = "; ".join(found) or "every loss is finite, a gradient is not"
-    text = (
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm} ({where}); no weight was changed"
-    )
+    numbers = f"loss {loss}, gradient norm {grad_norm}"
+    text = f"step {step + 1}: {numbers} ({where}); no weight was changed"
     raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
+
+
+def state_kind(optimizer: str) -> str:
+    """What an optimizer's state is, by its name: paging only changes where 8-bit state lies."""
+    return optimizer.removeprefix("paged_") if "8bit" in optimizer else optimizer
 
 
 def check_packages(

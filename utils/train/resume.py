@@ -11,7 +11,7 @@ import os
 import pickle
 import random
 import secrets
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy
@@ -25,7 +25,7 @@ from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, first_five, print0
 from ..run.files import CONFIG_BYTES, INDEX_BYTES, check_not_linked, open_regular, read_small_file
 from ..run.folder import at_end, holds_run
-from ..run.settings import divide_global_batch, load_config
+from ..run.settings import BatchSizes, load_config
 from .checkpoint import (
     RNG_BYTES,
     Optimizer,
@@ -57,56 +57,85 @@ SAFE_NAMES = {
 }
 
 
-def previous_run(cfg, out: Path, facts: dict, world: World) -> tuple[Path | None, dict, int]:
-    """(checkpoint to continue from, its state, the steps after which the run was finished); None, {} and 0
-    where there is none.
-
-    cfg: the recipe's settings; facts: what must be as it was, by name. A folder is continued only by the run
-    that began it. Raises ConfigError on all ranks, naming the fields that differ, old -> new.
+@dataclass(frozen=True)
+class Resumed:
+    """What an earlier start left in the run folder. checkpoint: to continue from, None for a fresh start;
+    state: what it was saved with; finished: the steps after which the run ended, 0 if it did not.
     """
-    finished = 0
-    with together(world):
-        fix = f"--resume none, but {out} holds a run (fix: another --output_dir)"
-        check(cfg.resume != "none" or not holds_run(out), fix)
-        finished, global_batch = finished_at(out)
-        if finished:
-            saved = load_config(
-                type(cfg), max(out.glob("config*.yaml"), default=out / "config.yaml")
-            )
-            # with others the finished run would be the same
-            same = ("output_dir", "resume", "log_every")
-            if divides_alike(cfg, global_batch, world.size):
-                same += ("batch_size", "grad_accum", "global_batch_size")
-            changed = differences(asdict(saved), asdict(cfg), but=same)
-            what = f"{out} holds a finished run with other settings: {changed}"
-            check(not changed, f"{what} (fix: another --output_dir)")
-    if finished:
-        return None, {}, finished
-    checkpoint = None if cfg.resume == "none" else find_checkpoint(cfg.resume, out, world)
-    if not checkpoint:
-        return None, {}, 0
-    with together(world):
-        state = read_state(checkpoint)
-        # a newer transformers has more
-        now = {name: fact for name, fact in facts.items() if name in state}
-        now["optimizer"] = (
-            cfg.optimizer.removeprefix("paged_") if "8bit" in cfg.optimizer else cfg.optimizer
-        )
-        if cfg.global_batch_size:  # else the checkpoint says it
-            now["global_batch_size"] = cfg.global_batch_size
-        changed = differences(state, now, but=("data",) if cfg.allow_new_data else ())
+
+    checkpoint: Path | None = None
+    state: dict = field(default_factory=dict)
+    finished: int = 0
+
+    def check_facts(self, facts: dict[str, object], allow_new_data: bool = False) -> None:
+        """Raise ConfigError naming what is another run's, old -> new. facts: what must be as it was, by name;
+        those that the checkpoint does not know are from a newer version, and not compared.
+        """
+        known = {name: fact for name, fact in facts.items() if name in self.state}
+        changed = differences(self.state, known, but=("data",) if allow_new_data else ())
         fix = "the same flags and data, or another --output_dir"
         check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
+
+
+def continue_run(
+    out: Path,
+    resume: str,
+    cfg: object,
+    sizes: BatchSizes,
+    world: World,
+    may_differ: tuple[str, ...] = ("output_dir", "resume", "log_every"),
+) -> Resumed:
+    """What an earlier start left in `out`, or the checkpoint that `resume` names.
+
+    resume: auto, none, or a path. cfg: the recipe's settings, a dataclass, which are compared with those of
+    the earlier start; may_differ: fields without which a finished run would be the same. A folder is
+    continued only by the run that began it. Raises ConfigError on all ranks, naming the fields that differ.
+    """
+    used = holds_run(out)
+    with together(world):
+        text = f"--resume none, but {out} holds a run (fix: another --output_dir)"
+        check(resume != "none" or not used, text)
+        finished, global_batch_size = finished_at(out) if used else (0, 0)
+        if finished:
+            check_finished(out, cfg, sizes, global_batch_size, world.ranks, may_differ)
+    if finished:
+        return Resumed(finished=finished)
+    if resume == "none" or (resume == "auto" and not used):
+        return Resumed()
+    checkpoint = find_checkpoint(resume, out, world)
+    if not checkpoint:
+        return Resumed()
+    with together(world):
+        state = read_state(checkpoint)
         if changed := differences(state["config"], asdict(cfg), but=("resume",)):
             print0(f"changed   since the checkpoint: {changed}")
-        later = [
-            p.name for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name
-        ]
-        again = (
-            f"{out} goes on to {''.join(later[-1:])}, which a run from {checkpoint.name} would redo"
-        )
-        check(not later, f"{again} (fix: another --output_dir)")
-    return checkpoint, state, 0
+        newer = [p for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
+        if newer:
+            text = (
+                f"{out} goes on to {newer[-1].name}, which a run from {checkpoint.name} would redo"
+            )
+            raise ConfigError(f"{text} (fix: another --output_dir)")
+    return Resumed(checkpoint, state)
+
+
+def check_finished(
+    out: Path,
+    cfg: object,
+    sizes: BatchSizes,
+    global_batch_size: int,
+    ranks: int,
+    may_differ: tuple[str, ...],
+) -> None:
+    """Raise ConfigError where the run that finished in `out` had other settings. Batch sizes that divide the
+    same global batch are no others: each step learns from the same rows.
+    """
+    newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
+    saved = load_config(type(cfg), newest)
+    if divides_alike(sizes, global_batch_size, ranks):
+        may_differ += tuple(size.name for size in fields(BatchSizes))
+    changed = differences(asdict(saved), asdict(cfg), but=may_differ)
+    text = f"{out} holds a finished run with other settings: {changed}"
+    check(not changed, f"{text} (fix: another --output_dir)")
 
 
 def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
@@ -205,12 +234,12 @@ def finished_at(out: Path) -> tuple[int, int]:
     return steps, global_batch
 
 
-def divides_alike(cfg, global_batch: int, ranks: int) -> bool:
-    """Whether the batch sizes of `cfg` divide this global batch: each step then learns from the same rows."""
-    if not global_batch or cfg.global_batch_size not in (0, global_batch):
+def divides_alike(sizes: BatchSizes, global_batch_size: int, ranks: int) -> bool:
+    """Whether these batch sizes divide this global batch, or leave it open."""
+    if not global_batch_size or sizes.global_batch_size not in (0, global_batch_size):
         return False
     try:
-        divide_global_batch(global_batch, cfg.batch_size, cfg.grad_accum, ranks)
+        replace(sizes, global_batch_size=global_batch_size).divide(ranks)
     except ConfigError:
         return False
     return True
