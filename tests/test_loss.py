@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import run_ranks
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,6 +57,29 @@ def test_loss_and_gradients_equal_the_models_own(kind, dtype):
     torch.testing.assert_close(loss, expected, rtol=1e-6 if exact else 1e-4, atol=0)
     for ours, theirs in zip((p.grad for p in model.parameters()), gradients, strict=True):
         assert (ours - theirs).norm() <= (2e-6 if exact else 1e-2) * theirs.norm()
+
+
+def smoothed(logits, targets):
+    """Cross-entropy with label smoothing, (c, V) and (c,) -> (c,)."""
+    return F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="none")
+
+
+@pytest.mark.parametrize("full_logits", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_another_loss_per_token_is_differentiated_within_the_chunks(kind, full_logits):
+    reference, batch = tiny_model(kind), some_batch()
+    model = add_chunked_loss(copy.deepcopy(reference), chunk_tokens=16)
+    model.full_logits = full_logits
+    logits, targets = reference(batch.ids).logits[:, :-1], batch.labels[:, 1:]
+    expected = smoothed(logits[targets != IGNORE], targets[targets != IGNORE]).sum()
+    expected.backward()
+    loss = summed_cross_entropy(model, batch, smoothed)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 2e-6 * theirs.grad.norm()
+    with torch.no_grad():
+        torch.testing.assert_close(summed_cross_entropy(model, batch, smoothed), expected.detach())
 
 
 def test_the_routers_loss_is_part_of_it():

@@ -45,11 +45,19 @@ def use_full_logits(model: nn.Module, why: str) -> str:
     return f"{why}, which the chunked loss does not know: {price}"
 
 
-def full_logits_loss(model: nn.Module, ids, labels, ignore: int, options: dict) -> torch.Tensor:
-    """Summed cross-entropy of ids and labels (B, T) by way of (B, T, V) logits, router loss included."""
+def full_logits_loss(
+    model: nn.Module, ids, labels, ignore: int, options: dict, per_token: Callable | None = None
+) -> torch.Tensor:
+    """Summed cross-entropy of ids and labels (B, T), or another loss per token, by way of (B, T, V) logits;
+    router loss included.
+    """
     output = type(model).forward(model, ids, use_cache=False, **options)
     logits, targets = output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
-    loss = F.cross_entropy(logits, targets, ignore_index=ignore, reduction="sum")
+    if per_token:
+        trained = targets != ignore
+        loss = per_token(logits[trained], targets[trained]).sum()
+    else:
+        loss = F.cross_entropy(logits, targets, ignore_index=ignore, reduction="sum")
     if getattr(output, "aux_loss", None) is not None:
         coefficient = getattr(model, "router_aux_loss_coef", None) or model.aux_loss_coef
         loss = loss + coefficient * output.aux_loss * (targets != ignore).sum()

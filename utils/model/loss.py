@@ -31,6 +31,8 @@ from .logits import (
 )
 from .sharding import reshard
 
+# fp32 logits (c, V), as the model gives them, and targets (c,) -> the loss of each token (c,)
+PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CHUNK_LOGITS = 2**26  # logits alive at a time: 256 MiB in fp32
 # Fields of configs (see logits.py).
 AFTER_HEAD = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -78,16 +80,20 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
     return use_full_logits(model, why)
 
 
-def summed_cross_entropy(model: nn.Module, batch) -> torch.Tensor:
+def summed_cross_entropy(
+    model: nn.Module, batch, per_token: PerToken | None = None
+) -> torch.Tensor:
     """Cross-entropy summed over the trained tokens of batch.ids, batch.labels (B, T), plus the router loss of
-    a mixture of experts.
+    a mixture of experts. per_token: another loss in its place, differentiated chunk by chunk.
 
     A () fp32 tensor. Divide by the number of trained tokens of the *global* batch. The labels stand where
     their tokens stand; the shift by one is made here. Padding is on the right, so causal attention needs no
     mask; only the router's statistics use it.
     """
-    packed = {} if batch.positions is None else {"position_ids": batch.positions}
-    return model(batch.ids, labels=batch.labels, attention_mask=batch.mask, **packed)
+    options = {"attention_mask": batch.mask, "per_token": per_token}
+    if batch.positions is not None:
+        options["position_ids"] = batch.positions
+    return model(batch.ids, labels=batch.labels, **options)
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -97,7 +103,9 @@ def backbone(model: nn.Module) -> nn.Module:
     return model.model  # Llama 4 calls it by another name than the one that it says
 
 
-def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=False, **kwargs):
+def _model_forward(
+    self, input_ids, labels=None, attention_mask=None, probe=False, per_token=None, **kwargs
+):
     """The model's own forward, cut after the backbone when labels are given."""
     if labels is None and not probe:
         return type(self).forward(self, input_ids, attention_mask=attention_mask, **kwargs)
@@ -107,45 +115,44 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, probe=Fals
     if router:
         self.full_logits = self.full_logits or not knows_router_loss(self)
         kwargs["output_router_logits"] = True
-        if (
-            "position_ids" not in kwargs
-        ):  # with a mask transformers would not see the ends of packed documents
+        if "position_ids" not in kwargs:
+            # With a mask transformers would not see the ends of packed documents.
             kwargs["attention_mask"] = attention_mask
     head = self.get_output_embeddings()
     if self.full_logits:
-        return full_logits_loss(self, input_ids, labels, IGNORE, kwargs)
+        return full_logits_loss(self, input_ids, labels, IGNORE, kwargs, per_token)
     output = backbone(self)(input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state
     if probe:
         return head(hidden)
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # (B, T): what each position must predict
     trained = targets != IGNORE
-    loss = head(hidden[trained], targets[trained])  # (n, D), (n,)
+    loss = head(hidden[trained], targets[trained], per_token)  # (n, D), (n,)
     if router:
         loss = loss + router_loss(self, output.router_logits, attention_mask) * trained.sum()
     return loss.clone()  # not the head's own output: FSDP hangs a hook on what each unit returns
 
 
-def _head_forward(self, hidden, targets=None):
+def _head_forward(self, hidden, targets=None, per_token=None):
     """The head as it was, or, given targets, the loss of `hidden` (n, D) against `targets` (n,)."""
     if self.weight.is_floating_point():
         hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
     if targets is None:
         return type(self).forward(self, hidden)
     grad = torch.is_grad_enabled()
-    options = (self.logits_to_loss, self.chunk_tokens, grad)
-    return _ChunkedCrossEntropy.apply(hidden, self.weight, self.bias, targets, *options)
+    options = (self.logits_to_loss, per_token, self.chunk_tokens, grad)
+    return _ChunkedLoss.apply(hidden, self.weight, self.bias, targets, *options)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of F.linear(hidden, weight, bias), gradients included, c tokens at a time.
+class _ChunkedLoss(torch.autograd.Function):
+    """The summed loss of F.linear(hidden, weight, bias), gradients included, c tokens at a time.
 
     Extra memory: c * V logits and their gradient; the gradient of the hidden states; an fp32 gradient of the
     weight (summing chunks in bf16 would lose small terms), which becomes the weight's dtype at the end.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, transform, chunk_tokens, grad):
+    def forward(ctx, hidden, weight, bias, targets, transform, per_token, chunk_tokens, grad):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
         if grad and ctx.needs_input_grad[0]:
@@ -160,7 +167,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
                 shown = transform(logits)
             t = targets[start:end]  # (c,)
-            loss, d_shown = _cross_entropy_in_place(shown.detach().float(), t)
+            if per_token:
+                loss, d_shown = _differentiate(per_token, shown.detach().float(), t, grad)
+            else:
+                loss, d_shown = _cross_entropy_in_place(shown.detach().float(), t)
             total += loss
             if not grad:
                 continue
@@ -182,7 +192,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place: the graph is walked once, and these buffers are the largest of the step.
         grads = [g if g is None else g.mul_(scale) for g in (ctx.hidden, ctx.weight, ctx.bias)]
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def chunk_bounds(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
@@ -204,6 +214,16 @@ def _cross_entropy_in_place(
     gradient = logits.div_(sums)
     gradient.scatter_add_(1, targets[:, None], torch.full_like(right, -1.0))
     return loss, gradient
+
+
+def _differentiate(
+    per_token: PerToken, logits: torch.Tensor, targets: torch.Tensor, grad: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(summed loss, its gradient) of any loss per token, of logits (c, V) in fp32."""
+    with torch.set_grad_enabled(grad):
+        loss = per_token(logits.requires_grad_(grad), targets).sum()
+    gradient = torch.autograd.grad(loss, logits)[0] if grad else None
+    return loss.detach(), gradient
 
 
 def _transforms(model: nn.Module) -> list[Callable[[torch.Tensor], torch.Tensor]]:

@@ -44,8 +44,10 @@ def decide(
         if planner.answer_for(best, device_bytes, host_bytes) == TIGHT:
             line += "; tightly, since nothing that may be changed makes it comfortable"
         lines.append(line)
+        chosen = {n: value for n, value in asdict(best).items() if value != getattr(knobs, n)}
+        chosen |= {"batch_size": best.batch_size, "grad_accum": 0}
+        chosen["global_batch_size"] = rows * workload.ranks
         knobs = best
-        chosen = asdict(knobs) | {"grad_accum": 0, "global_batch_size": rows * workload.ranks}
     need = planner.need(knobs)
     answer = planner.answer(need, device_bytes, host_bytes)
     if workload.compile and need.peak:

@@ -145,7 +145,7 @@ def fitted_before(out: Path) -> dict[str, object]:
         reason = reason_of_others(error)
         raise ConfigError(f"{file}: {reason} (fix: another --output_dir)") from None
     names = (*KNOBS, "global_batch_size")
-    return {name: settings[name] for name in names} if was_fitted else {}
+    return {name: settings[name] for name in names if name in settings} if was_fitted else {}
 
 
 def is_tight(planned: dict) -> bool:

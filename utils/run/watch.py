@@ -38,6 +38,7 @@ def watch_acts(out: Path, world, holds_run: Callable[[Path], bool]) -> AbstractC
         print0(words)
     return Acts(out, world.device, holds_run, world.local_size)
 
+
 BEFORE = ("folder", "data", "plan")  # acts in which nothing is written
 
 

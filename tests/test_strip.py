@@ -1,0 +1,120 @@
+"""A copied recipe is changed by a few edits: each script below applies to a copy, which then trains.
+
+What an owner of a copy does: take adapters and quantization out, swap the loss, add a data format, add a
+flag. The numbers of files that they touch are part of the claim.
+
+python -m pytest -m slow tests/test_strip.py
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+from shell import ROOT, shell
+from test_parity import write_rows
+from tiny import tiny_model_folder
+
+pytestmark = pytest.mark.slow
+RECIPE = "recipes/finetune.py"
+# (file, text, text in its place); a text that begins with ^ is a regular expression over whole lines
+WITHOUT_ADAPTERS = [
+    (RECIPE, r"^    torchrun .* --lora_rank 16 .*\n", ""),
+    (RECIPE, "; any: also LoRA, 8bit and 4bit", ""),
+    (RECIPE, "from utils.model.options import Lora, Quant, check_adapter_flags\n", ""),
+    (RECIPE, r"^    lora_rank: int(?s:.*?)(?=^    low_cpu_fsdp: bool)", ""),
+    (RECIPE, r"^        check_adapter_flags\(.*\n", ""),
+    (RECIPE, r"^            lora=pick\(Lora, cfg\), quant=pick\(Quant, cfg\),\n", ""),
+    (RECIPE, r"^    lora, quant = pick.*\n", ""),
+    (RECIPE, "**lora.flags(), ", ""),
+    (RECIPE, "0 if lora else disk", "disk"),
+    (RECIPE, r"^    names = None(?s:.*?)(?=^    if cfg.check:)", ""),
+    (RECIPE, "{'frozen' if lora else cfg.param_dtype}", "{cfg.param_dtype}"),
+    (RECIPE, "cfg.cpu_offload, names)", "cfg.cpu_offload)"),
+    (RECIPE, r"^        if lora:\n +fill_adapters\(.*\n", ""),
+    (RECIPE, r"^    if cfg.save_model and lora:(?s:.*?)^    elif", "    if"),
+]
+OTHER_LOSS = [
+    (
+        RECIPE,
+        "summed_cross_entropy(model, batch)",
+        "summed_cross_entropy(model, batch, focal_loss)",
+    ),
+    (
+        RECIPE,
+        "\n\ndef settle(",
+        '''
+
+def focal_loss(logits, targets):
+    """Lin et al., arXiv 1708.02002: (c, V) and (c,) -> (c,)."""
+    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+def settle(''',
+    ),
+]
+OTHER_FLAG = [
+    (
+        RECIPE,
+        "    clip_norm: float = 1.0",
+        "    beta2: float = 0.95  # of AdamW's second moment\n    clip_norm: float = 1.0",
+    ),
+    (RECIPE, "cfg.weight_decay, cfg.optimizer)", "cfg.weight_decay, cfg.optimizer, cfg.beta2)"),
+    ("utils/train/optim.py", 'name="adamw"', 'name="adamw", beta2=0.95'),
+    ("utils/train/optim.py", "betas=(0.9, 0.95)", "betas=(0.9, beta2)"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("strip")
+    return tiny_model_folder(root / "model", vocab_size=271), write_rows(root / "rows.jsonl", 4)
+
+
+def edited(folder, edits, most_files: int):
+    """A copy of recipes and utils with these edits, each of which changes one place."""
+    for name in ("recipes", "utils"):
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "tiny")
+        )
+    for name, old, new in edits:
+        text = (folder / name).read_text()
+        pattern = old if old.startswith("^") else re.escape(old)
+        text, count = re.subn(pattern, new.replace("\\", r"\\"), text, flags=re.M)
+        assert count == 1, f"{name}: {count} places are {old!r}"
+        (folder / name).write_text(text)
+    assert len({name for name, _, _ in edits}) <= most_files
+    return folder / RECIPE
+
+
+def losses(recipe, model, rows, flags="") -> list[float]:
+    out = recipe.parent.parent / "out"
+    sizes = "--steps 2 --batch_size 4 --lr 0.01 --save_every 0"
+    command = f"python {recipe} --model {model} --dataset {rows} --output_dir {out} {sizes} {flags}"
+    ended = shell(command, recipe.parent.parent)
+    assert ended.returncode == 0, ended.stderr
+    assert (out / "model" / "model.safetensors").exists()
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_adapters_and_quantization_are_taken_out_of_one_file(files, tmp_path):
+    recipe = edited(tmp_path / "copy", WITHOUT_ADAPTERS, most_files=1)
+    for name in ("lora", "quantize", "adapter_file"):
+        (tmp_path / "copy" / "utils" / "model" / f"{name}.py").unlink()
+    assert "lora" not in recipe.read_text().lower()
+    whole = edited(tmp_path / "whole", [], most_files=0)
+    assert losses(recipe, *files) == losses(whole, *files)
+
+
+def test_the_loss_is_swapped_in_one_file(files, tmp_path):
+    first, second = losses(edited(tmp_path, OTHER_LOSS, most_files=1), *files)
+    assert 0 < second < first < 5.6  # below the cross-entropy of 271 tokens at random, 5.602
+
+
+def test_a_flag_is_added_in_two_files(files, tmp_path):
+    recipe = edited(tmp_path, OTHER_FLAG, most_files=2)
+    assert "--beta2" in shell(f"python {recipe} --help", tmp_path).stdout
+    usual = losses(edited(tmp_path / "usual", [], most_files=0), *files)
+    assert losses(recipe, *files, "--beta2 0.95") == usual
