@@ -280,9 +280,9 @@ def examples_of(part: Part) -> Examples:
     part.close("f")
     bounds = torch.tensor([0, *part.lengths]).cumsum(0)
     ids = torch.frombuffer(part.ids, dtype=torch.int32)
-    trained = torch.frombuffer(part.loss_mask, dtype=torch.uint8)
-    trained = torch.tensor(part.trained_tokens)
-    return Examples(ids, trained, bounds, trained, torch.tensor(part.keys), part.where)
+    loss_mask = torch.frombuffer(part.loss_mask, dtype=torch.uint8)
+    trained_tokens = torch.tensor(part.trained_tokens)
+    return Examples(ids, loss_mask, bounds, trained_tokens, torch.tensor(part.keys), part.where)
 
 
 def test_a_row_is_held_out_whatever_stands_around_it():
