@@ -15,10 +15,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..run.errors import check
-from .chats import Chat, chat_text, encode_chats, encode_rich, prompt_problem
+from .chats import Chat, chat_text, encode_chats, encode_rich
 from .formats import form_of, note_placeholders, plain_messages, renamed
 from .messages import to_messages
 from .rows import NO_ROWS, Faults, Unreadable, as_object
+from .template_check import prompt_problem
 
 TWICE, CUT, BAD = "the same as a row before", "cut at --seq_len", "bad rows"
 BATCH = 64  # texts that tokenizers gets at a time, which is a tenth faster than one by one
@@ -253,7 +254,7 @@ def encode_row(where, value, tokenizer, train_on, form, columns, forms, notes: C
 
 
 def problem_of(tokenizer, where: str, row: Row, sequences: list, train_on: str) -> str:
-    """See chats.prompt_problem; "" where there is none."""
+    """See template_check.prompt_problem; "" where there is none."""
     problem = prompt_problem(tokenizer, row.messages, row.tools, train_on, sequences)
     return problem and f"{where}: {problem}"
 
