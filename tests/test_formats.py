@@ -73,6 +73,21 @@ def test_sharegpt_in_the_words_of_everyone():
     assert to_messages(row)[0][0] == {"role": "system", "content": "S"}
 
 
+@pytest.mark.parametrize("content", ["Adding.", [{"type": "text", "text": "Adding."}]])
+def test_text_beside_a_call_is_kept(content):
+    row = {"messages": [user(), says(content, tool_calls=[CALL])]}
+    assert to_messages(row)[0] == [user(), says("Adding.", tool_calls=[CALL])]
+    older = {"messages": [user(), says(content, function_call=SUM)]}
+    call = {"type": "function", "function": SUM}
+    assert to_messages(older)[0] == [user(), says("Adding.", tool_calls=[call])]
+
+
+@pytest.mark.parametrize("content", [None, "", " \n", [], [{"type": "text", "text": " "}]])
+def test_a_call_needs_no_text_beside_it(content):
+    row = {"messages": [user(), says(content, tool_calls=[CALL])]}
+    assert to_messages(row)[0] == [user(), says("", tool_calls=[CALL])]
+
+
 def test_sharegpt_with_calls_of_tools():
     calls = [
         ("human", "Hi"),
@@ -402,6 +417,10 @@ BAD = [
         "expected an object as JSON, got number",
     ),
     (calling(call={"function": {"arguments": "{}"}}), "tool_calls[0].function.name: missing"),
+    (
+        {"messages": [user(), says(3, tool_calls=[CALL])]},
+        "messages[1].content: expected text, got number",
+    ),
     ({**calling(), "tools": "[{"}, "tools: not JSON"),
     ({**calling(), "tools": ["add"]}, "tools: expected a list of objects"),
     ({"messages": [user(), says(weight=0.5)]}, "messages[1].weight: expected 0 or 1, got 0.5"),

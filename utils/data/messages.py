@@ -272,9 +272,7 @@ def _message(
             calls += [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(given)]
         if turn.get("function_call"):  # OpenAI's older way
             calls.append(_call({"function": turn["function_call"]}, f"{at}.function_call"))
-        message["content"] = (
-            "" if calls and (empty or not parts.text.strip()) else _text(turn, key, at, parts)
-        )
+        message["content"] = _text_beside_calls(turn, key, at, parts, calls)
     else:
         message["content"] = "" if role == "tool" and empty else _text(turn, key, at, parts)
         if calls or turn.get("tool_calls") or turn.get("function_call"):
@@ -350,6 +348,14 @@ def _text(turn: dict, key: str, at: str, parts: _Parts) -> str:
     if parts.there:
         return text_of({key: parts.text}, key, f"{at}.")
     return text_of(turn, key, f"{at}.")
+
+
+def _text_beside_calls(turn: dict, key: str, at: str, parts: _Parts, calls: list) -> str:
+    """The words of an assistant's turn; they may be missing where it has calls."""
+    words = parts.text if parts.there else turn.get(key)
+    if calls and (words is None or isinstance(words, str) and not words.strip()):
+        return ""
+    return _text(turn, key, at, parts)
 
 
 def _add_thoughts(message: dict, turn: dict, role: str, parts: _Parts, at: str) -> None:
