@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from utils.data.formats import plain_messages
-from utils.data.messages import CATEGORY, LEADING, MOST_KEYS, NOT_TRAINED, READERS, to_messages
+from utils.data.messages import CATEGORY, LEADING, READERS, to_messages
+from utils.data.turns import MOST_KEYS, NOT_TRAINED
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 SUM = {"name": "add", "arguments": {"a": 1, "b": 2}}

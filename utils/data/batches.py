@@ -35,7 +35,13 @@ class Batch:
             return tensor.to(device, non_blocking=pin)
 
         positions = None if self.positions is None else move(self.positions)
-        return Batch(move(self.ids), move(self.labels), move(self.mask), self.where, positions)
+        return Batch(
+            ids=move(self.ids),
+            labels=move(self.labels),
+            mask=move(self.mask),
+            where=self.where,
+            positions=positions,
+        )
 
 
 def collate(items: list[Example], pad_id: int) -> Batch:

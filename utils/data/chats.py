@@ -55,7 +55,8 @@ def encode_rich(
     if messages[0]["role"] == "text":
         return [encode_text(tokenizer, messages)]
     if messages[0]["role"] == "tokens":
-        return [(check_ids(messages[0]["content"], len(tokenizer)), messages[0]["loss_mask"])]
+        ids = check_ids(messages[0]["content"], len(tokenizer))
+        return [(ids, messages[0]["loss_mask"])]
     return encode_turns(tokenizer, messages, tools, train_on, notes)
 
 
@@ -84,7 +85,10 @@ def encode_turns(
     if not trained:
         _, ids = encode_part(tokenizer, messages, tools, text)
         return [(ids, bytearray(len(ids)))]
-    turns = [Turn(tokenizer, messages[: i + 1], tools, messages[i + 1 :]) for i in trained]
+    turns = []
+    for i in trained:
+        messages_to_turn = messages[: i + 1]
+        turns.append(Turn(tokenizer, messages_to_turn, tools, later=messages[i + 1 :]))
     rows = divided(text, turns)
     notes[SHORTENED] += any(turn.shortened for turn in turns)
     notes[SEVERAL] += len(rows) > 1
@@ -180,8 +184,9 @@ def encode_sequence(
         piece_text = text[begin:]
         piece_mask = bytearray(len(piece_ids))
         for turn in turns:
+            turn_end_char = len(turn.text) - begin
             first = token_after(piece, piece_text, max(turn.first - begin, 0))
-            last = token_from(piece, piece_text, max(len(turn.text) - begin, 0))
+            last = token_from(piece, piece_text, max(turn_end_char, 0))
             piece_mask[first:last] = b"\1" * (last - first)
         sequence_ids += piece_ids
         mask += piece_mask
@@ -219,15 +224,18 @@ def place_of(
     unwanted = ("tool_calls", *THOUGHTS)
     marked = {key: value for key, value in messages[i].items() if key not in unwanted}
     marked["content"] = mark
-    with_mark = render(tokenizer, [*messages[:i], marked, *messages[i + 1 :]], tools, prompt)
+    messages_with_mark = [*messages[:i], marked, *messages[i + 1 :]]
+    with_mark = render(tokenizer, messages_with_mark, tools, prompt)
     first = len(commonprefix((text, with_mark)))
     last = first
     if mark in with_mark:
-        same_at_end = len(commonprefix((text[first:][::-1], with_mark[first:][::-1])))
+        reversed_texts = (text[first:][::-1], with_mark[first:][::-1])
+        same_at_end = len(commonprefix(reversed_texts))
         last = max(first, len(text) - same_at_end)
     if last > first:
         begin = content.find(text[first:last])
-        if begin > 0 and text[max(0, first - begin) : first] == content[:begin]:
+        text_before = text[max(0, first - begin) : first]
+        if begin > 0 and text_before == content[:begin]:
             first -= begin  # the content begins with what the template itself writes before it
     return first, last
 
@@ -246,15 +254,19 @@ def places_of(tokenizer, messages, tools, text: str, prompt: bool = False) -> li
         own_texts += [str(message[key]) for key in THOUGHTS if key in message]
         for call in message.get("tool_calls", []):
             own_texts += texts_in(call["function"])
-        pattern = "|".join(re.escape(own_text) for own_text in own_texts if own_text) or "(?!)"
-        places += [found.span() for found in re.compile(pattern).finditer(text, first, last)]
+        escaped_texts = [re.escape(own_text) for own_text in own_texts if own_text]
+        pattern = re.compile("|".join(escaped_texts) or "(?!)")
+        for found in pattern.finditer(text, first, last):
+            places.append(found.span())
     return places
 
 
 def texts_in(value: object) -> list[str]:
     """All texts in a value of JSON, also as JSON writes them."""
     if isinstance(value, str):
-        return [value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]]
+        as_ascii = json.dumps(value)
+        as_unicode = json.dumps(value, ensure_ascii=False)
+        return [value, as_ascii[1:-1], as_unicode[1:-1]]
     if isinstance(value, dict):
         value = list(value.values())
     texts = []
@@ -365,8 +377,9 @@ def _renamed(tokenizer) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
     new_names = {}
     id_of = {}
     for number, token in enumerate(special):
-        name = chr(0xF0000 + number) + "\U000effff" * (len(token["content"]) - 1)
-        new_names[token["content"]] = name
+        original_name = token["content"]
+        name = chr(0xF0000 + number) + "\U000effff" * (len(original_name) - 1)
+        new_names[original_name] = name
         id_of[name] = token["id"]
         token["content"] = name
     renamed = Tokenizer.from_str(json.dumps(state))

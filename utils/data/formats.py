@@ -129,5 +129,25 @@ def json_name(value: object) -> str:
     return JSON_NAMES.get(type(value), "number")
 
 
+def typed(holder: dict, key: str, kind: type, path: str = ""):
+    """holder[key], if it has that type. path: of the holder within the row, "messages[2].", for errors."""
+    if key not in holder and not path:  # the holder is the row itself
+        keys = ", ".join(repr(known[:40]) for known in list(holder)[:8])
+        raise ValueError(f"{key}: missing; the row has {keys} (fix: --columns {key}=THEIRS)")
+    if key not in holder:
+        raise ValueError(f"{path}{key}: missing")
+    if not isinstance(holder[key], kind):
+        raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
+    return holder[key]
+
+
+def text_of(holder: dict, key: str, path: str = "") -> str:
+    """holder[key], if it is text with something in it."""
+    text = typed(holder, key, str, path)
+    if not text.strip():
+        raise ValueError(f"{path}{key}: empty")
+    return text
+
+
 def _has_words(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())

@@ -1,4 +1,4 @@
-"""Documents -> packs: which documents share a row, so that few slots stay empty. Imported only for --packing.
+"""Documents -> packs: which documents share a row, so that few slots stay empty.
 
 Best-fit-decreasing: the longest document that is not placed yet goes into the pack in which it leaves the
 least room (Johnson 1974, https://doi.org/10.1016/S0022-0000(74)80026-7; arXiv 2404.10830 packs with it).
@@ -7,10 +7,10 @@ with the number of different lengths, not with the number of documents.
 """
 
 import math
-from itertools import product
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate, permutation
@@ -45,7 +45,8 @@ class PackedBatches(GlobalBatches):
         documents, counts = pack(self.examples.lengths[order], self.size)
         self._epoch = epoch
         self._documents = order[documents]
-        self._begins = F.pad(counts.cumsum(0), (1, 0))
+        ends = counts.cumsum(0)
+        self._begins = F.pad(ends, (1, 0))
 
     def rows_of(self, step: int) -> list[Pack]:
         """The documents of each pack of global batch `step`."""
@@ -53,14 +54,18 @@ class PackedBatches(GlobalBatches):
         self._pack(epoch)
         order = permutation(len(self._begins) - 1, f"{self.key} {epoch} packs")
         packs = self.of_step(order, step)
+        begins = self._begins[packs].tolist()
+        ends = self._begins[packs + 1].tolist()
         rows = []
-        for begin, end in zip(self._begins[packs], self._begins[packs + 1], strict=True):
-            rows.append(self._documents[begin:end].tolist())
+        for begin, end in zip(begins, ends, strict=True):
+            documents = self._documents[begin:end]
+            rows.append(documents.tolist())
         return rows
 
     def attention_cost(self, documents: Pack) -> float:
         """The work of attention over some documents: the sum of their squared lengths."""
-        return float(self.examples.lengths[documents].double().square().sum())
+        lengths = self.examples.lengths[documents].double()
+        return float(lengths.square().sum())
 
     def deal(self, rows: list[Pack]) -> list[list[Pack]]:
         """Each rank's packs, with equal work of attention: in tokens the packs are equally long anyway."""
@@ -75,12 +80,13 @@ class PackedBatches(GlobalBatches):
         else:
             batch = super().batch([])
             where = batch.where
-        positions = torch.arange(batch.ids.shape[1]).repeat(len(batch.ids), 1)  # (B, T)
+        rows_padded, length = batch.ids.shape
+        positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
         for row, examples in zip(positions, packs, strict=False):  # a filler has a row and no pack
             end = 0
             for example in examples:
                 end += len(example.ids)
-                row[end:] = torch.arange(len(row) - end)
+                row[end:] = torch.arange(length - end)
         if not self.flat:
             return Batch(batch.ids, batch.labels, batch.mask, where, positions)
         return Batch(
@@ -99,7 +105,8 @@ class PackedBatches(GlobalBatches):
         for step in range(min(self.per_epoch, SUMMARY_STEPS)):
             loads = []
             for share in self.deal(self.rows_of(step)):
-                loads.append(sum(self.attention_cost(documents) for documents in share))
+                costs = [self.attention_cost(documents) for documents in share]
+                loads.append(sum(costs))
             mean_load = sum(loads) / len(loads)
             ratios.append(max(loads) / mean_load)
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
@@ -110,8 +117,12 @@ class PackedBatches(GlobalBatches):
 def joined(examples: list[Example]) -> Example:
     """Several examples as one. No label is left at the first token of each: nothing before it predicts it."""
     ids = torch.cat([example.ids for example in examples])
-    labels = [F.pad(example.labels[1:], (1, 0), value=IGNORE) for example in examples]
-    return Example(ids, torch.cat(labels), examples[0].where)
+    labels = torch.cat([example.labels for example in examples])
+    begin = 0
+    for example in examples:
+        labels[begin] = IGNORE
+        begin += len(example.labels)
+    return Example(ids, labels, examples[0].where)
 
 
 def deal(rows: list, costs: list[float], ranks: int) -> list[list]:
@@ -123,7 +134,8 @@ def deal(rows: list, costs: list[float], ranks: int) -> list[list]:
     most_rows = math.ceil(len(rows) / ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for row in sorted(range(len(rows)), key=costs.__getitem__, reverse=True):
+    by_cost = sorted(range(len(rows)), key=costs.__getitem__, reverse=True)
+    for row in by_cost:
         open_ranks = [rank for rank in range(ranks) if len(shares[rank]) < most_rows]
         rank = min(open_ranks, key=loads.__getitem__)
         shares[rank].append(row)
@@ -132,31 +144,36 @@ def deal(rows: list, costs: list[float], ranks: int) -> list[list]:
         low = min(range(ranks), key=loads.__getitem__)
         high = max(range(ranks), key=loads.__getitem__)
         gap = loads[high] - loads[low]
-        i, j, moved = _best_exchange(shares[high], shares[low], costs, gap)
+        expensive = shares[high]
+        cheap = shares[low]
+        i, j, moved = _best_exchange(expensive, cheap, costs, gap)
         if not 0 < moved < gap:
             break
-        shares[high][i], shares[low][j] = shares[low][j], shares[high][i]
+        expensive[i], cheap[j] = cheap[j], expensive[i]
         loads[high] -= moved
         loads[low] += moved
     return [[rows[i] for i in share] for share in shares]
 
 
 def _best_exchange(
-    high: list[int], low: list[int], costs: list[float], gap: float
+    expensive: list[int], cheap: list[int], costs: list[float], gap: float
 ) -> tuple[int, int, float]:
-    """(i, j, cost): exchanging the rows high[i] and low[j] moves this cost, the one nearest to gap / 2."""
+    """(i, j, moved): exchanging the rows expensive[i] and cheap[j] moves this cost. gap: between the loads of
+    their ranks; the best exchange moves half of it.
+    """
     best = (0, 0, 0.0)
     best_distance = math.inf
-    for i, j in product(range(len(high)), range(len(low))):
-        moved = costs[high[i]] - costs[low[j]]
-        distance = abs(moved - gap / 2)
-        if distance < best_distance:
-            best = (i, j, moved)
-            best_distance = distance
+    for i, expensive_row in enumerate(expensive):
+        for j, cheap_row in enumerate(cheap):
+            moved = costs[expensive_row] - costs[cheap_row]
+            distance = abs(moved - gap / 2)
+            if distance < best_distance:
+                best = (i, j, moved)
+                best_distance = distance
     return best
 
 
-def pack(lengths: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """(documents (n,), counts (p,)): the indices of `lengths` (n,) int64 pack by pack, and how many of them
     each pack holds. A pack has at most `size` tokens; each document is in exactly one, whole.
 
@@ -166,10 +183,11 @@ def pack(lengths: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     values, counts = torch.unique_consecutive(lengths[order], return_counts=True)
     assert not len(values) or values[0] <= size, "a document is longer than a pack"
     pack_of = torch.empty(len(lengths), dtype=torch.int64)  # of each document, in the order `order`
-    rooms: dict[int, torch.Tensor] = {}  # free tokens -> the packs with exactly that room
+    rooms: dict[int, Tensor] = {}  # free tokens -> the packs with exactly that room
     opened = 0
     placed = 0
-    for length, unplaced in zip(values.tolist(), counts.tolist(), strict=True):
+    groups = zip(values.tolist(), counts.tolist(), strict=True)
+    for length, unplaced in groups:
         fitting_rooms = sorted(room for room in rooms if room >= length)
         for room in [*fitting_rooms, size]:
             if not unplaced:
@@ -184,7 +202,8 @@ def pack(lengths: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
                 opened += wanted
             used = candidates[:wanted]
             count = min(unplaced, per_pack * len(used))
-            pack_of[placed : placed + count] = used.repeat_interleave(per_pack)[:count]
+            slots = used.repeat_interleave(per_pack)
+            pack_of[placed : placed + count] = slots[:count]
             full_packs, in_last_pack = divmod(count, per_pack)
             _add(rooms, room - per_pack * length, used[:full_packs])
             _add(rooms, room - in_last_pack * length, used[full_packs:])
@@ -195,7 +214,7 @@ def pack(lengths: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return order[by_pack], torch.bincount(pack_of, minlength=opened)
 
 
-def _add(rooms: dict[int, torch.Tensor], room: int, packs: torch.Tensor) -> None:
+def _add(rooms: dict[int, Tensor], room: int, packs: Tensor) -> None:
     if not room or not len(packs):
         return
     if room in rooms:
