@@ -410,7 +410,7 @@ BAD = [
     ),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text: missing"),
     ({"messages": [user([])]}, "messages[0].content: empty"),
-    (calling(tool_call_id="c2"), "messages[2].tool_call_id: 'c2' is no call before it"),
+    (calling(tool_call_id="c2"), "messages[2].tool_call_id: no earlier call has the id 'c2'"),
     (calling(tool_call_id=None), "messages[2].tool_call_id: expected text, got null"),
     (calling(call={"function": {"name": "add", "arguments": "{"}}), "function.arguments: not JSON"),
     (

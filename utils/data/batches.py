@@ -99,7 +99,8 @@ class GlobalBatches:
         epoch = step // self.per_epoch
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         rows = self.of_step(order, step)
-        longest_first = self.examples.lengths[rows].sort(descending=True, stable=True).indices
+        lengths = self.examples.lengths[rows]
+        longest_first = lengths.argsort(descending=True, stable=True)
         return rows[longest_first].tolist()
 
     def of_step(self, order: torch.Tensor, step: int) -> torch.Tensor:
@@ -122,7 +123,11 @@ class GlobalBatches:
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
         if not rows:
-            filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
+            filler = Example(
+                ids=torch.tensor([self.pad_id]),
+                labels=torch.tensor([IGNORE]),
+                where="filler",
+            )
             return collate([filler], self.pad_id)
         return collate([self.examples[row] for row in rows], self.pad_id)
 

@@ -34,13 +34,13 @@ from .tokens import (
     turns_in_place,
 )
 
-SHORTENED = "rows of whose answers the chat template leaves something out"
+SHORTENED = "rows with an answer of which the chat template leaves out a part"
 SPELLED = "rows in which text spells a special token, which stays text"
 SEVERAL = (
-    "rows became several sequences, one an answer: the chat template writes earlier answers otherwise than it"
-    " asks for them (--train_on last_assistant trains one)"
+    "rows became several sequences, one for each answer: the chat template writes an answer differently once"
+    " later turns follow (--train_on last_assistant trains only the last)"
 )
-MERGED = "rows in which an answer begins within a token of its prompt"
+MERGED = "rows in which an answer begins within the last token of its prompt"
 
 
 def encode_rich(
@@ -353,8 +353,9 @@ def encode_as_text(
     def blank(found: re.Match) -> str:
         return "x" * len(found[0]) if inside[found.start()] else found[0]
 
-    def read(words: str) -> tuple[Encoding, list[int]]:
-        encoding = renamed.encode(special.sub(rename, words), add_special_tokens=False)
+    def read(some_text: str) -> tuple[Encoding, list[int]]:
+        with_new_names = special.sub(rename, some_text)
+        encoding = renamed.encode(with_new_names, add_special_tokens=False)
         return encoding, [original_ids.get(token, token) for token in encoding.ids]
 
     # The same row without such text must have the ids that the tokenizer itself gives.

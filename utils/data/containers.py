@@ -121,7 +121,7 @@ def files_of(name: str) -> list[Path] | None:
     else:
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists() and not path.suffix
         return None if hub else [path]
-    check(found, f"{name}: no {', '.join(KINDS)} files there, nor .gz of them")
+    check(found, f"{name}: no {', '.join(KINDS)} files in it, nor .gz of them")
     kinds = sorted({kind_of(p) for p in found})
     check(
         len(kinds) == 1,
@@ -139,7 +139,7 @@ def read_file(path: Path) -> Found:
     """(where, the row or a ValueError) of each row."""
     kind = kind_of(path)
     check_file(path)
-    check(kind in KINDS, f"{path}: what can be read are {', '.join(KINDS)} files, and .gz of them")
+    check(kind in KINDS, f"{path}: only {', '.join(KINDS)} files can be read, and .gz of them")
     try:
         if kind == ".parquet":
             yield from _read_parquet(path)
@@ -351,27 +351,27 @@ def may_be_cached(name: str) -> bool:
 def open_data_set(name: str) -> tuple[Callable[[], Found], list[Path]]:
     """As open_source, for the split "train" of a data set of the hub, or for one that save_to_disk wrote."""
     is_folder = Path(name).is_dir()
-    silent = "" if is_folder else hub_silence(name)
+    no_answer = "" if is_folder else hub_silence(name)
     no_data_set = f"--dataset {name}: neither a file nor a data set that can be read: "
-    check(not silent or may_be_cached(name), f"{no_data_set}{silent}, and its cache has none")
+    check(not no_answer or may_be_cached(name), f"{no_data_set}{no_answer}, and its cache has none")
     import datasets
     from huggingface_hub import constants
 
     datasets.disable_progress_bars()
     offline_before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if silent:
+    if no_answer:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         found = datasets.load_from_disk(name) if is_folder else datasets.load_dataset(name)
     except Exception as error:  # files, network, repositories: anything
-        if silent:
-            reason = f"{silent}, and its cache has none that can be read"
+        if no_answer:
+            reason = f"{no_answer}, and its cache has none that can be read"
         else:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise ConfigError(no_data_set + reason) from None
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = offline_before
-    if silent:
+    if no_answer:
         print0(f"data set  {name}: the hub does not answer, so the copy in its cache is used")
     if isinstance(found, datasets.DatasetDict):
         check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")

@@ -78,10 +78,10 @@ class Checked:
     def _add_mixed_forms(self) -> None:
         """Add a fault for each file with rows of several forms."""
         for forms in self.forms.values():
-            first, *others = forms
-            for form in others:
+            first_form, *further_forms = forms
+            for form in further_forms:
                 number, where, rows = forms[form]
-                fault = f"a row in {form} form, and the file's first row is {first}"
+                fault = f"a row in {form} form, and the file's first row is {first_form}"
                 self.faults.add(number, where, fault, rows)
 
 
@@ -166,7 +166,7 @@ class Part:
         check(self.rows, f"{path}: {NO_ROWS}")
         why = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
         first = f"; the first: {': '.join(self.bad[0])}" if self.bad else ""
-        fix = "raise --seq_len" if self.dropped.keys() - {BAD} else "mend them"
+        fix = "raise --seq_len" if self.dropped.keys() - {BAD} else "correct them"
         check(self.lengths, f"{path}: all {self.rows} rows were dropped: {why}{first}; {fix}")
 
 
@@ -253,9 +253,9 @@ class Row(NamedTuple):
 def encode_row(where, value, tokenizer, train_on, form, columns, forms, notes: Counter) -> Row:
     """A row, tokenized unless it is plain: encode_chats tokenizes many plain ones at a time."""
     row, kind = row_and_form(value, form, columns)
-    usual = forms.get(file_of(where), kind) if forms else kind
-    if kind and kind != usual:
-        raise ValueError(f"a row in {kind} form, and most of the file's rows are {usual}")
+    file_form = forms.get(file_of(where), kind) if forms else kind
+    if kind and kind != file_form:
+        raise ValueError(f"a row in {kind} form, and most of the file's rows are {file_form}")
     tools = None
     chat = None
     messages = plain_messages(row, kind)

@@ -117,8 +117,8 @@ def check_keys(row: dict, form: str, notes: Counter) -> None:
 def check_row_weights(row: dict, keys: set[str]) -> None:
     """Raise ValueError where a key gives the row another weight than 1."""
     for key in sorted(keys):
-        whole = 0 if key == "masked" else 1
-        if not isinstance(row[key], (int, float)) or row[key] != whole:
+        full_weight = 0 if key == "masked" else 1
+        if not isinstance(row[key], (int, float)) or row[key] != full_weight:
             raise ValueError(f"{key}: {row[key]!r:.40}: whole rows cannot be weighted ({REMEDY})")
 
 

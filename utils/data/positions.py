@@ -29,7 +29,7 @@ def check_positions(model: nn.Module, seq_len: int, *parts) -> None:
         f"{lengths}, learned ones ({table}) (fix: --seq_len {known})",
     )
     if longest > known:
-        print0(f"warning: {lengths} without rope scaling: it has not learned to read that far")
+        print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
     elif seq_len > known:
         print0(
             f"positions the model has {known:,}, less than --seq_len; the longest row has {longest:,} tokens"

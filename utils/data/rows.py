@@ -61,10 +61,11 @@ class Faults:
             self._count(kind, rows_before + number, line, rows)
 
     def _count(self, kind: str, number: int, line: str, rows: int) -> None:
-        first = self.found.setdefault(kind, [number, line, 0])
-        first[2] += rows
-        if number < first[0]:
-            first[:2] = number, line
+        counted = self.found.setdefault(kind, [number, line, 0])
+        counted[2] += rows
+        first_number, _, _ = counted
+        if number < first_number:
+            counted[:2] = number, line
 
     def first(self) -> int:
         """The number of the first row with a fault."""

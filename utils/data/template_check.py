@@ -142,10 +142,10 @@ def prompt_problem(tokenizer, messages, tools, train_on: str, sequences: list[Se
         text = tokenizer.apply_chat_template(
             messages[:i], tools=tools, add_generation_prompt=True, tokenize=False
         )
-        asked = tokenizer.decode(encode(tokenizer, text).ids)
-        trained_after = tokenizer.decode(ids[:start])
-        if asked != trained_after:
-            return prompt_difference(tokenizer, asked, trained_after, tokenizer.decode(ids))
+        prompt = tokenizer.decode(encode(tokenizer, text).ids)
+        text_before = tokenizer.decode(ids[:start])
+        if prompt != text_before:
+            return prompt_difference(tokenizer, prompt, text_before, tokenizer.decode(ids))
     return ""
 
 
@@ -161,13 +161,13 @@ def answer_starts(sequences: list[Sequence]) -> list[tuple[list[int], int]]:
     return starts
 
 
-def prompt_difference(tokenizer, asked: str, trained_after: str, row: str) -> str:
-    """asked: the prompt at inference; trained_after: the text before the answer; row: all of its text."""
-    same = len(commonprefix((asked, trained_after)))
+def prompt_difference(tokenizer, prompt: str, text_before: str, row_text: str) -> str:
+    """prompt: that of inference; text_before: what stands before the answer in row_text."""
+    same = len(commonprefix((prompt, text_before)))
     begin = max(0, same - 20)
     return (
-        f"the {template_name(tokenizer)} ends its prompt with {asked[begin:]!r}, but in the row"
-        f" {trained_after[begin:same]!r} goes on with {row[same : same + 20]!r}: inference asks for what is"
-        " not trained (fix: rows with thoughts in reasoning_content, if the prompt begins some; or a"
-        " --chat_template whose answers begin with its prompt)"
+        f"the {template_name(tokenizer)} ends its prompt with {prompt[begin:]!r}, but in the row"
+        f" {text_before[begin:same]!r} goes on with {row_text[same : same + 20]!r}: the prompt at"
+        " inference differs from the one in training (fix: thoughts of the rows under reasoning_content, if"
+        " the prompt begins thoughts; or a --chat_template whose answers begin with its prompt)"
     )

@@ -374,7 +374,7 @@ def turns_in_place(tokenizer, template: str, roles: tuple[str, ...]) -> dict[int
     after the content that ends the turn). {} where the template writes a turn differently once later turns
     follow, or where a turn does not begin with the generation prompt.
     """
-    whole = _parts(tokenizer, template, roles)
+    conversation = _parts(tokenizer, template, roles)
     turns = {}
     for i, role in enumerate(roles):
         if role != "assistant":
@@ -383,11 +383,11 @@ def turns_in_place(tokenizer, template: str, roles: tuple[str, ...]) -> dict[int
         turn = _parts(tokenizer, template, roles[: i + 1])
         n = len(prompt)
         begins = turn[: n - 1] == prompt[:-1] and turn[n - 1].startswith(prompt[-1])
-        if not begins or len(turn) != n + 2 or whole[: n + 1] != turn[: n + 1]:
+        if not begins or len(turn) != n + 2 or conversation[: n + 1] != turn[: n + 1]:
             return {}
         end = turn_end(tokenizer, template, roles[: i + 1], roles[i + 1 :])
         is_last = i == len(roles) - 1
-        if not is_last and not whole[n + 1].startswith(end):
+        if not is_last and not conversation[n + 1].startswith(end):
             return {}
         lead = len(turn[n - 1]) - len(prompt[-1])
         turns[i] = (lead, end)

@@ -46,7 +46,7 @@ def processes(*functions: Callable) -> Iterator[Callable]:
     except BrokenProcessPool:
         fix = "more host memory, or taskset to fewer cores"
         raise ConfigError(
-            f"a process that tokenizes was killed, most likely for memory (fix: {fix})"
+            f"a process that tokenizes was killed, most likely because memory ran out (fix: {fix})"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
