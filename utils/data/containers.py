@@ -111,17 +111,19 @@ def files_of(name: str) -> list[Path] | None:
     ConfigError for a folder or a pattern without files, or with files of several kinds.
     """
     path = Path(name)
-    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
-        return None
     if path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
-        found = [p for p in found if kind_of(p) in KINDS]
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return None  # datasets' save_to_disk wrote it
+        visible = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        found = [p for p in visible if kind_of(p) in KINDS]
     elif glob.has_magic(name) and not path.exists():
         found = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
     else:
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists() and not path.suffix
-        return None if hub else [path]
-    check(found, f"{name}: no {', '.join(KINDS)} files in it, nor .gz of them")
+        has_hub_form = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        if has_hub_form and not path.exists() and not path.suffix:
+            return None
+        return [path]
+    check(found, f"{name}: no {', '.join(KINDS)} files found, nor .gz of them")
     kinds = sorted({kind_of(p) for p in found})
     check(
         len(kinds) == 1,
@@ -330,9 +332,8 @@ def hub_silence(name: str) -> str:
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:120])
 
-    thread = Thread(
-        target=ask, daemon=True
-    )  # the timeout alone limits each try to connect, not all
+    # A timeout of the hub's client holds for each try to connect, not for all of them together.
+    thread = Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_SECONDS)
     reason = reasons[0] if reasons else f"nothing within {HUB_SECONDS} s"
