@@ -142,7 +142,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
     (43, "a.jsonl", lines(gpt(("human", "a"), ("function_call", '{"name": "add", "arguments": {}}'), ("observation", "3"), ("gpt", "3")) | {"tools": "[]"}), Taken(": 1 rows")),
     (44, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "2"}, ANSWER)), Taken(": 1 rows")),
     (45, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, ANSWER)), "messages[2].tool_call_id: missing"),
-    (45, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "9", "content": "2"}, ANSWER)), "messages[2].tool_call_id: '9' is no call before it"),
+    (45, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "9", "content": "2"}, ANSWER)), "messages[2].tool_call_id: no earlier call has the id '9'"),
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": "{a: 1}"}}]}, ANSWER)), "messages[1].tool_calls[0].function.arguments: not JSON"),
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": 5}}]}, ANSWER)), "function.arguments: expected an object as JSON, got number"),
     (47, "a.jsonl", lines(chat(USER, ANSWER, tools="add(a, b)")), "a.jsonl:1: tools: not JSON"),

@@ -175,7 +175,7 @@ def test_the_same_fault_in_many_rows_is_told_once_with_a_count(write, tokenizer)
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         ("a.json", "\n<!DOCTYPE html><html></html>", "an HTML page"),
         ("a.parquet", "PAR1", "a.parquet: not parquet, or damaged"),
-        ("a.xlsx", "PK", "a.xlsx: what can be read are .jsonl, .json, .csv"),
+        ("a.xlsx", "PK", "a.xlsx: only .jsonl, .json, .csv"),
     ],
 )
 def test_files_that_hold_no_rows_are_told_why(write, name, content, message):
@@ -576,5 +576,5 @@ def test_each_answer_of_a_row_may_be_a_sequence_of_its_own(write):
     tokenizer = of_kind("empty thoughts in the last answer")
     examples = load_examples("a.jsonl", tokenizer, 256)
     assert [item.where for item in examples] == ["a.jsonl:1", "a.jsonl:1"]
-    assert "1 rows became several sequences, one an answer" in examples.summary()
+    assert "1 rows became several sequences, one for each answer" in examples.summary()
     assert len(load_examples("a.jsonl", tokenizer, 256, train_on="last_assistant")) == 1

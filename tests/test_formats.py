@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from utils.data.formats import plain_messages
-from utils.data.messages import CATEGORY, LEADING, MOST_KEYS, NOT_TRAINED, READERS, to_messages
+from utils.data.messages import CATEGORY, LEADING, READERS, to_messages
+from utils.data.turns import MOST_KEYS, NOT_TRAINED
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 SUM = {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -71,6 +72,21 @@ def test_sharegpt_in_the_words_of_everyone():
         assert to_messages(row) == ([{"role": "system", "content": "S"}, user(), says()], None)
     row = shares(("human", "Hi"), ("gpt", "Hello"), system="S", id=3)
     assert to_messages(row)[0][0] == {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize("content", ["Adding.", [{"type": "text", "text": "Adding."}]])
+def test_text_beside_a_call_is_kept(content):
+    row = {"messages": [user(), says(content, tool_calls=[CALL])]}
+    assert to_messages(row)[0] == [user(), says("Adding.", tool_calls=[CALL])]
+    older = {"messages": [user(), says(content, function_call=SUM)]}
+    call = {"type": "function", "function": SUM}
+    assert to_messages(older)[0] == [user(), says("Adding.", tool_calls=[call])]
+
+
+@pytest.mark.parametrize("content", [None, "", " \n", [], [{"type": "text", "text": " "}]])
+def test_a_call_needs_no_text_beside_it(content):
+    row = {"messages": [user(), says(content, tool_calls=[CALL])]}
+    assert to_messages(row)[0] == [user(), says("", tool_calls=[CALL])]
 
 
 def test_sharegpt_with_calls_of_tools():
@@ -394,7 +410,7 @@ BAD = [
     ),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text: missing"),
     ({"messages": [user([])]}, "messages[0].content: empty"),
-    (calling(tool_call_id="c2"), "messages[2].tool_call_id: 'c2' is no call before it"),
+    (calling(tool_call_id="c2"), "messages[2].tool_call_id: no earlier call has the id 'c2'"),
     (calling(tool_call_id=None), "messages[2].tool_call_id: expected text, got null"),
     (calling(call={"function": {"name": "add", "arguments": "{"}}), "function.arguments: not JSON"),
     (
@@ -402,6 +418,10 @@ BAD = [
         "expected an object as JSON, got number",
     ),
     (calling(call={"function": {"arguments": "{}"}}), "tool_calls[0].function.name: missing"),
+    (
+        {"messages": [user(), says(3, tool_calls=[CALL])]},
+        "messages[1].content: expected text, got number",
+    ),
     ({**calling(), "tools": "[{"}, "tools: not JSON"),
     ({**calling(), "tools": ["add"]}, "tools: expected a list of objects"),
     ({"messages": [user(), says(weight=0.5)]}, "messages[1].weight: expected 0 or 1, got 0.5"),

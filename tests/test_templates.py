@@ -9,7 +9,9 @@ import pytest
 from templates import KINDS
 from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, trained_texts
 
-from utils.data.chats import THOUGHTS, prompt_ids, prompt_problem
+from utils.data.chats import prompt_ids
+from utils.data.formats import THOUGHTS
+from utils.data.template_check import prompt_problem
 from utils.data.tokens import end_of_turn_ids
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]

@@ -32,7 +32,8 @@ from .encode import Checked, Part, file_of
 from .rows import BadRows, Source, origins_of
 from .workers import chunks, processes
 
-CODE = "batches cache chats containers encode examples formats messages rows strict_json tokens"
+CODE = "batches cache chats containers encode examples formats messages rows strict_json"
+CODE += " template_check tokens turns"
 ARRAYS = {"ids": torch.int32, "loss_mask": torch.uint8, "bounds": torch.int64, "keys": torch.int64}
 ARRAYS |= {"trained_tokens": torch.int64, "names": torch.uint8, "ends": torch.int64}
 REFUSED = ".refused"  # instead of the folder: what is wrong with the rows

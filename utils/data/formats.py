@@ -1,5 +1,5 @@
-"""Rows -> messages: plain chat and alpaca rows. Every other form, and what is wrong with a row, is in
-messages.py.
+"""Rows -> messages: plain chat and alpaca rows. messages.py reads every other form, and says what is wrong
+with a row.
 
 {"messages": [{"role": "user", "content": "..."}, ...]}
 {"instruction": "...", "input": "...", "output": "..."}
@@ -10,12 +10,16 @@ from collections import Counter
 
 from ..run.errors import check
 
-FORMS = {  # by the key that tells
-    "messages": "chat", "conversations": "sharegpt", "instruction": "alpaca", "completion": "completion",
-    "text": "text", "input_ids": "tokens",
-}  # fmt: skip
-# Keys of a row that say something about its answer, or add to it: messages.check_keys says what of each.
-# All other keys that a form does not know (id, source, score, ...) are taken for notes of the data's makers.
+FORMS = {  # key -> form; the first of these keys that a row has decides
+    "messages": "chat",
+    "conversations": "sharegpt",
+    "instruction": "alpaca",
+    "completion": "completion",
+    "text": "text",
+    "input_ids": "tokens",
+}
+# Keys of a row that say something about its answer, or add to it: messages.check_keys handles each of them.
+# All other keys that a form does not know (id, source, score, ...) are ignored.
 PICTURES = frozenset("image images video videos audio audios".split())
 PREFERENCES = frozenset(
     "chosen rejected chosen_messages rejected_messages label kto_tag kto_tags".split()
@@ -24,6 +28,8 @@ WEIGHTS = frozenset("weight loss_weight sample_weight train training masked".spl
 OTHER_TEXTS = frozenset(
     "system_prompt system_message reasoning reasoning_content thinking chat_template_kwargs documents".split()
 )
+# Keys of a turn with the assistant's thoughts, beside its content.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 SPECIAL = PICTURES | PREFERENCES | WEIGHTS | OTHER_TEXTS | {"tools", "functions"}
 PLAIN_TURN = {"role", "content"}
 PLACEHOLDER = re.compile("<(?:image|video|audio)>")
@@ -37,65 +43,85 @@ JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", 
 
 
 def form_of(row: dict) -> str:
-    """The kind of a row by its keys, one of FORMS; "" for any other."""
-    return next((form for key, form in FORMS.items() if key in row), "")
+    """The form of a row by its keys; "" for any other row."""
+    for key, form in FORMS.items():
+        if key in row:
+            return form
+    return ""
 
 
 def plain_messages(row: dict, form: str) -> list[dict[str, str]] | None:
     """[{"role": "system" | "user" | "assistant", "content": text}, ...]: at most one system turn, which is
     first, then user and assistant by turns. None where the row is anything else.
 
-    A last turn of the user is kept: it is read and not trained. Of an alpaca row the user says
-    the instruction and, after an empty line, the input where there is one.
+    A last turn of the user is kept: it is read and not trained. The user's turn of an alpaca row is the
+    instruction and, after an empty line, the input where there is one.
     """
-    if not row.keys().isdisjoint(SPECIAL):
+    if not row.keys().isdisjoint(SPECIAL) or row.get("system"):
         return None
-    if form == "alpaca" and not row.get("system") and not row.get("history"):
-        asked, more, answer = row.get("instruction"), row.get("input") or "", row.get("output")
-        asked = f"{asked}\n\n{more}" if more and _words(more) and _words(asked) else asked
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        return (
-            turns
-            if isinstance(more, str) and all(_words(turn["content"]) for turn in turns)
-            else None
-        )
-    turns = row.get("messages") if form == "chat" and not row.get("system") else None
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+    if form == "alpaca" and not row.get("history"):
+        return _plain_alpaca(row)
+    if form == "chat":
+        return _plain_chat(row.get("messages"))
+    return None
+
+
+def _plain_alpaca(row: dict) -> list[dict[str, str]] | None:
+    instruction = row.get("instruction")
+    extra = row.get("input") or ""
+    output = row.get("output")
+    if not (isinstance(extra, str) and _has_words(instruction) and _has_words(output)):
         return None
-    order = "".join(LETTERS.get(str(turn.get("role")), "?") for turn in turns)
-    plain = all(turn.keys() <= PLAIN_TURN and _words(turn.get("content")) for turn in turns)
-    if not plain or not re.fullmatch("s?(ua)+u?", order):
+    question = f"{instruction}\n\n{extra}" if _has_words(extra) else instruction
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+
+
+def _plain_chat(turns: object) -> list[dict[str, str]] | None:
+    if not isinstance(turns, list):
         return None
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    letters = ""
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict) or not turn.keys() <= PLAIN_TURN:
+            return None
+        if not _has_words(turn.get("content")):
+            return None
+        letters += LETTERS.get(str(turn.get("role")), "?")
+        messages.append({"role": turn.get("role"), "content": turn["content"]})
+    return messages if re.fullmatch("s?(ua)+u?", letters) else None
 
 
 def parse_columns(text: str) -> dict[str, str]:
     """{our key: their column} of --columns prompt=question,completion=answer, or ConfigError."""
     fix = "fix: --columns prompt=question,completion=answer"
     columns: dict[str, str] = {}
-    for pair in filter(None, text.split(",")):
+    for pair in text.split(","):
+        if not pair:
+            continue
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         check(equals and theirs, f"--columns {text!r}: {pair!r} is no KEY=COLUMN ({fix})")
-        check(
-            ours in COLUMNS, f"--columns {text!r}: {ours!r} is none of {', '.join(COLUMNS)} ({fix})"
-        )
+        known = ", ".join(COLUMNS)
+        check(ours in COLUMNS, f"--columns {text!r}: {ours!r} is none of {known} ({fix})")
         check(ours not in columns, f"--columns {text!r}: {ours} is given twice ({fix})")
         columns[ours] = theirs
     return columns
 
 
 def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
-    """(the row with our keys for its columns, its form as the renamed keys tell it)."""
+    """(the row with our keys for its columns, its form: the renamed keys decide first)."""
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
-    rest = {key: value for key, value in row.items() if key not in columns.values()}
-    row = rest | mapped
+    unmapped = {key: value for key, value in row.items() if key not in columns.values()}
+    row = unmapped | mapped
     return row, form_of(dict.fromkeys(columns)) or form_of(row)
 
 
 def note_placeholders(messages: list[dict], notes: Counter) -> None:
     """Count a row whose text has a place for a picture, though the row has none."""
-    if any(isinstance(m["content"], str) and PLACEHOLDER.search(m["content"]) for m in messages):
-        notes[PLACEHOLDERS] += 1
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and PLACEHOLDER.search(content):
+            notes[PLACEHOLDERS] += 1
+            return
 
 
 def json_name(value: object) -> str:
@@ -103,5 +129,25 @@ def json_name(value: object) -> str:
     return JSON_NAMES.get(type(value), "number")
 
 
-def _words(value: object) -> bool:
+def typed(holder: dict, key: str, kind: type, path: str = ""):
+    """holder[key], if it has that type. path: of the holder within the row, "messages[2].", for errors."""
+    if key not in holder and not path:  # the holder is the row itself
+        keys = ", ".join(repr(known[:40]) for known in list(holder)[:8])
+        raise ValueError(f"{key}: missing; the row has {keys} (fix: --columns {key}=THEIRS)")
+    if key not in holder:
+        raise ValueError(f"{path}{key}: missing")
+    if not isinstance(holder[key], kind):
+        raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
+    return holder[key]
+
+
+def text_of(holder: dict, key: str, path: str = "") -> str:
+    """holder[key], if it is text with something in it."""
+    text = typed(holder, key, str, path)
+    if not text.strip():
+        raise ValueError(f"{path}{key}: empty")
+    return text
+
+
+def _has_words(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())

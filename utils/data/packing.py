@@ -1,35 +1,40 @@
-"""Documents -> full rows: which go together, so that few slots stay empty. Imported only for --packing.
+"""Documents -> packs: which documents share a row, so that few slots stay empty.
 
-Best-fit-decreasing: the longest document that is left goes where it leaves least room (Johnson 1974,
-https://doi.org/10.1016/S0022-0000(74)80026-7; used for packing by arXiv 2404.10830). Bins with equal room are
-interchangeable, so all documents of one length are placed at once: the work grows with the lengths that there
-are, not with the documents.
+Best-fit-decreasing: the longest document that is not placed yet goes into the pack in which it leaves the
+least room (Johnson 1974, https://doi.org/10.1016/S0022-0000(74)80026-7; arXiv 2404.10830 packs with it).
+Packs with equal room are interchangeable, so all documents of one length are placed at once: the work grows
+with the number of different lengths, not with the number of documents.
 """
 
 import math
-from itertools import product
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate, permutation
 from .examples import Example
 
+SUMMARY_STEPS = 32  # global batches from which the plan says how evenly the ranks work
+Pack = list[int]  # the numbers of its documents
+
 
 class PackedBatches(GlobalBatches):
-    """GlobalBatches whose rows are packs of at most `size` tokens. Which documents go together changes with
-    the epoch, how many packs there are does not.
+    """GlobalBatches whose rows are packs of at most `size` tokens. Each epoch packs the documents
+    differently, but into the same number of packs.
     """
 
     def __init__(
         self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id, size: int
     ):
-        # flat: the packs of a batch lie in one row
-        self.size, self.flat, self._epoch = size, False, -1
+        self.size = size
+        self.flat = False  # true: all packs of a batch lie in one row
+        self._epoch = -1
         super().__init__(examples, seed, global_batch_size, batch_size, rank, ranks, pad_id)
 
     def rows(self) -> int:
+        """Packs of an epoch."""
         self._pack(0)
         return len(self._begins) - 1
 
@@ -38,129 +43,180 @@ class PackedBatches(GlobalBatches):
             return
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         documents, counts = pack(self.examples.lengths[order], self.size)
-        self._epoch, self._documents, self._begins = (
-            epoch,
-            order[documents],
-            F.pad(counts.cumsum(0), (1, 0)),
-        )
+        self._epoch = epoch
+        self._documents = order[documents]
+        ends = counts.cumsum(0)
+        self._begins = F.pad(ends, (1, 0))
 
-    def rows_of(self, step: int) -> list[list[int]]:
+    def rows_of(self, step: int) -> list[Pack]:
         """The documents of each pack of global batch `step`."""
-        epoch, k = divmod(step, self.per_epoch)
+        epoch = step // self.per_epoch
         self._pack(epoch)
         order = permutation(len(self._begins) - 1, f"{self.key} {epoch} packs")
-        chosen = order[k * self.global_batch_size : (k + 1) * self.global_batch_size]
-        spans = zip(self._begins[chosen].tolist(), self._begins[chosen + 1].tolist(), strict=True)
-        return [self._documents[begin:end].tolist() for begin, end in spans]
+        packs = self.of_step(order, step)
+        begins = self._begins[packs].tolist()
+        ends = self._begins[packs + 1].tolist()
+        rows = []
+        for begin, end in zip(begins, ends, strict=True):
+            documents = self._documents[begin:end]
+            rows.append(documents.tolist())
+        return rows
 
-    def deal(self, rows: list[list[int]]) -> list[list[list[int]]]:
-        """By the squares of the documents' lengths, the work of attention: packs are equally long."""
-        return deal(
-            rows,
-            [float(self.examples.lengths[row].double().square().sum()) for row in rows],
-            self.ranks,
-        )
+    def attention_cost(self, documents: Pack) -> float:
+        """The work of attention over some documents: the sum of their squared lengths."""
+        lengths = self.examples.lengths[documents].double()
+        return float(lengths.square().sum())
 
-    def batch(self, rows: list[list[int]]) -> Batch:
-        packs = [[self.examples[i] for i in row] for row in rows]
-        batch = (
-            collate([joined(items) for items in packs], self.pad_id) if packs else super().batch([])
-        )
-        positions = torch.arange(batch.ids.shape[1]).repeat(len(batch.ids), 1)
-        for row, items in zip(positions, packs, strict=False):
+    def deal(self, rows: list[Pack]) -> list[list[Pack]]:
+        """Each rank's packs, with equal work of attention: in tokens the packs are equally long anyway."""
+        costs = [self.attention_cost(documents) for documents in rows]
+        return deal(rows, costs, self.ranks)
+
+    def batch(self, rows: list[Pack]) -> Batch:
+        packs = [[self.examples[i] for i in documents] for documents in rows]
+        if packs:
+            batch = collate([joined(examples) for examples in packs], self.pad_id)
+            where = [example.where for examples in packs for example in examples]
+        else:
+            batch = super().batch([])
+            where = batch.where
+        rows_padded, length = batch.ids.shape
+        positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
+        for row, examples in zip(positions, packs, strict=False):  # a filler has a row and no pack
             end = 0
-            for item in items:
-                end += len(item.ids)
-                row[end:] = torch.arange(len(row) - end)
-        parts = (batch.ids, batch.labels, batch.mask, positions)
-        ids, labels, mask, positions = (part.view(1, -1) for part in parts) if self.flat else parts
-        where = [item.where for items in packs for item in items]
-        return Batch(ids, labels, mask, where or batch.where, positions)
+            for example in examples:
+                end += len(example.ids)
+                row[end:] = torch.arange(length - end)
+        if not self.flat:
+            return Batch(batch.ids, batch.labels, batch.mask, where, positions)
+        return Batch(
+            batch.ids.view(1, -1),  # (1, B * T)
+            batch.labels.view(1, -1),
+            batch.mask.view(1, -1),
+            where,
+            positions.view(1, -1),
+        )
 
     def summary(self) -> str:
-        """What the plan prints: also how full the packs are, and how evenly they are dealt."""
-        tokens, packs = int(self.examples.lengths.sum()), len(self._begins) - 1
-        worst = []
-        for step in range(min(self.per_epoch, 32)):
-            squares = [
-                sum(float(self.examples.lengths[row].double().square().sum()) for row in hand)
-                for hand in self.deal(self.rows_of(step))
-            ]
-            worst.append(max(squares) / (sum(squares) / len(squares)))
+        """What the plan prints: also how full the packs are, and how evenly the ranks' work is divided."""
+        tokens = int(self.examples.lengths.sum())
+        packs = len(self._begins) - 1
+        ratios = []
+        for step in range(min(self.per_epoch, SUMMARY_STEPS)):
+            loads = []
+            for share in self.deal(self.rows_of(step)):
+                costs = [self.attention_cost(documents) for documents in share]
+                loads.append(sum(costs))
+            mean_load = sum(loads) / len(loads)
+            ratios.append(max(loads) / mean_load)
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
-        return f"{super().summary()}; {fill}, busiest rank's attention / mean {sum(worst) / len(worst):.3f}"
+        ratio = sum(ratios) / len(ratios)
+        return f"{super().summary()}; {fill}, busiest rank's attention / mean {ratio:.3f}"
 
 
-def joined(items: list[Example]) -> Example:
-    """Several examples as one; the first token of each has nothing before it to predict it."""
-    labels = [F.pad(item.labels[1:], (1, 0), value=IGNORE) for item in items]
-    return Example(torch.cat([item.ids for item in items]), torch.cat(labels), items[0].where)
+def joined(examples: list[Example]) -> Example:
+    """Several examples as one. No label is left at the first token of each: nothing before it predicts it."""
+    ids = torch.cat([example.ids for example in examples])
+    labels = torch.cat([example.labels for example in examples])
+    begin = 0
+    for example in examples:
+        labels[begin] = IGNORE
+        begin += len(example.labels)
+    return Example(ids, labels, examples[0].where)
 
 
 def deal(rows: list, costs: list[float], ranks: int) -> list[list]:
-    """Each rank's rows: costs alike, numbers that differ by at most one.
+    """Each rank's rows: equal costs as far as possible, and numbers of rows that differ by at most one.
 
-    Greedily, the dearest row first to whom has least; then rows change places between the rank that has most
-    and the one that has least, while that helps.
+    Greedy: the most expensive row goes first, to the rank with the lowest cost so far. Then the ranks with
+    the highest and the lowest cost exchange rows, as long as that helps.
     """
-    most = math.ceil(len(rows) / ranks)
-    hands, loads = [[] for _ in range(ranks)], [0.0] * ranks
-    for row in sorted(range(len(rows)), key=costs.__getitem__, reverse=True):
-        rank = min((r for r in range(ranks) if len(hands[r]) < most), key=loads.__getitem__)
-        hands[rank].append(row)
+    most_rows = math.ceil(len(rows) / ranks)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    by_cost = sorted(range(len(rows)), key=costs.__getitem__, reverse=True)
+    for row in by_cost:
+        open_ranks = [rank for rank in range(ranks) if len(shares[rank]) < most_rows]
+        rank = min(open_ranks, key=loads.__getitem__)
+        shares[rank].append(row)
         loads[rank] += costs[row]
     for _ in range(4 * ranks):
-        low, high = (pick(range(ranks), key=loads.__getitem__) for pick in (min, max))
+        low = min(range(ranks), key=loads.__getitem__)
+        high = max(range(ranks), key=loads.__getitem__)
         gap = loads[high] - loads[low]
-        pairs = product(range(len(hands[high])), range(len(hands[low])))
-        swaps = {(i, j): costs[hands[high][i]] - costs[hands[low][j]] for i, j in pairs}
-        i, j = min(swaps, key=lambda pair: abs(swaps[pair] - gap / 2), default=(0, 0))
-        if not 0 < swaps.get((i, j), 0) < gap:
+        expensive = shares[high]
+        cheap = shares[low]
+        i, j, moved = _best_exchange(expensive, cheap, costs, gap)
+        if not 0 < moved < gap:
             break
-        hands[high][i], hands[low][j] = hands[low][j], hands[high][i]
-        loads[high], loads[low] = loads[high] - swaps[i, j], loads[low] + swaps[i, j]
-    return [[rows[i] for i in hand] for hand in hands]
+        expensive[i], cheap[j] = cheap[j], expensive[i]
+        loads[high] -= moved
+        loads[low] += moved
+    return [[rows[i] for i in share] for share in shares]
 
 
-def pack(lengths: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _best_exchange(
+    expensive: list[int], cheap: list[int], costs: list[float], gap: float
+) -> tuple[int, int, float]:
+    """(i, j, moved): exchanging the rows expensive[i] and cheap[j] moves this cost. gap: between the loads of
+    their ranks; the best exchange moves half of it.
+    """
+    best = (0, 0, 0.0)
+    best_distance = math.inf
+    for i, expensive_row in enumerate(expensive):
+        for j, cheap_row in enumerate(cheap):
+            moved = costs[expensive_row] - costs[cheap_row]
+            distance = abs(moved - gap / 2)
+            if distance < best_distance:
+                best = (i, j, moved)
+                best_distance = distance
+    return best
+
+
+def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """(documents (n,), counts (p,)): the indices of `lengths` (n,) int64 pack by pack, and how many of them
-    each pack holds. A pack has at most `size` tokens; each document is in one, whole.
+    each pack holds. A pack has at most `size` tokens; each document is in exactly one, whole.
 
-    Of documents equally long the earlier one goes first, so whoever shuffles them shuffles the packs.
+    Of equally long documents the earlier one is placed first, so shuffled documents give shuffled packs.
     """
     order = torch.sort(lengths, descending=True, stable=True).indices
     values, counts = torch.unique_consecutive(lengths[order], return_counts=True)
     assert not len(values) or values[0] <= size, "a document is longer than a pack"
-    bins = torch.empty(len(lengths), dtype=torch.int64)  # of each document, in the order `order`
-    rooms: dict[int, torch.Tensor] = {}  # room that is left -> the bins with so much
-    opened = done = 0
-    for length, left in zip(values.tolist(), counts.tolist(), strict=True):
-        for room in [*sorted(r for r in rooms if r >= length), size]:
-            if not left:
+    pack_of = torch.empty(len(lengths), dtype=torch.int64)  # of each document, in the order `order`
+    rooms: dict[int, Tensor] = {}  # free tokens -> the packs with exactly that room
+    opened = 0
+    placed = 0
+    groups = zip(values.tolist(), counts.tolist(), strict=True)
+    for length, unplaced in groups:
+        fitting_rooms = sorted(room for room in rooms if room >= length)
+        for room in [*fitting_rooms, size]:
+            if not unplaced:
                 break
-            # fit into one bin one after the other, for there is no better one
-            each = room // length
-            wanted = -(-left // each)
+            # Fill one pack after the other: a pack that has just got such a document fits best.
+            per_pack = room // length
+            wanted = -(-unplaced // per_pack)
             if room in rooms:
-                found = rooms.pop(room)
+                candidates = rooms.pop(room)
             else:
-                found = torch.arange(opened, opened + wanted)
+                candidates = torch.arange(opened, opened + wanted)
                 opened += wanted
-            used, unused = found[:wanted], found[wanted:]
-            placed = min(left, each * len(used))
-            bins[done : done + placed] = used.repeat_interleave(each)[:placed]
-            full, rest = divmod(placed, each)
-            for remains, which in (
-                (room - each * length, used[:full]),
-                (room - rest * length, used[full:]),
-            ):
-                _add(rooms, remains, which)
-            _add(rooms, room, unused)
-            done, left = done + placed, left - placed
-    by_bin = torch.sort(bins, stable=True).indices
-    return order[by_bin], torch.bincount(bins, minlength=opened)
+            used = candidates[:wanted]
+            count = min(unplaced, per_pack * len(used))
+            slots = used.repeat_interleave(per_pack)
+            pack_of[placed : placed + count] = slots[:count]
+            full_packs, in_last_pack = divmod(count, per_pack)
+            _add(rooms, room - per_pack * length, used[:full_packs])
+            _add(rooms, room - in_last_pack * length, used[full_packs:])
+            _add(rooms, room, candidates[wanted:])
+            placed += count
+            unplaced -= count
+    by_pack = torch.sort(pack_of, stable=True).indices
+    return order[by_pack], torch.bincount(pack_of, minlength=opened)
 
 
-def _add(rooms: dict[int, torch.Tensor], room: int, bins: torch.Tensor) -> None:
-    if room and len(bins):
-        rooms[room] = torch.cat([rooms[room], bins]) if room in rooms else bins
+def _add(rooms: dict[int, Tensor], room: int, packs: Tensor) -> None:
+    if not room or not len(packs):
+        return
+    if room in rooms:
+        packs = torch.cat([rooms[room], packs])
+    rooms[room] = packs

@@ -1,4 +1,4 @@
-"""Whether rows are longer than the positions that a model knows."""
+"""Whether rows have more tokens than the model has positions."""
 
 from torch import nn
 
@@ -8,10 +8,10 @@ ROPE_SCALES = ("linear", "dynamic", "yarn", "longrope", "su")
 
 
 def check_positions(model: nn.Module, seq_len: int, *parts) -> None:
-    """Refuse rows that a table of learned positions has no place for; warn of rows beyond what rotary
-    positions were trained for, and say so where only --seq_len is. parts: Examples or None.
+    """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than rotary
+    positions were trained for, and print a note where only --seq_len is. parts: Examples or None.
 
-    A pack counts its positions anew with each document, so it is the longest row that counts.
+    In a pack the positions of each document begin at 0, so the longest row decides.
     """
     config = model.config.get_text_config()
     known = known_positions(config)
@@ -23,10 +23,13 @@ def check_positions(model: nn.Module, seq_len: int, *parts) -> None:
         if part and int(part.lengths.max()) > longest:
             longest = int(part.lengths.max())
             where = part[int(part.lengths.argmax())].where
-    row = f"{where} has {longest:,} tokens, and the model {known:,} positions"
-    check(longest <= known or not table, f"{row}, learned ones ({table}) (fix: --seq_len {known})")
+    lengths = f"{where} has {longest:,} tokens, and the model {known:,} positions"
+    check(
+        longest <= known or not table,
+        f"{lengths}, learned ones ({table}) (fix: --seq_len {known})",
+    )
     if longest > known:
-        print0(f"warning: {row} without rope scaling: it has not learned to read that far")
+        print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
     elif seq_len > known:
         print0(
             f"positions the model has {known:,}, less than --seq_len; the longest row has {longest:,} tokens"
@@ -34,7 +37,7 @@ def check_positions(model: nn.Module, seq_len: int, *parts) -> None:
 
 
 def known_positions(config) -> int:
-    """How many tokens the model is made for, scaled rotary positions included; 0 where none are said."""
+    """The most tokens that the model is made for, with scaled rotary positions; 0 where that is unknown."""
     known = getattr(config, "max_position_embeddings", None)
     if type(known) is not int or known <= 0:
         return 0
@@ -50,9 +53,10 @@ def known_positions(config) -> int:
 
 def position_table(model: nn.Module, config) -> str:
     """The name of an embedding of positions, "" where the model has none."""
-    words = (model.get_input_embeddings(), model.get_output_embeddings())
+    token_embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
-        positions = any(part in name.rsplit(".", 1)[-1] for part in ("wpe", "pos"))
-        if positions and isinstance(module, nn.Embedding) and module not in words:
+        last_name = name.rsplit(".", 1)[-1]
+        is_named_so = "wpe" in last_name or "pos" in last_name
+        if is_named_so and isinstance(module, nn.Embedding) and module not in token_embeddings:
             return name
     return ""

@@ -14,28 +14,28 @@ from .formats import json_name
 from .strict_json import parse_json
 
 LONGEST = 2**26  # bytes of a line
-MOST_ERRORS = 10  # different faults of rows, then reading ends
-MORE_ROWS = 100_000  # that are read after the first fault, to count others with the same one
+MOST_ERRORS = 10  # different faults of rows; then reading ends
+MORE_ROWS = 100_000  # rows that are read after the first fault, to count others with the same fault
 NO_ROWS = "no rows; a .jsonl file holds one object a line, a .json file an array of objects"
 
-
+# (where, the row as an object, as bytes of JSON, or as the ValueError that says what is wrong)
 Found = Iterator[tuple[str, object]]
 
 
 class BadRows(ConfigError):
-    """Rows that are wrong: the same text for the same bytes, whoever reads them."""
+    """Rows that are wrong. The text is the same for the same bytes, on every rank."""
 
 
 class Unreadable(ValueError):
-    """A fault after which the rest of a file cannot be read: no such row can be left out."""
+    """A fault after which the file cannot be read further, so that the row alone cannot be left out."""
 
 
 class Source(NamedTuple):
     """One of the names in --dataset."""
 
     name: str
-    weight: float  # 0: none is given
-    files: list  # that its rows come from
+    weight: float  # 0: none is set
+    files: list[Path]  # from which its rows come
     read: Callable[[], Found]  # (where, row) one by one, from the first
 
 
@@ -43,27 +43,29 @@ class Faults:
     """What is wrong with some rows. The same fault of many rows is one line: the first row, and how many."""
 
     def __init__(self):
-        # kind of fault -> [number of the first row, its line, rows]
+        # kind of fault -> [number of its first row, the line about that row, number of rows]
         self.found: dict[str, list] = {}
 
     def __len__(self) -> int:
         return len(self.found)
 
     def add(self, number: int, where: str, fault: object, rows: int = 1) -> None:
-        """number: counts the rows, so that the first comes first."""
-        kind = re.sub(r"\d[\d,]*", "0", re.sub(r"'[^']*'|\"[^\"]*\"", "''", str(fault)))
-        self._take(kind, number, f"{where}: {fault}", rows)
+        """number: of the row, so that the lines are in the order of the rows."""
+        without_quotations = re.sub(r"'[^']*'|\"[^\"]*\"", "''", str(fault))
+        kind = re.sub(r"\d[\d,]*", "0", without_quotations)
+        self._count(kind, number, f"{where}: {fault}", rows)
 
-    def join(self, other: "Faults", before: int) -> None:
-        """Take in those of later rows, before which there are so many."""
-        for kind, (number, line, rows) in other.found.items():
-            self._take(kind, before + number, line, rows)
+    def join(self, faults: "Faults", rows_before: int) -> None:
+        """Add the faults of later rows. rows_before: the number of rows before those."""
+        for kind, (number, line, rows) in faults.found.items():
+            self._count(kind, rows_before + number, line, rows)
 
-    def _take(self, kind: str, number: int, line: str, rows: int) -> None:
-        first = self.found.setdefault(kind, [number, line, 0])
-        first[2] += rows
-        if number < first[0]:
-            first[:2] = number, line
+    def _count(self, kind: str, number: int, line: str, rows: int) -> None:
+        counted = self.found.setdefault(kind, [number, line, 0])
+        counted[2] += rows
+        first_number, _, _ = counted
+        if number < first_number:
+            counted[:2] = number, line
 
     def first(self) -> int:
         """The number of the first row with a fault."""
@@ -71,23 +73,33 @@ class Faults:
 
     def lines(self) -> list[str]:
         """Up to ten, in the order of the rows."""
-        more = {1: "", 2: " (and 1 more row)"}
-        found = sorted(self.found.values())[:MOST_ERRORS]
-        return [line + more.get(rows, f" (and {rows - 1:,} more rows)") for _, line, rows in found]
+        lines = []
+        for _, line, rows in sorted(self.found.values())[:MOST_ERRORS]:
+            if rows == 2:
+                line += " (and 1 more row)"
+            elif rows > 2:
+                line += f" (and {rows - 1:,} more rows)"
+            lines.append(line)
+        return lines
 
     def stop(self, rows: int) -> bool:
-        """Whether it is enough, so many rows having been read."""
-        return len(self) >= MOST_ERRORS or bool(self.found) and rows - self.first() > MORE_ROWS
+        """Whether to stop reading. rows: read so far."""
+        if len(self) >= MOST_ERRORS:
+            return True
+        return bool(self.found) and rows - self.first() > MORE_ROWS
 
     def raise_all(self, rows: int = 0) -> None:
-        """Raise BadRows, if there are any. rows: that were read."""
-        more = ["and perhaps more: nothing was read after that"] if self.stop(rows) else []
-        if self.found:
-            raise BadRows(self.lines() + more)
+        """Raise BadRows if there is any fault. rows: read so far."""
+        if not self.found:
+            return
+        lines = self.lines()
+        if self.stop(rows):
+            lines.append("and perhaps more: nothing was read after that")
+        raise BadRows(lines)
 
 
 def as_object(value: object) -> dict:
-    """The row in what a file holds: an object, bytes of JSON, or the ValueError that says what is wrong."""
+    """The row in a value of Found. ValueError where it is none."""
     if isinstance(value, bytes):
         try:
             value = parse_json(value.decode())
@@ -116,8 +128,8 @@ def check_file(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{did_you_mean(path)}") from None
     if head[:1] not in (b"[", b"{", b""):
-        what = impostor(head)
-        check(not what, f"{path}:1: {what}")
+        reason = impostor(head)
+        check(not reason, f"{path}:1: {reason}")
 
 
 def read_lines(file: BinaryIO, path: Path) -> Found:
@@ -139,21 +151,22 @@ def read_lines(file: BinaryIO, path: Path) -> Found:
 
 
 class Origin(NamedTuple):
-    """A source and what became of its rows."""
+    """A source and its examples, [first, last)."""
 
     name: str
-    weight: float  # 0: none is given
+    weight: float  # 0: none is set
     forms: dict[str, str]  # of its files
-    first: int  # its examples are those from this one ...
-    last: int  # ... to the one before this
+    first: int
+    last: int
 
 
 def origins_of(sources: list[Source], ends: list[int], forms: dict[str, str]) -> list[Origin]:
-    """Sources with their examples: those of each end where ends[i] says. forms: of all files."""
+    """The sources with their examples. ends[i]: the end of source i's examples; forms: of all files."""
     origins = []
     for source, first, last in zip(sources, [0, *ends], ends, strict=False):
         names = [str(file) for file in source.files]
-        mine = {name: forms[name] for name in names if name in forms}
-        mine = mine or {name: form for name, form in forms.items() if name == source.name}
-        origins.append(Origin(source.name, source.weight, mine, first, last))
+        forms_of_files = {name: forms[name] for name in names if name in forms}
+        if not forms_of_files and source.name in forms:  # a data set without files of its own
+            forms_of_files = {source.name: forms[source.name]}
+        origins.append(Origin(source.name, source.weight, forms_of_files, first, last))
     return origins

@@ -1,4 +1,4 @@
-"""JSON as its standard has it (RFC 8259): Python's reader lets more pass, and none of that is meant."""
+"""JSON as its standard defines it (RFC 8259). Python's reader accepts more, which no author of data means."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from collections import Counter
 def parse_json(text: str) -> object:
     """One JSON value and nothing else.
 
-    ValueError also for what Python's json lets pass (NaN, 1e999, a key that stands twice, half a surrogate
-    pair) and for nesting that it cannot follow.
+    ValueError also for what Python's json accepts (NaN, 1e999, a key that stands twice, half a surrogate
+    pair) and for values that are nested too deeply for it.
     """
     try:
         value = DECODER.decode(text)
@@ -27,18 +27,24 @@ def check_pairs(value: object, text: str) -> None:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
-    if len(found := dict(pairs)) < len(pairs):
-        twin, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twin!r} stands twice in one object")
-    return found
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {key!r} stands twice in one object")
+    return value
 
 
 def _number(text: str) -> int | float:
-    if not math.isfinite(number := float(text)):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"the number {text[:12]} is not JSON, or too large")
     return number if set(text) & set(".eE") else int(text)
 
 
-_NUMBERS = dict.fromkeys(("parse_float", "parse_int", "parse_constant"), _number)
-DECODER = json.JSONDecoder(object_pairs_hook=_object, **_NUMBERS)
+DECODER = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_float=_number,
+    parse_int=_number,
+    parse_constant=_number,
+)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -1,4 +1,4 @@
-"""Rows -> token ids by as many processes as there are cores. It needs no torch: see encode.py."""
+"""Rows -> token ids by one process for each core. It needs no torch: see encode.py."""
 
 import multiprocessing
 import os
@@ -14,16 +14,18 @@ from contextlib import contextmanager
 from ..run.errors import ConfigError
 from ..run.process import die_with_parent
 
-ROWS, BYTES = 256, 2**20  # of a file's rows, and of lines also bytes, that a process gets at a time
+# What a process gets at a time, at most: so many rows, and of rows that are lines also so many bytes.
+ROWS = 256
+BYTES = 2**20
 
 
 @contextmanager
 def processes(*functions: Callable) -> Iterator[Callable]:
     """run(number, chunks) -> (label, functions[number](rows, **options)) for each (label, rows, options) of
-    the chunks, in their order, by as many processes as there are cores.
+    the chunks, in their order, by one process for each core.
     """
     count = len(os.sched_getaffinity(0))
-    # a fork would copy threads of torch and gloo in any state
+    # A fork would copy the threads of torch and gloo in whatever state they are.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, _start, (functions, os.getpid()))
 
@@ -44,7 +46,7 @@ def processes(*functions: Callable) -> Iterator[Callable]:
     except BrokenProcessPool:
         fix = "more host memory, or taskset to fewer cores"
         raise ConfigError(
-            f"a process that tokenizes was killed, most likely for memory (fix: {fix})"
+            f"a process that tokenizes was killed, most likely because memory ran out (fix: {fix})"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -52,10 +54,11 @@ def processes(*functions: Callable) -> Iterator[Callable]:
 
 @contextmanager
 def no_main() -> Iterator[None]:
-    """Processes that start meanwhile do not import the file that this one runs, as they would: a recipe takes
-    seconds, and all that they need comes with the functions.
+    """Processes that start within it do not import the main file of this process, as they would otherwise: a
+    recipe takes seconds, and the functions are all that they need.
     """
-    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
@@ -63,22 +66,26 @@ def no_main() -> Iterator[None]:
 
 
 def chunks(found: Iterable) -> Iterator[list]:
-    rows, size = [], 0
+    """The rows in lists of at most ROWS, and of about BYTES; the last list may be empty."""
+    rows = []
+    size_bytes = 0
     for where, value in found:
         rows.append((where, value))
-        size += len(value) if isinstance(value, bytes) else 0
-        if len(rows) == ROWS or size > BYTES:
+        if isinstance(value, bytes):
+            size_bytes += len(value)
+        if len(rows) == ROWS or size_bytes > BYTES:
             yield rows
-            rows, size = [], 0
+            rows = []
+            size_bytes = 0
     yield rows
 
 
 def _start(functions: tuple[Callable, ...], parent: int) -> None:
     global _functions
-    # Ctrl-C goes to all processes of a terminal: one answers
+    # Ctrl-C goes to all processes of a terminal; the parent alone reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    if os.getppid() != parent:  # it died while this process started
+    if os.getppid() != parent:  # the parent died while this process started
         os._exit(1)
     _functions = functions
 
