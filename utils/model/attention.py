@@ -23,18 +23,30 @@ def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch
     cache, and not for every kind of layer:
     https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
     """
-    ids = torch.arange(1, 17, device=device)[None] * (
-        model.get_output_embeddings().weight.shape[0] // 17
-    )
-    # (rows, 16)
-    positions = torch.cat([torch.arange(7), torch.arange(9)]).to(device)[None].repeat(rows, 1)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    numbers = torch.arange(1, 17, device=device)
+    ids = numbers[None] * (vocabulary // 17)  # (1, 16): a document of 7 tokens, and one of 9
+    first, second = ids[:, :7], ids[:, 7:]
+    positions = torch.cat([torch.arange(7), torch.arange(9)])
+    positions = positions.to(device)[None]  # (1, 16)
+
     model.eval()
-    parts = [model(part, use_cache=False).logits.float() for part in (ids[:, :7], ids[:, 7:])]
-    packed = model(ids.repeat(rows, 1), use_cache=False, position_ids=positions).logits.float()
+    alone_first = model(first, use_cache=False).logits
+    alone_second = model(second, use_cache=False).logits
+    alone = torch.cat([alone_first, alone_second], 1).float()  # (1, 16, V)
+    output = model(
+        ids.repeat(rows, 1),
+        use_cache=False,
+        position_ids=positions.repeat(rows, 1),
+    )
+    packed = output.logits.float()  # (rows, 16, V)
     model.train()
     reshard(model)
-    alone = torch.cat(parts, 1)  # (1, 16, V)
-    tolerance = (1e-4 if dtype == torch.float32 else 3e-2) * alone.abs().max()
+
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2  # of the largest logit
+    difference = (packed - alone).abs().max()
+    equal = difference <= tolerance * alone.abs().max()
     name = type(model.base_model).__name__
-    seen = f"--packing: in {name} with {model.config._attn_implementation} attention documents see each other"
-    check((packed - alone).abs().max() <= tolerance, f"{seen} (fix: --attn sdpa, or no --packing)")
+    attention = model.config._attn_implementation
+    seen = f"--packing: in {name} with {attention} attention documents see each other"
+    check(equal, f"{seen} (fix: --attn sdpa, or no --packing)")

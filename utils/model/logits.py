@@ -21,10 +21,10 @@ def known_transforms(config) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     names, then nothing.
     """
     transforms = []
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     # Gemma 2 and later, xLSTM
-    for cap in filter(None, (getattr(config, name, None) for name in caps)):
-        transforms.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if cap := getattr(config, name, None):
+            transforms.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
     if scale := getattr(config, "logit_scale", None):  # Cohere
         transforms.append(lambda logits: logits * scale)
     # Granite divides, HyperCLOVA X multiplies
@@ -39,9 +39,10 @@ def known_transforms(config) -> list[Callable[[torch.Tensor], torch.Tensor]]:
 def use_full_logits(model: nn.Module, why: str) -> str:
     """Switch a model of add_chunked_loss to full logits; the sentence that says so, with the price."""
     model.full_logits = True
-    # fp32 logits, softmax, and gradients
-    gib = model.get_output_embeddings().weight.shape[0] * 4 * 4 / GIB
-    price = f"full logits are used, about {gib * 1024:.2f} GiB for 1,024 tokens of a micro-batch"
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    token_bytes = vocabulary * 4 * 4  # fp32 logits, softmax, and gradients
+    gib = token_bytes * 1024 / GIB
+    price = f"full logits are used, about {gib:.2f} GiB for 1,024 tokens of a micro-batch"
     return f"{why}, which the chunked loss does not know: {price}"
 
 
@@ -52,15 +53,16 @@ def full_logits_loss(
     router loss included.
     """
     output = type(model).forward(model, ids, use_cache=False, **options)
-    logits, targets = output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+    logits = output.logits[:, :-1].float().flatten(0, 1)  # (B (T - 1), V)
+    targets = labels[:, 1:].flatten()
+    trained = targets != ignore
     if per_token:
-        trained = targets != ignore
         loss = per_token(logits[trained], targets[trained]).sum()
     else:
         loss = F.cross_entropy(logits, targets, ignore_index=ignore, reduction="sum")
     if getattr(output, "aux_loss", None) is not None:
         coefficient = getattr(model, "router_aux_loss_coef", None) or model.aux_loss_coef
-        loss = loss + coefficient * output.aux_loss * (targets != ignore).sum()
+        loss = loss + coefficient * output.aux_loss * trained.sum()
     return loss
 
 
@@ -84,6 +86,5 @@ def _family(model: nn.Module):
 def router_loss(model: nn.Module, router_logits, mask: torch.Tensor) -> torch.Tensor:
     """The loss that keeps a mixture's experts equally busy, as the model's own forward weighs it."""
     balance = _family(model).load_balancing_loss_func
-    return model.router_aux_loss_coef * balance(
-        router_logits, model.num_experts, model.num_experts_per_tok, mask
-    )
+    loss = balance(router_logits, model.num_experts, model.num_experts_per_tok, mask)
+    return model.router_aux_loss_coef * loss

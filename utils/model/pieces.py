@@ -66,21 +66,24 @@ def lay_out(
     pieces: list[Piece], save_dtype, max_file_bytes
 ) -> tuple[dict[str, Place], dict[str, bytes]]:
     """(place of each tensor, header of each file) by name."""
-    given = {piece.name: piece.info.dtype for piece in pieces}
-    dtypes = {
-        name: save_dtype if save_dtype and d.is_floating_point else d for name, d in given.items()
-    }
+    dtypes = {}
+    for piece in pieces:
+        dtype = piece.info.dtype
+        dtypes[piece.name] = save_dtype if save_dtype and dtype.is_floating_point else dtype
     assert len(dtypes) == len(pieces), "two pieces have one name"
     codes = {dtype: code for code, dtype in DTYPES.items()}
     files: list[dict] = [{}]
     end = 0
     # wide ones first: all are aligned
-    for piece in sorted(pieces, key=lambda p: -dtypes[p.name].itemsize):
-        dtype, shape = dtypes[piece.name], piece.info.shape
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        if files[-1] and end > max_file_bytes:
+    for piece in sorted(pieces, key=lambda piece: -dtypes[piece.name].itemsize):
+        dtype = dtypes[piece.name]
+        shape = piece.info.shape
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if files[-1] and end + size_bytes > max_file_bytes:
             files.append({})
-            begin, end = 0, end - begin
+            end = 0
+        begin = end
+        end += size_bytes
         files[-1][piece.name] = {
             "dtype": codes[dtype],
             "shape": shape,
@@ -111,17 +114,25 @@ def runs(
     box: torch.Tensor, rows: Box, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows: one."""
-    cut = max((dim for dim in range(len(shape)) if rows[dim] != slice(0, shape[dim])), default=0)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    for index in itertools.product(*map(range, box.shape[:cut])):
-        at = zip(rows, (*index, 0), strides, strict=False)
-        yield sum((row.start + i) * stride for row, i, stride in at), box[index].view(-1)
+    dims = range(len(shape))
+    partial_dims = [dim for dim in dims if rows[dim] != slice(0, shape[dim])]
+    last_partial = max(partial_dims, default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in dims]
+    for index in itertools.product(*map(range, box.shape[:last_partial])):
+        first = 0
+        for row, offset, stride in zip(rows, (*index, 0), strides, strict=False):
+            first += (row.start + offset) * stride
+        yield first, box[index].view(-1)
 
 
 def transfer(call, file, at: int, data: torch.Tensor) -> int:
     """os.pwritev or os.preadv until all is done, or nothing more comes; the number of bytes."""
-    view, done = memoryview(data.numpy()), 0
-    while done < len(view) and (moved := call(file.fileno(), [view[done:]], at + done)):
+    view = memoryview(data.numpy())
+    done = 0
+    while done < len(view):
+        moved = call(file.fileno(), [view[done:]], at + done)
+        if not moved:
+            break
         done += moved
     return done
 

@@ -18,14 +18,20 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
     0: what the other leaves. Raises ConfigError where their product is not the number of ranks.
     """
-    whole = (replicate or 1) * (shard or 1)
-    given = " x ".join(
-        f"--{n} {size}" for n, size in (("replicate", replicate), ("shard", shard)) if size
-    )
-    fits = whole == ranks if replicate and shard else ranks % whole == 0
-    check(fits, f"{given} does not divide {ranks} ranks (fix: numbers whose product is {ranks})")
-    replicate = replicate or (ranks // shard if shard else 1)
-    return ({"replicate": replicate} if replicate > 1 else {}) | {"shard": ranks // replicate}
+    flags = []
+    if replicate:
+        flags.append(f"--replicate {replicate}")
+    if shard:
+        flags.append(f"--shard {shard}")
+    product = (replicate or 1) * (shard or 1)
+    fits = product == ranks if replicate and shard else ranks % product == 0
+    fix = f"numbers whose product is {ranks}"
+    check(fits, f"{' x '.join(flags)} does not divide {ranks} ranks (fix: {fix})")
+    if not replicate:
+        replicate = ranks // shard if shard else 1
+    if replicate == 1:
+        return {"shard": ranks}
+    return {"replicate": replicate, "shard": ranks // replicate}
 
 
 def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
