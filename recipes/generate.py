@@ -321,7 +321,10 @@ def typed_line(world: World) -> str:
 def read_line() -> str:
     """A line of standard input, byte by byte: select does not see bytes that Python has buffered."""
     line = b""
-    while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"", b"\n"):
+    while not line.endswith(b"\n"):
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte:  # the end of the input
+            break
         line += byte
     return line.decode(errors="replace").strip()
 

@@ -91,16 +91,18 @@ class ShardedBnb(torch.optim.Optimizer):
         # code -> value in [-1, 1], for each moment; the second one is never negative
         self.maps: list[torch.Tensor] = []
         for signed in (True, False)[: _moments(name)]:
-            self.maps.append(self.bnb.functional.create_dynamic_map(signed).to(device))
+            values = self.bnb.functional.create_dynamic_map(signed)
+            self.maps.append(values.to(device))
 
         # the part of each parameter that bitsandbytes sees: slices of it, and a view of each
         self.cuts: dict[nn.Parameter, list[slice]] = {}
         self.views: dict[nn.Parameter, list[nn.Parameter]] = {}
         for parameter, part in self.parts.items():
-            cuts = _cuts(part, _is_8bit(name, parameter))
-            flat = _flat(parameter)
-            self.cuts[parameter] = cuts
-            self.views[parameter] = [nn.Parameter(flat[cut]) for cut in cuts]
+            self.cuts[parameter] = _cuts(part, _is_8bit(name, parameter))
+            self.views[parameter] = []
+            for cut in self.cuts[parameter]:
+                view = _flat(parameter)[cut]
+                self.views[parameter].append(nn.Parameter(view))
 
         inner_groups = []
         for group in self.param_groups:
@@ -173,6 +175,7 @@ class ShardedBnb(torch.optim.Optimizer):
         across shards and no longer do. These are quantized again; prints how many there are.
         """
         merged: dict[nn.Parameter, set[int]] = {}  # blocks in which a shard ended and none ends now
+        device = self.maps[0].device
         for scales, parameter, moment in self.saved_scales:
             saved_chunk = _part(parameter.shape, len(scales), 0).chunk
             chunk = self.parts[parameter].chunk
@@ -180,7 +183,7 @@ class ShardedBnb(torch.optim.Optimizer):
             for end in range(saved_chunk, parameter.numel(), saved_chunk):
                 if end % BLOCK and end % chunk:
                     merged[parameter].add(end // BLOCK)
-            self._take(parameter, moment, scales.to(self.maps[0].device), saved_chunk)
+            self._take(parameter, moment, scales.to(device), saved_chunk)
         blocks = sum(len(numbers) for numbers in merged.values())
         tensors = sum(1 for numbers in merged.values() if numbers)
         if blocks:
@@ -216,7 +219,9 @@ class ShardedBnb(torch.optim.Optimizer):
 
         has_several = first // saved_chunk != last // saved_chunk
         for block in has_several.nonzero().flatten().tolist():
-            element = torch.arange(int(first[block]), int(last[block]) + 1, device=saved.device)
+            start = int(first[block])
+            stop = int(last[block]) + 1
+            element = torch.arange(start, stop, device=saved.device)
             place = element - part.start
             exact = values[codes[place].long()] * saved_scale(element)
             new_codes, quantized = self.bnb.functional.quantize_blockwise(
