@@ -254,7 +254,7 @@ def main(cfg: Config) -> Path | None:
     act("build")
     if not cfg.low_cpu_fsdp and not cfg.check:
         model = build_model(*structure, whole=source.folder)
-    names = None  # of what adapters rename
+    names = None
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 

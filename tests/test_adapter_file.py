@@ -26,6 +26,7 @@ from utils.model.adapter_file import SETTINGS, TENSORS, base_of, limited_matchin
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import add_adapter, add_lora, base_names, load_adapter, save_adapter
+from utils.model.merge import load_peft
 from utils.run.distributed import init_distributed
 from utils.run.errors import ConfigError
 from utils.train.trained_run import check_settings
@@ -149,7 +150,7 @@ def test_a_regular_expression_that_never_ends_is_one_line(
     before = time.process_time()
     for use in (
         lambda: add_adapter(untouched, folder, {}),
-        lambda: export.load_peft(untouched, folder),
+        lambda: load_peft(untouched, folder),
     ):
         says = rf"{SETTINGS}: {setting}: a regular expression was not matched after 0\.3 s \(fix: names of"
         with pytest.raises(ConfigError, match=says):
@@ -224,9 +225,7 @@ def test_each_setting_of_a_wrong_type_or_size_is_one_line_that_names_it(
     for name, value in WRONG:
         (folder / SETTINGS).write_text(json.dumps(stored | {name: value}))
         with pytest.raises(ConfigError) as error:
-            (export.load_peft if merge else add_adapter)(
-                untouched, folder, *([] if merge else [{}])
-            )
+            (load_peft if merge else add_adapter)(untouched, folder, *([] if merge else [{}]))
         text = str(error.value)
         assert len(text) < 700, (name, value)
         assert "(fix: " in text, (name, value, text)
@@ -288,7 +287,7 @@ def test_planted_files_are_refused_at_once(adapter, tmp_path, plant, name):
     plant(folder / name)
     began = time.monotonic()
     # and its file
-    uses = [lambda: add_adapter(meta(), folder, {}), lambda: export.load_peft(meta(), folder)]
+    uses = [lambda: add_adapter(meta(), folder, {}), lambda: load_peft(meta(), folder)]
     for use in uses + [lambda: base_of(folder)] * (name == SETTINGS):
         with pytest.raises(ConfigError, match=r"\(fix: "):
             use()
@@ -312,13 +311,13 @@ def test_numbers_that_are_not_finite_are_refused_by_name(base, adapter, tmp_path
     with pytest.raises(ConfigError, match=f"{name} holds numbers that are not finite"):
         load_adapter(model, tmp_path / "adapter")
     with pytest.raises(ConfigError, match="holds numbers that are not finite"):
-        export.load_peft(meta(), tmp_path / "adapter")
+        load_peft(meta(), tmp_path / "adapter")
 
 
 def test_whole_numbers_for_weights_are_refused_by_name(adapter, tmp_path):
     name = damage(adapter, tmp_path / "adapter", lambda tensor: tensor.to(torch.int32))
     for use in (lambda: add_adapter(meta(), tmp_path / "adapter", {}),
-                lambda: export.load_peft(meta(), tmp_path / "adapter")):  # fmt: skip
+                lambda: load_peft(meta(), tmp_path / "adapter")):  # fmt: skip
         with pytest.raises(ConfigError, match=f"no floating-point numbers: {name}"):
             use()
 
@@ -330,7 +329,7 @@ def test_a_rank_that_the_file_does_not_hold_is_refused_before_memory_is_given_to
     with pytest.raises(ConfigError, match=r"lora_A.weight \[100000, 64\], there \[4, 64\]"):
         add_adapter(meta(), folder, {})
     with pytest.raises(ConfigError, match="its settings ask for"):
-        export.load_peft(meta(), folder)
+        load_peft(meta(), folder)
 
 
 def use(recipe, base, folder, root):

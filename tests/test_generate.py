@@ -306,7 +306,7 @@ def test_messages_and_tools_are_read_as_for_training(tmp_path):
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps({"messages": said, "tools": [tool]}) + "\n")
     (prompt,) = generate.read_prompts(file, False, "Be brief.")
-    assert [turn["role"] for turn in prompt.said] == ["system", "user", "assistant", "tool"]
-    assert prompt.said[1]["content"] == "The sea?"
-    assert prompt.said[2]["tool_calls"][0]["function"]["arguments"] == {}
+    assert [turn["role"] for turn in prompt.content] == ["system", "user", "assistant", "tool"]
+    assert prompt.content[1]["content"] == "The sea?"
+    assert prompt.content[2]["tool_calls"][0]["function"]["arguments"] == {}
     assert prompt.tools == [{"type": "function", "function": tool}]

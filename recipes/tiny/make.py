@@ -29,10 +29,16 @@ from utils.model.loss import add_chunked_loss, summed_cross_entropy
 from utils.run.units import IGNORE
 from utils.train.optim import build_optimizer, clip_gradients, learning_rate
 
-STEPS, BATCH, LR, WARMUP = 1500, 32, 2e-3, 50
-LENGTH = 80  # tokens; the rest of a longer story is cut
-VALIDATION_STORIES, TOKENIZER_STORIES, CHAT_ROWS, HELD_OUT_ROWS = 256, 4000, 3000, 300
-# in no story: fine-tuning teaches them
+STEPS = 1500
+BATCH = 32  # stories
+LR = 2e-3
+WARMUP = 50  # steps
+LENGTH = 80  # tokens; longer stories are cut
+VALIDATION_STORIES = 256
+TOKENIZER_STORIES = 4000
+CHAT_ROWS = 3000
+HELD_OUT_ROWS = 300
+# in no story: the model learns them in fine-tuning
 MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
@@ -43,25 +49,23 @@ def main(record: bool) -> None:
     make_task(HERE)
     torch.set_num_threads(1)  # sums depend on it
     model, loss = pretrain(tokenizer.encode(text, add_bos=True))
-    weights = model.state_dict()
-    del weights["lm_head.weight"]  # the embedding's
-    save_file(
-        {k: v.bfloat16() for k, v in weights.items()}, HERE / "model.safetensors", {"format": "pt"}
-    )
+    weights = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    del weights["lm_head.weight"]  # it is the embedding
+    save_file(weights, HERE / "model.safetensors", {"format": "pt"})
     made = {"text_sha256": sha256("\n".join(text).encode()), "loss": round(loss, 5)}
     for name in ("tokenizer.model", "tokenizer.json", "chat.jsonl", "heldout.jsonl"):
         made[name] = sha256((HERE / name).read_bytes())
-    print(
-        f"loss {loss:.5f} on {VALIDATION_STORIES} other stories, {time.perf_counter() - started:.0f} s in all"
-    )
+    seconds = time.perf_counter() - started
+    print(f"loss {loss:.5f} on {VALIDATION_STORIES} other stories, {seconds:.0f} s in all")
     if record:
         (HERE / "made.json").write_text(json.dumps(made, indent=2) + "\n")
         return
-    before = json.loads((HERE / "made.json").read_text())
-    different = [k for k in made if k != "loss" and made[k] != before[k]]
-    if abs(loss - before["loss"]) > 1e-3:
-        different.append(f"loss, which was {before['loss']}")
-    sys.exit(f"not as in made.json: {', '.join(different)}" if different else 0)
+    recorded = json.loads((HERE / "made.json").read_text())
+    different = [name for name in made if name != "loss" and made[name] != recorded[name]]
+    if abs(loss - recorded["loss"]) > 1e-3:
+        different.append(f"loss, which was {recorded['loss']}")
+    if different:
+        sys.exit(f"not as in made.json: {', '.join(different)}")
 
 
 def make_text() -> list[str]:
@@ -90,30 +94,40 @@ def make_tokenizer(text: list[str], folder: Path) -> sentencepiece.SentencePiece
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     sp = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     vocab = {sp.id_to_piece(i): i for i in range(len(sp))}
-    splits = [(piece[:i], piece[i:]) for piece in vocab for i in range(1, len(piece))]
-    merges = [
-        (a, b) for a, b in splits if a in vocab and b in vocab
-    ]  # in the order in which pieces were found
-    options = {"pad_token": "<pad>", "add_bos_token": True, "extra_special_tokens": MARKERS}
-    LlamaTokenizer(vocab, merges, **options).backend_tokenizer.save(str(folder / "tokenizer.json"))
+    merges = []  # in the order in which pieces were found
+    for piece in vocab:
+        for i in range(1, len(piece)):
+            left = piece[:i]
+            right = piece[i:]
+            if left in vocab and right in vocab:
+                merges.append((left, right))
+    tokenizer = LlamaTokenizer(
+        vocab,
+        merges,
+        pad_token="<pad>",
+        add_bos_token=True,
+        extra_special_tokens=MARKERS,
+    )
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     return sp
 
 
 def make_task(folder: Path) -> None:
     """Write chat.jsonl and heldout.jsonl."""
-    for name, rows, held_out in (
-        ("chat.jsonl", CHAT_ROWS, False),
-        ("heldout.jsonl", HELD_OUT_ROWS, True),
-    ):
-        rng = Random(name)
-        lines = [json.dumps(chat_row(rng, held_out)) + "\n" for _ in range(rows)]
-        (folder / name).write_text("".join(lines))
+    write_rows(folder / "chat.jsonl", CHAT_ROWS, held_out=False)
+    write_rows(folder / "heldout.jsonl", HELD_OUT_ROWS, held_out=True)
+
+
+def write_rows(file: Path, rows: int, held_out: bool) -> None:
+    rng = Random(file.name)
+    lines = [json.dumps(chat_row(rng, held_out)) + "\n" for _ in range(rows)]
+    file.write_text("".join(lines))
 
 
 def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
-    """A new model after STEPS steps on its stories, and its loss per token on the others.
+    """A new model after STEPS steps on its stories, and its loss per token on the validation stories.
 
-    One story is one row: in rows packed with several, models look for the red hat in the wrong story.
+    One story is one row: where a row holds several, models look for the red hat in the wrong story.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(HERE), dtype=torch.float32)
@@ -122,7 +136,8 @@ def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, STEPS, LR, WARMUP, "cosine")
-        loss = mean_loss(model, ids[step * BATCH : (step + 1) * BATCH])
+        first = step * BATCH
+        loss = mean_loss(model, ids[first : first + BATCH])
         loss.backward()
         clip_gradients(model, 1.0)
         optimizer.step()
@@ -136,11 +151,15 @@ def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
 
 def mean_loss(model: torch.nn.Module, stories: list[list[int]]) -> torch.Tensor:
     """Cross-entropy per token, a () tensor."""
-    width = min(LENGTH, max(map(len, stories)))
-    # (B, T)
-    ids = torch.tensor([(s + [model.config.pad_token_id] * width)[:width] for s in stories])
-    mask = torch.tensor([[i < len(s) for i in range(width)] for s in stories])
-    batch = Batch(ids, ids.masked_fill(~mask, IGNORE), mask, [])
+    width = min(LENGTH, max(len(tokens) for tokens in stories))
+    ids = torch.full((len(stories), width), model.config.pad_token_id)  # (B, T)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for row, tokens in enumerate(stories):
+        kept = tokens[:width]
+        ids[row, : len(kept)] = torch.tensor(kept)
+        mask[row, : len(kept)] = True
+    labels = ids.masked_fill(~mask, IGNORE)
+    batch = Batch(ids, labels, mask, [])
     return summed_cross_entropy(model, batch) / mask[:, 1:].sum()
 
 

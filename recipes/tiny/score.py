@@ -3,8 +3,8 @@
     python recipes/tiny/score.py recipes/tiny output/finetune-001/model
     python recipes/tiny/score.py BEFORE AFTER --questions recipes/tiny/heldout.jsonl
 
-Nothing of ours is imported here: both folders are read as anyone would read them, with transformers alone.
-Exits with 1 where fewer than 90 % of the answers after fine-tuning are right.
+Nothing of this project is imported here: both folders are read with transformers alone, as anyone would do.
+Exit code 1: fewer than 90 % of the answers after fine-tuning are right.
 """
 
 import argparse
@@ -29,33 +29,48 @@ def main() -> int:
         "--questions", default=Path(__file__).parent / "heldout.jsonl", help="chat rows"
     )
     args = parser.parse_args()
-    rows = [json.loads(line)["messages"] for line in Path(args.questions).read_text().splitlines()]
-    questions, expected = [row[:-1] for row in rows], [row[-1]["content"] for row in rows]
-    before, after = answers(args.before, questions), answers(args.after, questions)
-    for i in range(0, len(rows), max(1, len(rows) // 5))[:5]:
+    questions = []
+    expected = []
+    for line in Path(args.questions).read_text().splitlines():
+        *question, answer = json.loads(line)["messages"]
+        questions.append(question)
+        expected.append(answer["content"])
+    before = answers(args.before, questions)
+    after = answers(args.after, questions)
+
+    every = max(1, len(questions) // 5)
+    for i in range(0, len(questions), every)[:5]:  # examples
         print(f"\n{shown(questions[i][-1]['content'])}")
-        for name, texts in (("expected", expected), ("before", before), ("after", after)):
-            print(f"  {name + ':':9} {shown(texts[i][:80])}")
+        print(f"  expected: {shown(expected[i][:80])}")
+        print(f"  before:   {shown(before[i][:80])}")
+        print(f"  after:    {shown(after[i][:80])}")
     print()
-    for name, given in (("before", before), ("after", after)):
-        right = sum(a == b for a, b in zip(given, expected, strict=True))
-        print(f"exact match {name:6}: {right} of {len(rows)} ({right / len(rows):.1%})")
-    return 0 if right >= ENOUGH * len(rows) else 1
+    print_matches("before", before, expected)
+    right = print_matches("after", after, expected)
+    return 0 if right >= ENOUGH * len(expected) else 1
+
+
+def print_matches(name: str, texts: list[str], expected: list[str]) -> int:
+    """Print how many answers are right; returns the number."""
+    right = sum(text == wanted for text, wanted in zip(texts, expected, strict=True))
+    count = len(expected)
+    print(f"exact match {name:6}: {right} of {count} ({right / count:.1%})")
+    return right
 
 
 def shown(text: str) -> str:
-    """Text on one line: a model may say control characters, which a terminal would obey."""
+    """Text on one line: a model may write control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @torch.inference_mode()
 def answers(folder: str, questions: list[list[dict]]) -> list[str]:
-    """The model's own most likely answers, until it ends its turn itself or has written 48 tokens. Thoughts,
-    where a template has some, are no part of an answer.
+    """The model's most likely answers, until it ends its turn itself or has written 48 tokens. Thoughts are
+    not part of an answer.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    given = []
+    found = []
     for start in range(0, len(questions), BATCH):
         batch = tokenizer.apply_chat_template(
             questions[start : start + BATCH],
@@ -65,10 +80,10 @@ def answers(folder: str, questions: list[list[dict]]) -> list[str]:
             return_tensors="pt",
         )
         output = model.generate(**batch, do_sample=False, max_new_tokens=48)
-        new = output[:, batch["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        given += [text.split("</think>")[-1].strip() for text in texts]
-    return given
+        new_ids = output[:, batch["input_ids"].shape[1] :]
+        for text in tokenizer.batch_decode(new_ids, skip_special_tokens=True):
+            found.append(text.split("</think>")[-1].strip())
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The small world: its people and things, the stories told in it, and the questions asked about them.
 
-From the stories a model learns to look back: what was heavy, and of which colour? They ask now and then, and
-never answer. To answer is the task. Everything is a function of the random numbers that come in.
+From the stories a model learns to look back: what was heavy, and of which colour? Some stories ask, but none
+answers: to answer is the task. Everything is a function of the random number generator that is given.
 """
 
 from random import Random
@@ -17,21 +17,31 @@ THINGS = """hat cup ball book key lamp coat spoon ring doll kite drum scarf shoe
 clock stone""".split()
 NUMBERS = "two three four five six seven eight nine ten eleven twelve".split()
 FRUIT = "apples pears plums nuts eggs cakes figs beans".split()
-PLACES = """in the box, in the bag, in the garden, in the boat, under the bed, under the tree, on the table,
-on the roof, on the shelf, behind the door, behind the house, near the river""".replace(
-    "\n", " "
-).split(", ")
+PLACES = [
+    "in the box",
+    "in the bag",
+    "in the garden",
+    "in the boat",
+    "under the bed",
+    "under the tree",
+    "on the table",
+    "on the roof",
+    "on the shelf",
+    "behind the door",
+    "behind the house",
+    "near the river",
+]
 
 
 def story(rng: Random) -> str:
-    """Things are told of, then mentioned again. Or a line of words is sung three times: from these songs a
+    """Things are described, then mentioned again. Or a line of words is sung three times: from these songs a
     model first learns to look back.
     """
     if rng.random() < SONGS:
         words = PEOPLE + KINDS + COLOURS + THINGS + FRUIT + NUMBERS
         line = " ".join(rng.sample(words, rng.randint(6, 16)))
         return f"{rng.choice(PEOPLE)} sang: " + " ".join([line + "."] * 3)
-    told, things, counted = facts(rng)
+    described, things, counted = facts(rng)
     later = []
     for kind, colour, thing in things:
         who, other = rng.sample(PEOPLE, 2)
@@ -54,67 +64,69 @@ def story(rng: Random) -> str:
         ]
         later += rng.sample(again, 2)
     rng.shuffle(later)
-    return " ".join(told + later)
+    return " ".join(described + later)
 
 
 def chat_row(rng: Random, held_out: bool) -> dict:
-    """A question about what was told, and its answer. Held-out rows tell of pairs (colour, thing) that no
-    others do.
+    """A question about some sentences, and its answer. Pairs (colour, thing) of held-out rows are in no other
+    row.
     """
-    told, things, counted = facts(rng, held_out)
-    asked = []
+    described, things, counted = facts(rng, held_out)
+    pairs = []  # (question, answer)
     for kind, colour, thing in things:
-        asked += [
-            (f"{what} is {kind}?", f"the {kind} {colour} {thing}")
-            for what in ("What", "Which thing")
-        ]
-        asked += [
-            (f"{what} is {colour}?", f"the {colour} {thing}") for what in ("What", "Which thing")
-        ]
-    asked += [(f"What are there {number} of?", f"{number} {fruit}") for number, fruit in counted]
-    (question, answer), _ = rng.sample(asked, 2)
-    user = {"role": "user", "content": " ".join([*told, question])}
+        by_kind = f"the {kind} {colour} {thing}"
+        by_colour = f"the {colour} {thing}"
+        pairs.append((f"What is {kind}?", by_kind))
+        pairs.append((f"Which thing is {kind}?", by_kind))
+        pairs.append((f"What is {colour}?", by_colour))
+        pairs.append((f"Which thing is {colour}?", by_colour))
+    for number, fruit in counted:
+        pairs.append((f"What are there {number} of?", f"{number} {fruit}"))
+    (question, answer), _ = rng.sample(pairs, 2)
+    user = {"role": "user", "content": " ".join([*described, question])}
     return {"messages": [user, {"role": "assistant", "content": answer}]}
 
 
 def facts(rng: Random, held_out: bool | None = None) -> tuple[list[str], list[tuple], list[tuple]]:
-    """Sentences, and what they tell: 2-4 (kind, colour, thing) and 0-2 (number, fruit), no word twice.
+    """(sentences, things, counted): 2-4 things (kind, colour, thing) and 0-2 counted (number, fruit) that the
+    sentences describe, no word twice.
 
-    held_out: a third of the pairs (colour, thing), the others, or None: all.
+    held_out: only pairs (colour, thing) that are held out, a third of all, or only others; None: all.
     """
     count = rng.randint(2, 4)
-    kinds, things, colours = (
-        rng.sample(KINDS, count),
-        rng.sample(THINGS, count),
-        rng.sample(COLOURS, count),
-    )
-    while held_out is not None and any(
-        map(lambda *pair: is_held_out(*pair) != held_out, colours, things)
-    ):
-        things, colours = rng.sample(THINGS, count), rng.sample(COLOURS, count)
-    numbers, fruit = rng.sample(NUMBERS, 2), rng.sample(FRUIT, 2)
-    objects = list(zip(kinds, colours, things, strict=True))
-    counted = list(zip(numbers, fruit, strict=True))[: rng.randint(0, 2)]
+    kinds = rng.sample(KINDS, count)
+    names = rng.sample(THINGS, count)
+    colours = rng.sample(COLOURS, count)
+    while held_out is not None and not all_held_out(colours, names, held_out):
+        names = rng.sample(THINGS, count)
+        colours = rng.sample(COLOURS, count)
+    numbers = rng.sample(NUMBERS, 2)
+    fruits = rng.sample(FRUIT, 2)
+    things = list(zip(kinds, colours, names, strict=True))
+    counted = list(zip(numbers, fruits, strict=True))[: rng.randint(0, 2)]
     places = rng.sample(PLACES, 6)
-    told = []
-    for (kind, colour, thing), place in zip(objects, places, strict=False):
+    sentences = []
+    for (kind, colour, thing), place in zip(things, places, strict=False):
         ways = [
             f"The {kind} {colour} {thing} was {place}.",
             f"{rng.choice(PEOPLE)} put the {kind} {colour} {thing} {place}.",
             f"{rng.choice(PEOPLE)} had the {kind} {colour} {thing}.",
         ]
-        told.append(rng.choice(ways))
+        sentences.append(rng.choice(ways))
     for (number, fruit), place in zip(counted, places[4:], strict=False):
-        told.append(
-            rng.choice(
-                [
-                    f"There were {number} {fruit} {place}.",
-                    f"{rng.choice(PEOPLE)} had {number} {fruit}.",
-                ]
-            )
-        )
-    rng.shuffle(told)
-    return told, objects, counted
+        ways = [
+            f"There were {number} {fruit} {place}.",
+            f"{rng.choice(PEOPLE)} had {number} {fruit}.",
+        ]
+        sentences.append(rng.choice(ways))
+    rng.shuffle(sentences)
+    return sentences, things, counted
+
+
+def all_held_out(colours: list[str], things: list[str], held_out: bool) -> bool:
+    """Whether all pairs are held out; or none, where held_out is False."""
+    pairs = zip(colours, things, strict=True)
+    return all(is_held_out(colour, thing) == held_out for colour, thing in pairs)
 
 
 def is_held_out(colour: str, thing: str) -> bool:

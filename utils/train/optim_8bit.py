@@ -4,7 +4,7 @@
 each element and one fp32 scale (absmax) for each block of 256.
 
 bitsandbytes refuses DTensors, so it is given flat views of each rank's own part. Two of its choices would
-then depend on the number of ranks, and are made here as it makes them on the whole tensor: whether moments
+then depend on the number of ranks. They are made here as it makes them on the whole tensor: whether moments
 are 8-bit follows from the parameter's global size, and blocks are those of the whole flattened parameter. A
 block that lies across ranks is the exception: each rank scales its own part of it.
 """
@@ -22,8 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ..model.pieces import local, rows_of_full_shard
 from ..run.errors import ConfigError, print0
 
-# elements with one scale; parameters with fewer elements keep fp32 moments
-BLOCK, LEAST_8BIT = 256, 4096
+BLOCK = 256  # elements with one scale
+LEAST_8BIT = 4096  # parameters with fewer elements keep fp32 moments
 CLASSES = {
     "adamw_8bit": "AdamW8bit",
     "lion_8bit": "Lion8bit",
@@ -47,9 +47,12 @@ def import_bitsandbytes(name: str) -> ModuleType:
 def state_bytes(parameter: nn.Parameter, name: str, shards: int, rank: int) -> int:
     """Bytes of a parameter's state on rank `rank` when its rows are cut over `shards` ranks."""
     part = _part(parameter.shape, shards, rank)
-    elements = part.stop - part.start
-    moment = elements + 4 * math.prod(part.scales) if _is_8bit(name, parameter) else 4 * elements
-    return _moments(name) * moment + 4  # and the count of steps
+    if _is_8bit(name, parameter):
+        moment_bytes = part.elements + 4 * math.prod(part.scales_shape)
+    else:
+        moment_bytes = 4 * part.elements
+    step_bytes = 4
+    return _moments(name) * moment_bytes + step_bytes
 
 
 class ShardedBnb(torch.optim.Optimizer):
@@ -59,56 +62,84 @@ class ShardedBnb(torch.optim.Optimizer):
     on any optimizer. state[parameter] is what checkpoints save, and load in place:
         step     () fp32
         state1   the first moment, shaped and sharded as the parameter: uint8 codes, or fp32
-        absmax1  of codes: fp32 scales, (rows, blocks per row) sharded likewise where a row is whole blocks;
-                 else (shards, most blocks of one), a line for each shard, which may begin within a block
-        state2, absmax2  likewise the second moment, which Lion has not
+        absmax1  of codes: fp32 scales. (rows, blocks per row), sharded likewise, where a row is whole blocks;
+                 else (shards, most blocks of a shard), one row for each shard, which may begin within a block
+        state2, absmax2  likewise the second moment, which Lion does not have
     groups: dicts of params and weight_decay; the weights must be in memory, cut along dim 0 if at all. AdamW
     has the betas of build_optimizer, Lion its own. Raises ConfigError where bitsandbytes is missing.
     """
 
     def __init__(self, groups: list[dict], lr: float, name: str):
         self.bnb = import_bitsandbytes(name)
-        # of state, as checkpoints say
+        # of the state, as checkpoints name it: paged or not makes no difference there
         self.kind = name.removeprefix("paged_") if "8bit" in name else name
-        super().__init__(
-            groups, {"lr": lr, "betas": (0.9, 0.99) if "lion" in name else (0.9, 0.95)}
-        )
-        self.parts = {
-            p: _part(p.shape, *_shard(p)) for group in self.param_groups for p in group["params"]
-        }
+        betas = (0.9, 0.99) if "lion" in name else (0.9, 0.95)
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+        self.parts: dict[nn.Parameter, _Part] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shards, index = _shard(parameter)
+                self.parts[parameter] = _part(parameter.shape, shards, index)
         device = next(iter(self.parts)).device
-        self.paged = name.startswith("paged") and device.type == "cuda"
-        if name.startswith("paged") and not self.paged:
+
+        wants_paging = name.startswith("paged")
+        self.paged = wants_paging and device.type == "cuda"
+        if wants_paging and not self.paged:
             print0(f"optimizer {name}: the state is in host memory anyway, so nothing is paged")
-        signs = (True, False)[: _moments(name)]  # a second moment is never negative
-        self.maps = [self.bnb.functional.create_dynamic_map(sign).to(device) for sign in signs]
-        self.cuts = {p: _cuts(part, _is_8bit(name, p)) for p, part in self.parts.items()}
-        self.views = {
-            p: [nn.Parameter(_flat(p)[cut]) for cut in cuts] for p, cuts in self.cuts.items()
-        }
-        groups = [
-            {**g, "params": [v for p in g["params"] for v in self.views[p]]}
-            for g in self.param_groups
-        ]
-        self.inner = getattr(self.bnb.optim, CLASSES[name])(groups)
+
+        # code -> value in [-1, 1], for each moment; the second one is never negative
+        self.maps: list[torch.Tensor] = []
+        for signed in (True, False)[: _moments(name)]:
+            values = self.bnb.functional.create_dynamic_map(signed)
+            self.maps.append(values.to(device))
+
+        # the part of each parameter that bitsandbytes sees: slices of it, and a view of each
+        self.cuts: dict[nn.Parameter, list[slice]] = {}
+        self.views: dict[nn.Parameter, list[nn.Parameter]] = {}
+        for parameter, part in self.parts.items():
+            self.cuts[parameter] = _cuts(part, _is_8bit(name, parameter))
+            self.views[parameter] = []
+            for cut in self.cuts[parameter]:
+                view = _flat(parameter)[cut]
+                self.views[parameter].append(nn.Parameter(view))
+
+        inner_groups = []
+        for group in self.param_groups:
+            views = []
+            for parameter in group["params"]:
+                views += self.views[parameter]
+            inner_groups.append({**group, "params": views})
+        inner_class = getattr(self.bnb.optim, CLASSES[name])
+        self.inner = inner_class(inner_groups)
         for parameter in self.parts:
             self.state[parameter] = self._new_state(parameter)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step at the learning rates that the groups have now, for what has a gradient."""
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                steps = int(self.state[parameter]["step"])
-                self.state[parameter]["step"] += 1
-                weights, gradients = _flat(parameter), _flat(parameter.grad.contiguous())
-                for view, cut in zip(self.views[parameter], self.cuts[parameter], strict=True):
-                    # anew: model.to() moves them
-                    view.data, view.grad = weights[cut], gradients[cut]
-                    self.inner.state[view]["step"] = steps
+        """One step at the learning rates that the groups have now, for parameters with a gradient."""
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for key, value in group.items():
+                if key != "params":
+                    inner_group[key] = value
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._prepare_step(parameter)
         self.inner.step()
         self.inner.zero_grad()
+
+    def _prepare_step(self, parameter: nn.Parameter) -> None:
+        """Hand the weights, the gradient and the step count of a parameter to bitsandbytes, and count."""
+        state = self.state[parameter]
+        steps = int(state["step"])
+        state["step"] += 1
+        weights = _flat(parameter)
+        gradients = _flat(parameter.grad.contiguous())
+        for view, cut in zip(self.views[parameter], self.cuts[parameter], strict=True):
+            # in each step, as model.to() moves the weights
+            view.data = weights[cut]
+            view.grad = gradients[cut]
+            self.inner.state[view]["step"] = steps
 
     def load_state_dict(self, state_dict: dict) -> None:
         raise NotImplementedError("the state is loaded in place, by checkpoint.load_checkpoint")
@@ -120,78 +151,132 @@ class ShardedBnb(torch.optim.Optimizer):
 
         tensors: what will be loaded; saved: DCP's metadata; both by name. After the load comes take_scales.
         """
-        names, self.others = {id(tensor): name for name, tensor in tensors.items()}, {}
+        name_of = {id(tensor): name for name, tensor in tensors.items()}
+        self.saved_scales: list[_SavedScales] = []
+        rooms: dict[str, torch.Tensor] = {}
         for parameter, state in self.state.items():
+            if _rows_are_blocks(parameter.shape):
+                continue
             for moment in range(1, len(self.maps) + 1):
-                mine = state.get(f"absmax{moment}")
-                size = getattr(saved.get(names.get(id(mine))), "size", ())
-                by_shard = len(size) == 2 and size[0] > 0 and not _rows_are_blocks(parameter.shape)
-                fits = by_shard and (1, size[1]) == _part(parameter.shape, size[0], 0).scales
-                if fits and size != mine.shape:
-                    self.others[names[id(mine)]] = torch.zeros(size), parameter, moment
-        return {name: room for name, (room, _, _) in self.others.items()}
+                scales = state.get(f"absmax{moment}")
+                name = name_of.get(id(scales))
+                size = getattr(saved.get(name), "size", ())
+                if len(size) != 2 or size[0] == 0 or size == scales.shape:
+                    continue
+                shards, blocks = size
+                if (1, blocks) == _part(parameter.shape, shards, 0).scales_shape:
+                    rooms[name] = torch.zeros(size)
+                    self.saved_scales.append(_SavedScales(rooms[name], parameter, moment))
+        return rooms
 
     @torch.no_grad()
     def take_scales(self) -> None:
-        """Fill the scales from what was loaded for other_scales: exactly, but for blocks that lay across
-        shards and do so no more. These are quantized again; prints how many there are.
+        """Fill the scales from those loaded for other_scales. They stay exact, except for blocks that lay
+        across shards and no longer do. These are quantized again; prints how many there are.
         """
-        merged = {}  # by parameter, the blocks in which a shard ended and none ends now
-        for old, parameter, moment in self.others.values():
-            was, now = _part(parameter.shape, len(old), 0).chunk, self.parts[parameter].chunk
-            ends = range(was, parameter.numel(), was)
-            merged[parameter] = {end // BLOCK for end in ends if end % BLOCK and end % now}
-            self._take(parameter, moment, old.to(self.maps[0].device), was)
-        blocks, tensors = sum(map(len, merged.values())), sum(map(bool, merged.values()))
+        merged: dict[nn.Parameter, set[int]] = {}  # blocks in which a shard ended and none ends now
+        device = self.maps[0].device
+        for scales, parameter, moment in self.saved_scales:
+            saved_chunk = _part(parameter.shape, len(scales), 0).chunk
+            chunk = self.parts[parameter].chunk
+            merged[parameter] = set()
+            for end in range(saved_chunk, parameter.numel(), saved_chunk):
+                if end % BLOCK and end % chunk:
+                    merged[parameter].add(end // BLOCK)
+            self._take(parameter, moment, scales.to(device), saved_chunk)
+        blocks = sum(len(numbers) for numbers in merged.values())
+        tensors = sum(1 for numbers in merged.values() if numbers)
         if blocks:
-            what = f"{blocks} blocks of {BLOCK} in {tensors} tensors lay across ranks of the checkpoint"
-            print0(f"optimizer {what}: their 8-bit state is quantized again")
+            counts = f"{blocks} blocks of {BLOCK} in {tensors} tensors"
+            print0(
+                f"optimizer {counts} lay across ranks of the checkpoint:"
+                " their 8-bit state is quantized again"
+            )
 
-    def _take(self, parameter: nn.Parameter, moment: int, old: torch.Tensor, was: int) -> None:
-        """old: (shards, most blocks of one), the scales of one moment in shards of `was` elements."""
-        state, values, part = self.state[parameter], self.maps[moment - 1], self.parts[parameter]
-        codes, scales = _flat(state[f"state{moment}"]), _flat(state[f"absmax{moment}"])
+    def _take(
+        self, parameter: nn.Parameter, moment: int, saved: torch.Tensor, saved_chunk: int
+    ) -> None:
+        """Fill the scales of one moment, and quantize again the blocks that had several.
 
-        def scale(element: torch.Tensor) -> torch.Tensor:
-            shard = element // was
-            return old[shard, element // BLOCK - shard * was // BLOCK]
+        saved: (shards, most blocks of a shard), the scales of shards of `saved_chunk` elements.
+        """
+        part = self.parts[parameter]
+        values = self.maps[moment - 1]
+        codes = _flat(self.state[parameter][f"state{moment}"])
+        scales = _flat(self.state[parameter][f"absmax{moment}"])
 
-        first = torch.arange(part.start // BLOCK * BLOCK, part.stop, BLOCK, device=old.device)
+        def saved_scale(element: torch.Tensor) -> torch.Tensor:
+            shard = element // saved_chunk
+            first_block = shard * saved_chunk // BLOCK
+            return saved[shard, element // BLOCK - first_block]
+
+        # the first and the last element of each block, as far as they are on this rank
+        begin = part.start // BLOCK * BLOCK
+        first = torch.arange(begin, part.stop, BLOCK, device=saved.device)
         last = (first + BLOCK - 1).clamp(max=part.stop - 1)
         first = first.clamp(min=part.start)
-        scales[: len(first)] = scale(first)
-        for k in (first // was != last // was).nonzero().flatten().tolist():
-            element = torch.arange(int(first[k]), int(last[k]) + 1, device=old.device)
-            exact = values[codes[element - part.start].long()] * scale(element)
-            again, new = self.bnb.functional.quantize_blockwise(exact, values, blocksize=BLOCK)
-            codes[element - part.start], scales[k] = again, new.absmax
+        scales[: len(first)] = saved_scale(first)
+
+        has_several = first // saved_chunk != last // saved_chunk
+        for block in has_several.nonzero().flatten().tolist():
+            start = int(first[block])
+            stop = int(last[block]) + 1
+            element = torch.arange(start, stop, device=saved.device)
+            place = element - part.start
+            exact = values[codes[place].long()] * saved_scale(element)
+            new_codes, quantized = self.bnb.functional.quantize_blockwise(
+                exact, values, blocksize=BLOCK
+            )
+            codes[place] = new_codes
+            scales[block] = quantized.absmax
 
     def _new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Zeros; each view's part of them is the state that bitsandbytes would make for it."""
-        local, shape, part = _flat(parameter), parameter.shape, self.parts[parameter]
-        is_8bit, rows = (
-            _is_8bit(self.kind, parameter),
-            shape[0] if _rows_are_blocks(shape) else part.shards,
-        )
-        # small ones are not paged
-        zeros = self.inner.get_state_buffer if self.paged else torch.zeros_like
+        """Zeros. Each view's part of them becomes the state that bitsandbytes would make for the view."""
         state = {"step": torch.zeros(())}
-        for i, values in enumerate(self.maps, start=1):
-            moment = zeros(local, dtype=torch.uint8 if is_8bit else torch.float32)
-            state[f"state{i}"] = _sharded(moment.view(-1, *shape[1:]), parameter, shape)
-            if is_8bit:
-                scales = torch.zeros(part.scales, device=local.device)
-                state[f"absmax{i}"] = _sharded(scales, parameter, (rows, part.scales[1]))
-            for view, cut in zip(self.views[parameter], self.cuts[parameter], strict=True):
-                inner = self.inner.state[view]
-                inner[f"state{i}"] = moment[cut]
-                if hasattr(moment, "is_paged"):  # a part of paged memory is paged
-                    vars(inner[f"state{i}"]).update(vars(moment))
-                if is_8bit:
-                    first, last = ((part.start + n) // BLOCK for n in (cut.start, cut.stop - 1))
-                    blocks = slice(first - part.start // BLOCK, last + 1 - part.start // BLOCK)
-                    inner |= {f"qmap{i}": values, f"absmax{i}": scales.view(-1)[blocks]}
+        for number in range(1, len(self.maps) + 1):
+            self._add_moment(state, parameter, number)
         return state
+
+    def _add_moment(
+        self, state: dict[str, torch.Tensor], parameter: nn.Parameter, number: int
+    ) -> None:
+        """Add the zeros of moment `number`, 1 or 2, to the state of a parameter."""
+        weights = _flat(parameter)
+        part = self.parts[parameter]
+        is_8bit = _is_8bit(self.kind, parameter)
+        # get_state_buffer pages large tensors, but not small ones
+        new_zeros = self.inner.get_state_buffer if self.paged else torch.zeros_like
+        moment = new_zeros(weights, dtype=torch.uint8 if is_8bit else torch.float32)
+        shaped = moment.view(-1, *parameter.shape[1:])
+        state[f"state{number}"] = _sharded(shaped, parameter, parameter.shape)
+        if is_8bit:
+            scales = torch.zeros(part.scales_shape, device=weights.device)
+            rows = parameter.shape[0] if _rows_are_blocks(parameter.shape) else part.shards
+            shape = (rows, part.scales_shape[1])
+            state[f"absmax{number}"] = _sharded(scales, parameter, shape)
+
+        for view, cut in zip(self.views[parameter], self.cuts[parameter], strict=True):
+            inner_state = self.inner.state[view]
+            inner_moment = moment[cut]
+            if hasattr(moment, "is_paged"):  # a part of paged memory is paged
+                vars(inner_moment).update(vars(moment))
+            inner_state[f"state{number}"] = inner_moment
+            if is_8bit:
+                # blocks are counted from the one in which this rank's part begins
+                first_of_part = part.start // BLOCK
+                first = (part.start + cut.start) // BLOCK
+                last = (part.start + cut.stop - 1) // BLOCK
+                blocks = slice(first - first_of_part, last + 1 - first_of_part)
+                inner_state[f"qmap{number}"] = self.maps[number - 1]
+                inner_state[f"absmax{number}"] = scales.view(-1)[blocks]
+
+
+class _SavedScales(NamedTuple):
+    """Scales of a moment as another number of shards has saved them."""
+
+    scales: torch.Tensor
+    parameter: nn.Parameter
+    moment: int
 
 
 class _Part(NamedTuple):
@@ -201,35 +286,48 @@ class _Part(NamedTuple):
     chunk: int  # elements of a full shard
     start: int
     stop: int
-    scales: tuple[int, int]  # see ShardedBnb
+    scales_shape: tuple[int, int]  # see ShardedBnb
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
 
 
 def _part(shape: torch.Size, shards: int, index: int) -> _Part:
-    """Shard `index` of rows that are dealt as torch.chunk does."""
-    row = shape[1:].numel()
-    chunk = rows_of_full_shard(shape[0], shards) * row
-    start, stop = (min(n * chunk, shape.numel()) for n in (index, index + 1))
-    most = (chunk + BLOCK - 2) // BLOCK + 1  # blocks of a shard, wherever it begins
-    scales = ((stop - start) // row, row // BLOCK) if _rows_are_blocks(shape) else (1, most)
-    return _Part(shards, chunk, start, stop, scales)
+    """Shard `index` of a parameter whose rows are dealt as torch.chunk does."""
+    row_elements = shape[1:].numel()
+    chunk = rows_of_full_shard(shape[0], shards) * row_elements
+    start = min(index * chunk, shape.numel())
+    stop = min((index + 1) * chunk, shape.numel())
+    if _rows_are_blocks(shape):
+        rows = (stop - start) // row_elements
+        scales_shape = (rows, row_elements // BLOCK)
+    else:
+        most_blocks = (chunk + BLOCK - 2) // BLOCK + 1  # of a shard, wherever it begins
+        scales_shape = (1, most_blocks)
+    return _Part(shards, chunk, start, stop, scales_shape)
 
 
 def _shard(parameter: nn.Parameter) -> tuple[int, int]:
-    """Into how many shards it is cut, and which of them this rank has; copies of HSDP have the same."""
+    """(number of shards, which of them this rank has); the copies of HSDP have the same shard."""
     if not isinstance(parameter, DTensor):
         return 1, 0
-    mesh, placements = parameter.device_mesh, parameter.placements
-    cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    assert all(placements[i].is_shard(0) for i in cut), f"cut along other dims than 0: {placements}"
+    mesh = parameter.device_mesh
+    placements = parameter.placements
+    cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    along_rows = all(placements[axis].is_shard(0) for axis in cut)
+    assert along_rows, f"cut along other dims than 0: {placements}"
     assert len(cut) <= 1, f"cut twice: {placements}"
-    return (mesh.size(cut[0]), mesh.get_local_rank(cut[0])) if cut else (1, 0)
+    if not cut:
+        return 1, 0
+    return mesh.size(cut[0]), mesh.get_local_rank(cut[0])
 
 
 def _cuts(part: _Part, is_8bit: bool) -> list[slice]:
-    """Views of a part: what is left of a block that begins on another rank, and the rest."""
-    elements = part.stop - part.start
-    head = min(-part.start % BLOCK, elements) if is_8bit else 0
-    return [cut for cut in (slice(0, head), slice(head, elements)) if cut.start < cut.stop]
+    """Views of a part: the end of a block that begins on another rank, then all elements after it."""
+    head = min(-part.start % BLOCK, part.elements) if is_8bit else 0
+    cuts = [slice(0, head), slice(head, part.elements)]
+    return [cut for cut in cuts if cut.start < cut.stop]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,12 +335,17 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor).detach().view(-1)
 
 
-def _sharded(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`local` as this rank's part of a tensor of `shape`; DTensor.from_local would move it off the host."""
+def _sharded(part: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`part` as this rank's part of a tensor of `shape`, sharded as `like`.
+
+    DTensor.from_local would move a part that is on the host.
+    """
     if not isinstance(like, DTensor):
-        return local
-    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
-    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, meta), requires_grad=False)
+        return part
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, part.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, meta)
+    return DTensor(part, spec, requires_grad=False)
 
 
 def _is_8bit(name: str, parameter: nn.Parameter) -> bool:
@@ -254,4 +357,5 @@ def _rows_are_blocks(shape: torch.Size) -> bool:
 
 
 def _moments(name: str) -> int:
+    """How many moments an optimizer has."""
     return 1 if "lion" in name else 2

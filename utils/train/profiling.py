@@ -9,7 +9,8 @@ from ..run.distributed import World
 from ..run.errors import print0
 from ..run.files import check_not_linked
 
-SKIPPED, PROFILED = 3, 2  # the first steps allocate, compile and warm up
+SKIPPED = 3  # steps that allocate, compile and warm up
+PROFILED = 2
 
 
 def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.profiler.profile:
@@ -20,28 +21,33 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html
     https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
-    active = max(1, min(PROFILED, steps - first))
-    before = max(0, min(SKIPPED, steps - first - active))
-    name = f"rank{world.rank}_from_step_{first + before + 1:08d}"
+    steps_to_run = steps - first
+    active = max(1, min(PROFILED, steps_to_run))
+    skipped = max(0, min(SKIPPED, steps_to_run - active))
+    name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
     while os.path.lexists(folder / f"{name}.json.gz"):  # of an earlier start
         name += "_again"
-    trace, snapshot = folder / f"{name}.json.gz", folder / f"{name}_memory.pickle"
-    cuda = world.device.type == "cuda"
+    trace = folder / f"{name}.json.gz"
+    snapshot = folder / f"{name}_memory.pickle"
+    on_gpu = world.device.type == "cuda"
 
-    def write(profiler):
+    def write(profiler: torch.profiler.profile) -> None:
         check_not_linked(folder)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
         print0(f"profile   {trace}: open it at https://ui.perfetto.dev")
-        if cuda:
+        if on_gpu:
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             print0(f"profile   {snapshot}: drop it on https://docs.pytorch.org/memory_viz")
 
-    if cuda:
+    if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     schedule = torch.profiler.schedule(
-        wait=max(0, before - 1), warmup=min(1, before), active=active, repeat=1
+        wait=max(0, skipped - 1),
+        warmup=min(1, skipped),
+        active=active,
+        repeat=1,
     )
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True)
     profiler.start()

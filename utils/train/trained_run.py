@@ -1,10 +1,11 @@
-"""What a run left, for the recipes that use it: its settings, the structure that was trained, its weights."""
+"""What other recipes read of a run: its settings, the structure that was trained, its weights."""
 
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,23 +35,39 @@ def _is_switch(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def _is_param_dtype(value: object) -> bool:
+    return value in ("fp32", "bf16")
+
+
+def _is_save_dtype(value: object) -> bool:
+    return value in ("original", "bf16", "fp32")
+
+
+TEXT = (_is_text, "a line of text")
+NUMBER = (_is_number, "a finite number")
+SWITCH = (_is_switch, "true or false")
 # Setting -> (is a value good, what it has to be).
-SETTINGS: dict[str, tuple[Callable, str]] = {
-    **dict.fromkeys(
-        ("model", "tokenizer", "chat_template", "adapter"), (_is_text, "a line of text")
-    ),
-    **dict.fromkeys(("lora_targets", "lora_init", "modules_to_save"), (_is_text, "a line of text")),
-    **dict.fromkeys(("lora_alpha", "lora_dropout"), (_is_number, "a finite number")),
-    **dict.fromkeys(("use_rslora", "use_dora"), (_is_switch, "true or false")),
+SETTINGS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "model": TEXT,
+    "tokenizer": TEXT,
+    "chat_template": TEXT,
+    "adapter": TEXT,
     "lora_rank": (_is_count, "a whole number"),
-    "param_dtype": (lambda value: value in ("fp32", "bf16"), "fp32 or bf16"),
-    "save_dtype": (lambda value: value in ("original", "bf16", "fp32"), "original, bf16 or fp32"),
+    "lora_alpha": NUMBER,
+    "lora_dropout": NUMBER,
+    "lora_targets": TEXT,
+    "lora_init": TEXT,
+    "modules_to_save": TEXT,
+    "use_rslora": SWITCH,
+    "use_dora": SWITCH,
+    "param_dtype": (_is_param_dtype, "fp32 or bf16"),
+    "save_dtype": (_is_save_dtype, "original, bf16 or fp32"),
 }
 
 
 def find_run(name: str, world: World) -> tuple[Path, dict]:
-    """(checkpoint, settings of its run): rank 0 chooses, and all ranks read the same one, which the run does
-    not remove while this process reads. Every rank calls it.
+    """(checkpoint, settings of its run). Rank 0 chooses the checkpoint, and all ranks read that one. The run
+    does not remove it while this process reads. Every rank calls this.
 
     Raises ConfigError on all ranks where there is none, or a rank's share of it is damaged.
     """
@@ -71,24 +88,25 @@ def find_run(name: str, world: World) -> tuple[Path, dict]:
 
 
 def choose_checkpoint(name: str) -> Path:
-    """The checkpoint that --checkpoint means: of a run its newest, which may be removed while we look."""
+    """The checkpoint that --checkpoint names; of a run the newest, which the run may remove meanwhile."""
     fix = "OUT, or OUT/checkpoints/step_00000500"
     for _ in range(10):
         newest = newest_checkpoint(Path(name) / "checkpoints")
         path = newest or Path(name)
         if keep_for_reading(path):
             return path
-        text = f"--checkpoint {name}: there is no complete checkpoint (fix: {fix})"
-        check(newest or is_complete(path), text)
+        exists = newest is not None or is_complete(path)
+        check(exists, f"--checkpoint {name}: there is no complete checkpoint (fix: {fix})")
     raise ConfigError(was_removed(path))
 
 
 def keep_for_reading(path: Path) -> bool:
     """Keep a checkpoint from being removed until the recipe's main ends; False where it is gone already."""
-    held = hold_checkpoint(path)
-    if held is not None:
-        at_end(held.close)
-    return held is not None
+    lock = hold_checkpoint(path)
+    if lock is None:
+        return False
+    at_end(lock.close)
+    return True
 
 
 def is_complete(path: Path) -> bool:
@@ -96,7 +114,7 @@ def is_complete(path: Path) -> bool:
 
 
 def was_removed(path: Path) -> str:
-    """The line for a checkpoint that is gone though it was there."""
+    """The error for a checkpoint that existed and no longer does."""
     fix = "start again: the newest is taken; or a larger --keep for that run"
     return (
         f"{path} was removed while it was read: its run keeps only newer checkpoints (fix: {fix})"
@@ -104,34 +122,52 @@ def was_removed(path: Path) -> str:
 
 
 def check_settings(file: Path, run: object) -> dict:
-    """The settings of a run as its checkpoint tells them. Raises ConfigError for those that are used and not
-    of the kind that a recipe writes.
+    """The settings of a run, read from its checkpoint. Raises ConfigError for one that is used here and is
+    not of the kind that a recipe writes.
     """
     fix = "(fix: another checkpoint)"
     check(isinstance(run, dict), f"{file}: config: no settings of a run {fix}")
     run = {"lora_alpha": 16.0, "lora_targets": "all-linear"} | run
     for name, (is_good, wanted) in SETTINGS.items():
-        good = name not in run or is_good(run[name])
-        check(good, f"{file}: config: {name}: {shown(str(run.get(name)))} is not {wanted} {fix}")
+        if name not in run:
+            continue
+        value = run[name]
+        check(is_good(value), f"{file}: config: {name}: {shown(str(value))} is not {wanted} {fix}")
     return run
 
 
 def read_metrics(file: Path) -> list[dict]:
-    """The objects of metrics.jsonl, by step, without those of an earlier start for a step taken again."""
-    lines = [json.loads(line) for line in read_small_text(file, TEXT_BYTES).splitlines()]
-    last = {line["step"]: line.get("run", 1) for line in lines}
-    return sorted((x for x in lines if x.get("run", 1) == last[x["step"]]), key=lambda x: x["step"])
+    """The objects of metrics.jsonl, by step. Where a step was taken again after a restart, only the objects
+    of the last start stay.
+    """
+    objects = []
+    last_start: dict[int, int] = {}  # by step
+    for line in read_small_text(file, TEXT_BYTES).splitlines():
+        found = json.loads(line)
+        objects.append(found)
+        last_start[found["step"]] = found.get("run", 1)
+    kept = [found for found in objects if found.get("run", 1) == last_start[found["step"]]]
+    return sorted(kept, key=lambda found: found["step"])
 
 
 def add_run_adapter(model: nn.Module, folder: str, run: dict) -> object:
-    """Put the adapter of a folder, or of a run's settings, beside the layers; its config."""
+    """Add the adapter of a folder, or the one that a run's settings describe, to the model; its config."""
     from ..model.lora import add_adapter, add_lora
 
-    if folder := folder or run.get("adapter"):
+    folder = folder or run.get("adapter", "")
+    if folder:
         return add_adapter(model, Path(folder), {})
-    names = ("dropout", "use_rslora", "use_dora", "modules_to_save", "init")
-    given = {name: run[key] for name in names for key in (name, f"lora_{name}") if key in run}
-    return add_lora(model, run["lora_rank"], run["lora_alpha"], run["lora_targets"], **given)
+    return add_lora(
+        model,
+        run["lora_rank"],
+        run["lora_alpha"],
+        run["lora_targets"],
+        dropout=run.get("lora_dropout", 0.0),
+        use_rslora=run.get("use_rslora", False),
+        use_dora=run.get("use_dora", False),
+        modules_to_save=run.get("modules_to_save", ""),
+        init=run.get("lora_init", "default"),
+    )
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -141,22 +177,33 @@ def check_weights(path: Path, model: nn.Module) -> None:
     except ConfigError:
         check(is_complete(path), was_removed(path))
         raise
-    old = {name: tuple(entry.size) for name, entry in saved.items() if name.startswith("model.")}
-    new = {
-        f"model.{name}": tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad
-    }
-    differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    saved_shapes = {}
+    for name, entry in saved.items():
+        if name.startswith("model."):
+            saved_shapes[name] = tuple(entry.size)
+    shapes = {name: tuple(tensor.shape) for name, tensor in _trained(model).items()}
+    names = sorted(saved_shapes.keys() | shapes.keys())
+    differ = [name for name in names if saved_shapes.get(name) != shapes.get(name)]
     fix = "the --model it was trained from"
     check(not differ, f"{path} is of another model: {first_five(differ)} (fix: {fix})")
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Copy a checkpoint's weights into a model that is allocated, however it is cut; no optimizer state."""
-    trained = {
-        f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad
-    }
+    """Copy a checkpoint's weights into a model that is allocated, for any sharding; no optimizer state."""
     try:
-        dcp.load(trained, storage_reader=Reader(path))
+        dcp.load(_trained(model), storage_reader=Reader(path))
     except CheckpointException as error:  # DCP raises it on all ranks
-        text = f"{path} cannot be read: {reason_of(error)}"
-        raise ConfigError(text if is_complete(path) else was_removed(path), agreed=True) from error
+        if is_complete(path):
+            text = f"{path} cannot be read: {reason_of(error)}"
+        else:
+            text = was_removed(path)
+        raise ConfigError(text, agreed=True) from error
+
+
+def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What trains in a model, by its name in a checkpoint."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[f"model.{name}"] = parameter.detach()
+    return found

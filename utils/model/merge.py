@@ -1,0 +1,261 @@
+"""A LoRA adapter merged into its base, file by file; only one weight is in memory at a time.
+
+The base stays on meta: only the adapter is loaded. Each weight that it changes is read, merged by peft's own
+code, and written over its bytes in a copy of the base's file. So the numbers are those of merge_and_unload.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..run.distributed import World
+from ..run.errors import check, first_five
+from ..run.files import file_inside
+from .adapter_file import SETTINGS, TENSORS, check_finite, read_lora_config, stored_shapes
+from .folder import INDEX, open_weights, read_json
+from .lora import LoraLayer, ModulesToSaveWrapper, inject
+from .pieces import Piece, transfer
+from .saving import save_folder
+
+PREFIX = "base_model.model."  # of names in an adapter's file
+
+
+@dataclass
+class Merge:
+    """What becomes of each tensor of the checkpoint."""
+
+    pieces: list[Piece]
+    own: dict[str, torch.Tensor]  # parameter -> the adapter's copy of it, in place of the base's
+    layers: dict[str, list[tuple]]  # parameter -> (LoRA layer, name in its base), in peft's order
+    untied: list[Piece]  # tied in the base, and no longer: tensors that its files do not have
+
+    def changes(self, piece: Piece) -> bool:
+        return piece.param in self.own or piece.param in self.layers
+
+
+def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
+    """Put the adapter, with its values, into the meta model; ConfigError names what does not fit."""
+    name_of: dict[int, str] = {}  # id of a tensor -> its first name
+    base_names: dict[str, str] = {}  # name -> the name in the base; tied parameters have one
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        base_names[name] = name_of.setdefault(id(tensor), name)
+    load_peft(model, folder)
+
+    copies: dict[str, torch.Tensor] = {}  # of modules_to_save
+    layers: dict[str, list[tuple]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for name, parameter in module.modules_to_save["default"].named_parameters():
+                copies[f"{path}.{name}"] = parameter
+        elif isinstance(module, LoraLayer):
+            for name, _ in module.get_base_layer().named_parameters():
+                base_name = base_names[f"{path}.{name}"]
+                layers.setdefault(base_name, []).append((module, name))
+    replaced: dict[str, torch.Tensor] = {}  # parameters of the base that the adapter's file holds
+    for name, parameter in model.named_parameters():
+        plain = name.replace(".base_layer.", ".")
+        if plain in base_names and not parameter.is_meta:
+            replaced[base_names[plain]] = parameter
+
+    own = dict(copies)
+    layers_of: dict[str, list[tuple]] = {}
+    for name, base_name in base_names.items():
+        if name in copies:
+            continue
+        if base_name in replaced:
+            own[name] = replaced[base_name]
+        if base_name in layers:
+            layers_of[name] = layers[base_name]
+    return Merge(pieces, own, layers_of, _untied(model, pieces, copies))
+
+
+def _untied(model: nn.Module, pieces: list[Piece], copies: dict) -> list[Piece]:
+    """One piece for each tensor that was tied to another one, and is not since one of them was trained."""
+    piece_of = {piece.param: piece for piece in pieces}
+    untied = []
+    for pair in model.all_tied_weights_keys.items():
+        was_trained = any(name in copies for name in pair)
+        if not was_trained:
+            continue
+        stored = next(piece_of[name] for name in pair if name in piece_of)
+        for name in pair:
+            if name not in piece_of:
+                untied.append(replace(stored, name=name, param=name))
+    return untied
+
+
+def load_peft(model: nn.Module, folder: Path) -> None:
+    """Inject the adapter as peft does, and allocate what its file holds; the base stays on meta."""
+    from peft import set_peft_model_state_dict
+
+    settings = file_inside(folder, SETTINGS)
+    file = file_inside(folder, TENSORS)
+    config = read_lora_config(folder, merge=True)
+    shapes = stored_shapes(file)
+    inject(model, config, str(settings))
+
+    stored = {name.removeprefix(PREFIX) for name in shapes}
+    wanted = []  # parameters of the adapter
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        is_new = ".lora_" in name or ".modules_to_save." in name
+        if isinstance(tensor, nn.Parameter) and (is_new or name in stored):
+            wanted.append(name)
+
+    # before anything is allocated: a small file may name a large base
+    fix = "(fix: the base that it was trained on)"
+    wanted_numbers = sum(model.get_parameter(name).numel() for name in wanted)
+    stored_numbers = sum(math.prod(shape) for shape in shapes.values())
+    smaller, larger = sorted((wanted_numbers, stored_numbers))
+    check(
+        larger <= 16 * max(1, smaller),
+        f"{folder} does not fit this base: it holds {stored_numbers:,} numbers,"
+        f" and its settings ask for {wanted_numbers:,} {fix}",
+    )
+    try:
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            tensors[name.removeprefix(PREFIX)] = tensor
+        for name, tensor in tensors.items():
+            check_finite(file, name, tensor)
+        allocate(model, wanted)
+        result = set_peft_model_state_dict(model, tensors)
+        missing = [name for name in result.missing_keys if name in wanted]
+        problem = first_five(result.unexpected_keys + missing)
+    except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
+        problem = " ".join(str(error).split())[:300]
+    check(not problem, f"{folder} does not fit this base: {problem} {fix}")
+
+
+@torch.no_grad()
+def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
+    """A tensor of the checkpoint with the adapter merged into it, in its own dtype and shape."""
+    info = piece.info
+    if piece.param in merge.own:
+        box = []
+        for first, length in zip(piece.at, piece.shape, strict=True):
+            box.append(slice(first, first + length))
+        part = merge.own[piece.param][tuple(box)]
+        value = part.reshape(info.shape).to(info.dtype, copy=True)
+    else:
+        value = torch.empty(info.shape, dtype=info.dtype)
+        with open(info.file, "rb", buffering=0) as file:
+            transfer(os.preadv, file, info.begin, value.view(-1).view(torch.uint8))
+    for layer, name in merge.layers.get(piece.param, []):
+        value = merge_into(layer, name, value)
+    return value
+
+
+def merge_into(layer: LoraLayer, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Parameter `name` of a layer's base, whose value is given, with the adapter of the layer added.
+
+    peft's merge wants all parameters of the base: the others, such as the bias of a weight, are zeros.
+    """
+    base = layer.get_base_layer()
+    names = [n for n, _ in base.named_parameters()]
+    for other in names:
+        if other != name:
+            zeros = torch.zeros_like(getattr(base, other), device="cpu")
+            setattr(base, other, nn.Parameter(zeros, requires_grad=False))
+    setattr(base, name, nn.Parameter(value, requires_grad=False))
+    layer.merge()
+    merged = getattr(base, name).data
+    layer.merged_adapters.clear()
+    for used in names:  # back to meta: only one weight is in memory at a time
+        empty = getattr(base, used).to("meta")
+        setattr(base, used, nn.Parameter(empty, requires_grad=False))
+    return merged
+
+
+def save_merged(
+    out: Path, merge: Merge, world: World, copy_companions: Callable[[Path], None]
+) -> str:
+    """Write `out`: copies of the base's files, in which each changed tensor is overwritten where it lies.
+
+    Each rank writes its own files. copy_companions: writes all other files into a folder; rank 0 calls it.
+    Returns in words how many tensors changed.
+    """
+    files = sorted({piece.info.file for piece in merge.pieces})
+    own_files = files[world.rank :: world.size]
+    names = {file: file.name for file in files}
+    if merge.untied:  # one more file is written
+        for i, file in enumerate(files, start=1):
+            names[file] = shard_name(i, len(files) + 1)
+    changed = [piece for piece in merge.pieces if merge.changes(piece)]
+
+    def prepare(temp: Path, rank: int) -> int:
+        for file in own_files:
+            shutil.copyfile(file, temp / names[file])
+        if rank == 0:
+            copy_companions(temp)
+            if merge.untied:
+                untie(temp, names, merge)
+        return 0  # only some bytes change
+
+    def finish(temp: Path) -> None:
+        found = {}
+        for name, info in open_weights(temp).items():
+            found[name] = (info.dtype, info.shape)
+        planned = {}
+        for piece in merge.pieces + merge.untied:
+            planned[piece.name] = (piece.info.dtype, piece.info.shape)
+        assert found == planned, f"{temp} holds other tensors than was planned"
+
+    chunks = partial(merged_chunks, changed, own_files, names, merge)
+    save_folder(out, world, prepare, chunks, finish)
+    return f"{len(changed)} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied"
+
+
+def merged_chunks(
+    changed: list[Piece], files: list[Path], names: dict[Path, str], merge: Merge
+) -> Iterator[tuple]:
+    """(file, first byte, bytes, name) of the changed tensors in some files, one at a time."""
+    pieces = [piece for piece in changed if piece.info.file in files]
+    for piece in sorted(pieces, key=lambda piece: (piece.info.file, piece.info.begin)):
+        tensor = merged_tensor(piece, merge).contiguous()
+        data = tensor.view(-1).view(torch.uint8)
+        yield names[piece.info.file], piece.info.begin, data, piece.name
+
+
+def untie(temp: Path, names: dict[Path, str], merge: Merge) -> None:
+    """One more file for the tensors that were tied in the base, an index that names it, and the config."""
+    shards = len(names) + 1
+    last = shard_name(shards, shards)
+    tensors = {piece.name: merged_tensor(piece, merge).contiguous() for piece in merge.untied}
+    save_file(tensors, temp / last, metadata={"format": "pt"})
+
+    weight_map = {piece.name: names[piece.info.file] for piece in merge.pieces}
+    for name in tensors:
+        weight_map[name] = last
+    total_bytes = 0
+    for piece in merge.pieces + merge.untied:
+        elements = math.prod(piece.info.shape)
+        total_bytes += elements * piece.info.dtype.itemsize
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (temp / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    config = read_json(temp / "config.json")
+    config["tie_word_embeddings"] = False
+    (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def allocate(model: nn.Module, names: list[str]) -> None:
+    """Memory for some parameters of a meta model."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        parameter = model.get_parameter(name)
+        empty = torch.empty_like(parameter, device="cpu")
+        module = model.get_submodule(path)
+        setattr(module, leaf, nn.Parameter(empty, parameter.requires_grad))
