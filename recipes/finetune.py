@@ -254,7 +254,7 @@ def main(cfg: Config) -> Path | None:
     act("build")
     if not cfg.low_cpu_fsdp and not cfg.check:
         model = build_model(*structure, whole=source.folder)
-    names = None
+    names = None  # of what adapters rename
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
@@ -364,19 +364,17 @@ def main(cfg: Config) -> Path | None:
 
     # --- save: each rank writes its own bytes of the final files ----------------------------------
     act("save")
-    result = out
+    result = out / ("adapter" if lora else "model")
     if cfg.save_model and lora:
-        result = out / "adapter"
         print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
     elif cfg.save_model:
-        result = out / "model"
         save_model(
             result, model, pieces, world, save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer,
             source=source.folder, eos_ids=end_of_turn_ids(tokenizer),
         )  # fmt: skip
     measured = plan.compare(world) | {"steps": steps, "global_batch_size": global_batch}
     write_plan(out, plan.planned, measured, world)
-    print0(f"finished  {steps} steps; {result}")
+    print0(f"finished  {steps} steps; {result if cfg.save_model else out}")
     return out
 
 
