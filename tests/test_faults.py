@@ -262,11 +262,12 @@ def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_signal_during_a_save_lets_it_end(flags, undisturbed, tmp_path, background):
     out, slower = tmp_path / "run", {**flags, "async_save": background}
-    with Launch(command(slower, out), FAULT="metadata:0:2:4") as run:  # row 16
+    launch = Forked if background else Launch
+    with launch(command(slower, out), FAULT="metadata:0:2:4") as run:  # row 16
         run.until("--- train")
         while not list((out / "checkpoints").glob(".tmp_step_*")):
             time.sleep(0.02)
-        run.process.send_signal(signal.SIGTERM)
+        run.signal(signal.SIGTERM)
         run.end()
         assert len(run.lines("stopped ")) == 1
     found = [name for name in names(out / "checkpoints") if name != "latest"]
@@ -295,9 +296,10 @@ def test_a_save_slower_than_the_grace_period_leaves_the_previous_checkpoint(
 @slow
 @pytest.mark.parametrize("act", ["plan", "load"])
 def test_sigterm_before_the_training_leaves_nothing(flags, tmp_path, act):
-    with Launch(command(flags, tmp_path / "new" / "run")) as run:  # row 17
+    launch = Launch if act == "plan" else Forked
+    with launch(command(flags, tmp_path / "new" / "run")) as run:  # row 17
         run.until(f"--- {act}")
-        run.process.send_signal(signal.SIGTERM)
+        run.signal(signal.SIGTERM)
         assert run.end(30) != 0
         assert len(run.lines("error: stopped by SIGTERM in act")) == 1
     assert names(tmp_path) == []
