@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 export OMP_NUM_THREADS = 1
+# The tests start hundreds of processes, which need not compile utils/ again.
+unexport PYTHONDONTWRITEBYTECODE
 # Two workers, each with whole files, because their fixtures are shared; tests/conftest.py has the order.
 WORKERS ?= 2
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
