@@ -20,6 +20,10 @@ LONGEST_FIRST = (
     "test_fault_files.py",
     "test_families.py",
     "test_recipes.py",
+    "test_multinode.py",
+    "test_levers.py",
+    "test_stops.py",
+    "test_bench_step.py",
     "test_lost.py",
 )
 NEED_MOUNT = 9  # tests that mount a small disk, which takes root and its rights
