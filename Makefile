@@ -3,6 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 export OMP_NUM_THREADS = 1
+# The tests start hundreds of processes, which need not compile utils/ again.
+unexport PYTHONDONTWRITEBYTECODE
+# Two workers, each with whole files, because their fixtures are shared; tests/conftest.py has the order.
+WORKERS ?= 2
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk '{ name = $$1; $$1 = ""; printf "make %-10s%s\n", name, $$0 }'
@@ -18,11 +23,11 @@ demo: $(READY)  ## fine-tune the tiny model on 2 ranks, then show its answers be
 	$(BIN)/torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
 	$(BIN)/python recipes/tiny/score.py recipes/tiny $$(ls -dt output/finetune-*/model | head -n 1)
 
-test: lint      ## lint and tests, under 10 minutes on 2 cores
-	$(BIN)/python -m pytest
+test: lint      ## lint and tests, at most 8 minutes on 2 cores
+	$(BIN)/python -m pytest $(SPREAD)
 
-test-all: lint  ## the slow tests, which `make test` leaves out, at most 40 minutes
-	$(BIN)/python -m pytest -m "slow and not gpu"
+test-all: lint  ## the slow tests, which `make test` leaves out, at most 30 minutes
+	$(BIN)/python -m pytest $(SPREAD) -m "slow and not gpu"
 
 lint: $(READY)  ## ruff: style and format
 	$(BIN)/ruff check .

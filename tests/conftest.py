@@ -10,6 +10,22 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
+# Several workers take whole files, in this order: the longest come first, so that the last ones are short.
+LONGEST_FIRST = (
+    "test_bench.py",
+    "test_faults.py",
+    "test_memory_plan.py",
+    "test_adapters.py",
+    "test_tiny.py",
+    "test_fault_files.py",
+    "test_families.py",
+    "test_recipes.py",
+    "test_multinode.py",
+    "test_levers.py",
+    "test_stops.py",
+    "test_bench_step.py",
+    "test_lost.py",
+)
 NEED_MOUNT = 9  # tests that mount a small disk, which takes root and its rights
 NEED_NO_GPU = 1  # what a CPU does where a GPU would write its report
 
@@ -22,6 +38,12 @@ def known_skips() -> int:
         shutil.which("unshare") and not subprocess.run(["unshare", "--mount", "true"]).returncode
     )
     return (0 if may_mount else NEED_MOUNT) + (NEED_NO_GPU if torch.cuda.is_available() else 0)
+
+
+def pytest_collection_modifyitems(items):
+    """Files by LONGEST_FIRST, then by name; the tests of a file stay in their order."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -1,17 +1,27 @@
-"""A recipe that runs, to be disturbed: `with Launch("torchrun ...", cwd) as run: run.until("step 4/")`."""
+"""A recipe that runs, to be disturbed: `with Launch("torchrun ...", cwd) as run: run.until("step 4/")`.
+
+`Forked` takes the same command, and starts the ranks without torchrun and without their imports.
+"""
 
 import os
 import re
+import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch.distributed as dist
+from ranks import _context
 from shell import ROOT
+
+SHUTDOWN_SECONDS = 30  # torchrun's, between SIGTERM and SIGKILL
 
 
 class Launch:
@@ -73,6 +83,10 @@ class Launch:
         self._wait(lambda: not self.alive(), 5, "the end of all workers")
         return code
 
+    def signal(self, number: int) -> None:
+        """To torchrun, which hands it on."""
+        self.process.send_signal(number)
+
     def lines(self, start: str) -> list[str]:
         return [line for line in self.text.splitlines() if line.startswith(start)]
 
@@ -85,6 +99,104 @@ class Launch:
         while not condition():
             assert time.monotonic() < until, f"no {what!r} within {seconds} s:\n{self.text}"
             time.sleep(0.02)
+
+
+class Forked(Launch):
+    """The same script and flags on ranks that are forked from a process which has the imports already.
+
+    torchrun's part is played here: when a rank has failed, the others get SIGTERM, and later SIGKILL. It is
+    for claims about the ranks; what torchrun says, forwards and returns is seen with `Launch` only.
+    """
+
+    def __init__(self, command: str, cwd: Path = ROOT, **env: str):
+        launcher, *words = shlex.split(command)
+        ranks, settings = 1, dict(env)
+        if launcher == "torchrun":
+            script = next(at for at, word in enumerate(words) if word.endswith(".py"))
+            options = dict(zip(words[:script:2], words[1:script:2], strict=True))
+            ranks = int(options.pop("--nproc_per_node"))
+            assert options in ({}, {"--nnodes": "1"}), f"not without torchrun: {options}"
+            words = words[script:]
+            # As torchrun's own, it outlives every rank.
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+            settings |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+            settings |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        self.folder = Path(tempfile.mkdtemp(prefix="forked_"))
+        self.output = self.folder / "output"
+        self.output.touch()
+        self.last_text = ""
+        self.processes = []
+        for rank in range(ranks):
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher == "torchrun" else {}
+            told = (words, settings | of_rank, cwd, self.output)
+            process = _context.Process(target=_run_rank, args=told)
+            process.start()
+            self.processes.append(process)
+        self.pids = {rank: process.pid for rank, process in enumerate(self.processes)}
+        self.watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
+        self.watcher.start()
+
+    @property
+    def text(self) -> str:
+        if not self.output.exists():
+            return self.last_text
+        return self.output.read_text(errors="replace")
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.watcher.join()
+        self.last_text = self.text  # tests read it afterwards too
+        shutil.rmtree(self.folder)
+
+    def workers(self) -> dict[int, int]:
+        return self.pids
+
+    def signal(self, number: int) -> None:
+        for pid in self.pids.values():
+            os.kill(pid, number)
+
+    def end(self, seconds: float = 120) -> int:
+        """0 if all ranks ended so, else 1; they have ended."""
+        self.watcher.join(seconds)
+        assert not self.watcher.is_alive(), f"no end within {seconds} s:\n{self.text}"
+        return int(any(process.exitcode for process in self.processes))
+
+    def _end_all_when_one_fails(self) -> None:
+        deadline = None
+        while any(process.exitcode is None for process in self.processes):
+            if deadline is None and any(process.exitcode for process in self.processes):
+                deadline = time.monotonic() + SHUTDOWN_SECONDS
+                for process in self.processes:
+                    process.terminate()
+            if deadline is not None and time.monotonic() > deadline:
+                for process in self.processes:
+                    process.kill()
+            time.sleep(0.05)
+
+
+def forked(command: str, cwd: Path = ROOT, seconds: float = 240) -> subprocess.CompletedProcess:
+    """shell() without the imports: the finished command, all that it said in stdout."""
+    with Forked(command, cwd) as run:
+        code = run.end(seconds)
+    return subprocess.CompletedProcess(command, code, run.text, "")
+
+
+def _run_rank(words: list[str], env: dict[str, str], cwd: Path, output: Path) -> None:
+    """What torchrun's child does with its command line, in a session of its own."""
+    os.setsid()
+    os.environ.update(env)
+    os.chdir(cwd)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    sys.argv = words
+    sys.path.insert(0, str((cwd / words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _state(pid: int) -> str:

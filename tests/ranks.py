@@ -57,6 +57,17 @@ def run_ranks(fn, ranks: int, *args, seconds: float = SECONDS) -> list:
     return [results[rank] for rank in range(ranks)]
 
 
+def run_fresh_ranks(fn, ranks: int, *args) -> list:
+    """The same on processes that have run nothing before: for memory that is measured."""
+    if ranks in _pools:
+        _stop(ranks)
+    try:
+        return run_ranks(fn, ranks, *args)
+    finally:
+        if ranks in _pools:
+            _stop(ranks)
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:

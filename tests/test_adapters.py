@@ -10,6 +10,7 @@ import finetune
 import pytest
 import torch
 import torch.nn.functional as F
+from launch import forked
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -249,8 +250,8 @@ def test_the_llama_recipes_command_runs_verbatim(files, tmp_path, quantization):
     command += (
         f" --output_dir ./output --num_epochs 1 --save_model --dataset {files[1]} {quantization}"
     )
-    result = shell(command, tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = forked(command, tmp_path) if quantization else shell(command, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
     base = AutoModelForCausalLM.from_pretrained(files[0])
     assert (
         PeftModel.from_pretrained(base, tmp_path / "output" / "adapter").peft_config["default"].r

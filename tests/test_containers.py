@@ -136,10 +136,14 @@ def test_names_with_commas_and_weights_are_understood_or_refused():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("cut.jsonl.gz", gzip.compress(LINES.encode())[:40], "not gzip, or cut short"),
-        ("cut.json.gz", gzip.compress(json.dumps(ROWS).encode())[:-9], "not gzip, or cut short"),
+        ("cut.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:40], "not gzip, or cut short"),
+        (
+            "cut.json.gz",
+            gzip.compress(json.dumps(ROWS).encode(), mtime=0)[:-9],
+            "not gzip, or cut short",
+        ),
         ("plain.jsonl.gz", LINES, "plain.jsonl.gz: not gzip"),
-        ("bad.jsonl.gz", gzip.compress(b'{"a": 1}\n{'), "bad.jsonl.gz:2: Expecting"),
+        ("bad.jsonl.gz", gzip.compress(b'{"a": 1}\n{', mtime=0), "bad.jsonl.gz:2: Expecting"),
         (
             "ragged.csv",
             "a,b\n1,2\n3\n",

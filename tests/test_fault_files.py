@@ -687,13 +687,3 @@ def test_a_full_disk_that_the_log_meets_is_one_line_with_its_name(whole, tmp_pat
         (line,) = capsys.readouterr().err.splitlines()
         assert "no space left" in line.lower()
         assert str(log) in line
-
-
-@slow
-def test_of_two_ranks_one_prints_an_error_and_the_other_no_traceback(whole, tmp_path):
-    flags = {**whole[0], "dataset": "nowhere.jsonl"}
-    ended = shell(
-        f"torchrun --nproc_per_node 2 recipes/finetune.py {words(flags, tmp_path / 'out')}"
-    )
-    assert ended.stderr.count("error: ") == 1
-    assert "[rank1]" not in ended.stderr

@@ -283,6 +283,7 @@ def test_an_error_is_printed_once_for_two_ranks_and_the_exit_is_not_zero(tmp_pat
     assert result.returncode == 1  # torchrun's own, whatever its workers exit with
     assert result.stderr.count("error: ") == 1
     assert "error: nowhere.jsonl" in result.stderr
+    assert "[rank1]" not in result.stderr  # so torch marks the lines of a traceback
     result = shell("torchrun --nproc_per_node 2 recipes/finetune.py --learing_rate 1")
     assert result.stderr.count("error: ") == 1
     assert "--learing_rate" in result.stderr
@@ -321,6 +322,20 @@ def test_check_reads_everything_but_weights_and_needs_no_group(flags, tmp_path):
     assert any(line.startswith("data      ") for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert "an epoch" in lines[-3]
+
+
+@pytest.mark.slow
+def test_check_on_two_ranks_is_done_once_and_leaves_no_folder(flags, tmp_path):
+    words = " ".join(f"--{name} {value}" for name, value in flags.items() if name != "output_dir")
+    out = tmp_path / "new"
+    command = f"torchrun --nproc_per_node 2 recipes/finetune.py {words}"
+    result = shell(f"{command} --check --output_dir {out}")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(set(lines)) == len(lines)
+    for start in ("data ", "batch ", "memory ", "checked "):
+        assert len([line for line in lines if line.startswith(start)]) == 1, start
+    assert not out.exists()
 
 
 def test_masks_are_shown_and_nothing_else_happens(flags, tmp_path, capsys):

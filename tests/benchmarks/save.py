@@ -73,6 +73,7 @@ BOUNDS = (
 RANKS = (2,)
 LIBC = ctypes.CDLL(None)
 SAVES, STEPS = 10, 6  # in the background; micro-batches between them
+REPEATS = {False: 19, True: 5}  # checkpoints in the foreground, by --small
 # by --small; the last: tokens
 TRAINED = {False: (8192, 1024, 2816, 32), True: (2048, 512, 1408, 32)}
 
@@ -214,7 +215,7 @@ def contend_checkpoint(worker: Worker) -> dict[str, float]:
     saver = CheckpointSaver(worker.out / "checkpoints", 1, worker.world, background)
     saved = sum(tensor.nbytes for tensor in training.tensors)
     times, raw = [], []
-    for number in range(1, 2 if background else 2 * SAVES):
+    for number in range(1, 2 if background else 1 + REPEATS[worker.small]):
         # By turns, each in the place of the one before: a block that was never written costs a disk more.
         dist.barrier()
         started = time.perf_counter()
