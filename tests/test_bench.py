@@ -298,7 +298,7 @@ def workers(folder):
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
-                command = file.read().decode().split("\0")
+                command = os.fsdecode(file.read()).split("\0")
         except OSError:
             continue
         if any(str(folder) in word for word in command):
