@@ -161,12 +161,16 @@ class Planner:
         hints = [n for n in fields if isinstance(n, int) and n > 1]
         return Formulas(self.record, sizes, model.get_output_embeddings().chunk_tokens, hints)
 
-    def record(self, kind: Knobs, rows: int, seq_len: int, bounds: list | None = None) -> Record:
+    def record(
+        self, kind: Knobs, rows: int, seq_len: int, bounds: list | None = None, on_meta=False
+    ) -> Record:
         model, mode = self.model(kind), kind.activation_checkpointing
         if mode != "none":
             recompute_activations(model, mode)
         try:
-            return record_step(model, self.dtype, rows, seq_len, self.packed, bounds, self.gpu)
+            return record_step(
+                model, self.dtype, rows, seq_len, self.packed, bounds, self.gpu, on_meta
+            )
         finally:
             if mode != "none":
                 keep_activations(model)

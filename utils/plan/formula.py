@@ -1,13 +1,12 @@
-"""The trace of a step for any rows and tokens, from one run on fake tensors.
+"""The trace of a step for any rows and tokens, from one run without memory.
 
 Rows, tokens of a row and tokens of the loss's last chunk are primes in that run, and no size of the model is
-a multiple of one. So the bytes of a storage tell how many times each is among their factors, and the bytes
-for other rows and tokens follow. That holds as long as the same operations run. Where they change, as at the
-width of a window, another formula begins.
+a multiple of one. So the bytes of a storage tell how many times each prime is among their factors, and the
+bytes for other rows and tokens follow. This holds as long as the same operations run. Where they change, as
+at the width of a window, another formula begins.
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -17,8 +16,9 @@ from .trace import Record, Trace
 
 LONGEST = 2**22  # tokens of a row, up to which a change of the operations is looked for
 SHORTEST = 64
-# where the search for primes begins: rows, tokens, tokens of the last chunk
-FIRST = (101, 1009, 31)
+# where the search for primes begins
+FIRST_ROWS, FIRST_TOKENS, FIRST_LAST = 101, 1009, 31
+COMPARED = 2  # runs of a model that are made both on fake and on meta tensors, at different lengths
 
 
 @dataclass(frozen=True)
@@ -35,88 +35,115 @@ class Products:
 
 def products_of(numbers: list[int], primes: tuple[int, int, int]) -> Products:
     """primes: the rows, tokens and last chunk of the run that gave the numbers; 1 where one is fixed."""
-    factors, powers = [], []
+    factors = []
+    powers = []
     for number in numbers:
-        times = [0, 0, 0]
-        for i, prime in enumerate(primes):
-            while prime > 1 and number and number % prime == 0:
-                number //= prime
-                times[i] += 1
-        factors.append(float(number))
-        powers.append(times)
+        factor = number
+        exponents = []
+        for prime in primes:
+            exponent = 0
+            while prime > 1 and factor > 0 and factor % prime == 0:
+                factor //= prime
+                exponent += 1
+            exponents.append(exponent)
+        factors.append(float(factor))
+        powers.append(exponents)
     return Products(numpy.array(factors), numpy.array(powers).reshape(-1, 3).T)
 
 
+@dataclass(frozen=True)
+class Sum:
+    """Many numbers of a step, of which only the sum counts: those of one part and the same powers are one."""
+
+    products: Products
+    parts: list[tuple[int, bool]]  # of each: (in which segment, whether in the loss's second chunk)
+
+    def at(self, times: list[int], chunks: int, sizes: tuple[int, int, int]) -> float:
+        """times: of each segment in a step. chunks: of the loss. sizes: rows, tokens, last chunk."""
+        counts = []
+        for segment, is_second_chunk in self.parts:
+            # The second chunk stands for all between the first and the last.
+            chunk_count = max(chunks - 2, 0) if is_second_chunk else 1
+            counts.append(times[segment] * chunk_count)
+        return float((self.products.at(*sizes) * counts).sum())
+
+
+def summed(numbers: list[int], parts: list[tuple[int, bool]], primes: tuple[int, int, int]) -> Sum:
+    """See Sum. parts: of each number. primes: as in products_of."""
+    products = products_of(numbers, primes)
+    factor_of: dict[tuple, float] = {}
+    for factor, powers, part in zip(products.factors, products.powers.T, parts, strict=True):
+        key = (part, tuple(powers))
+        factor_of[key] = factor_of.get(key, 0.0) + factor
+    factors = numpy.array(list(factor_of.values()))
+    powers = numpy.array([powers for _, powers in factor_of]).reshape(-1, 3).T
+    return Sum(Products(factors, powers), [part for part, _ in factor_of])
+
+
 class Formula:
-    """What a record says, for any rows and tokens. primes: its own, see products_of."""
+    """What a record says, for any rows and tokens. primes: those of its run, as in products_of."""
 
     def __init__(self, record: Record, primes: tuple[int, int, int]):
         self.record = record
         self.sizes = products_of(record.sizes, primes)
-        # (products, parts): of what a step computes only sums count.
-        self.flops = sums_of(record.flops, record.flop_parts, primes)
-        self.moved = sums_of(record.moved, record.moved_parts, primes)
+        self.flops = summed(record.flops, record.flop_parts, primes)
+        self.moved = summed(record.moved, record.moved_parts, primes)
 
-    def trace(self, *at: int) -> Trace:
-        return self.record.trace(self.sizes.at(*at))
+    def trace(self, rows: int, tokens: int, last: int) -> Trace:
+        return self.record.trace(self.sizes.at(rows, tokens, last))
 
-    def cost(self, chunks: int, *at: int) -> tuple[float, float]:
-        """(floating-point operations, bytes read or written by others) of a micro-batch, forward and
-        backward.
+    def cost(self, chunks: int, rows: int, tokens: int, last: int) -> tuple[float, float]:
+        """(floating-point operations, bytes read or written by other operations) of a micro-batch, forward
+        and backward.
         """
         times = self.record.times()
-        found = []
-        for products, parts in (self.flops, self.moved):
-            counts = [times[i] * (max(chunks - 2, 0) if middle else 1) for i, middle in parts]
-            found.append(float((products.at(*at) * counts).sum()))
-        return found[0], found[1]
+        sizes = (rows, tokens, last)
+        return self.flops.at(times, chunks, sizes), self.moved.at(times, chunks, sizes)
 
-    def gives(self, other: Record, rows: int, tokens: int) -> bool:
-        """Whether `other`, with the loss in one chunk, is what follows for these rows and tokens."""
-        mine = self.record
-        same = (mine.events, mine.marks, mine.inputs) == (other.events, other.marks, other.inputs)
-        sizes = numpy.array(other.sizes, dtype=float)
-        return same and bool((self.sizes.at(rows, tokens, 1) == sizes).all())
-
-
-def sums_of(numbers: list[int], parts: list, primes: tuple[int, int, int]) -> tuple[Products, list]:
-    """The numbers as products, those of one part and of the same powers in one; and the parts."""
-    products, sums = products_of(numbers, primes), Counter()
-    for factor, powers, part in zip(products.factors, products.powers.T, parts, strict=True):
-        sums[part, tuple(powers)] += factor
-    powers = numpy.array([power for _, power in sums]).reshape(-1, 3).T
-    return Products(numpy.array(list(sums.values())), powers), [part for part, _ in sums]
+    def gives(self, record: Record, rows: int, tokens: int) -> bool:
+        """Whether this record, with the loss in one chunk, is what follows for these rows and tokens."""
+        own = self.record
+        if own.events != record.events or own.marks != record.marks or own.inputs != record.inputs:
+            return False
+        sizes = numpy.array(record.sizes, dtype=float)
+        return bool((self.sizes.at(rows, tokens, 1) == sizes).all())
 
 
 def prime_from(first: int, sizes: set[int]) -> int:
-    """The first prime from there on that divides none of the sizes."""
-    while any(first % i == 0 for i in range(2, int(first**0.5) + 1)) or any(
-        n % first == 0 for n in sizes
-    ):
-        first += 1
-    return first
+    """The first prime, from `first` on, that divides none of the sizes."""
+    number = first
+    while not is_prime(number) or any(size % number == 0 for size in sizes):
+        number += 1
+    return number
+
+
+def is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
 @dataclass
 class Formulas:
     """Formulas of a model's steps, each found once.
 
-    record: of a kind of step, rows, tokens, and chunks of the loss (see trace.record_step). sizes: all that a
-    dimension of a tensor may be, of such a kind. chunk_tokens: of the loss. hints: tokens at which the
-    operations may change, which are tried first.
+    record: runs a step of a kind, for rows, tokens, chunks of the loss, and on meta tensors or fake ones (see
+    trace.record_step). sizes: all that a dimension of a tensor may be, in a step of a kind. chunk_tokens: of
+    the loss. hints: tokens at which the operations may change, which are tried first.
     """
 
-    record: Callable[[Hashable, int, int, list | None], Record]
+    record: Callable[[Hashable, int, int, list | None, bool], Record]
     sizes: Callable[[Hashable], set[int]]
     chunk_tokens: int
     hints: list[int]
     edges: list[int] | None = None  # tokens at which the operations change
     alone: bool = False  # whether one row is not like many
+    on_meta: bool = True  # whether meta tensors have given what fake ones gave
+    compared: int = 0  # times that they were compared
     known: dict = field(default_factory=dict)
 
     def trace(self, kind: Hashable, rows: int, tokens: int) -> Trace:
         """What trace_step gives for these, to the byte."""
-        return self.at(kind, rows, tokens).trace(rows, tokens, self.chunks(rows, tokens)[1])
+        _, last = self.chunks(rows, tokens)
+        return self.at(kind, rows, tokens).trace(rows, tokens, last)
 
     def cost(self, kind: Hashable, rows: int, tokens: int) -> tuple[float, float]:
         """See Formula.cost."""
@@ -128,58 +155,95 @@ class Formulas:
         chunks = -(-rows * tokens // self.chunk_tokens)
         return chunks, rows * tokens - (chunks - 1) * self.chunk_tokens
 
+    def run(self, kind: Hashable, rows: int, tokens: int, bounds: list) -> Record:
+        """On meta tensors, if the model's first runs give on them what they give on fake ones."""
+        on_meta = None
+        if self.on_meta:
+            try:
+                on_meta = self.record(kind, rows, tokens, bounds, True)
+            except (
+                Exception
+            ):  # a model is someone else's program, and may look at values or devices
+                self.on_meta = False
+        if on_meta and self.compared == COMPARED:
+            return on_meta
+        on_fake = self.record(kind, rows, tokens, bounds, False)
+        self.compared += 1
+        self.on_meta = on_meta == on_fake
+        return on_fake
+
     def at(self, kind: Hashable, rows: int, tokens: int) -> Formula:
         if self.edges is None:
             self.find_edges(kind)
         chunks = min(3, self.chunks(rows, tokens)[0])
-        key = kind, self.alone and rows == 1, bisect_left(self.edges, tokens + 1), chunks
+        part = bisect_left(self.edges, tokens + 1)
+        key = (kind, self.alone and rows == 1, part, chunks)
         if key not in self.known:
             self.known[key] = self.find(*key)
         if self.known[key] is None:
-            key = kind, rows, tokens
-            self.known[key] = Formula(self.record(kind, rows, tokens, None), (1, 1, 1))
+            key = (kind, rows, tokens)
+        if key not in self.known:
+            record = self.record(kind, rows, tokens, None, False)
+            self.known[key] = Formula(record, (1, 1, 1))
         return self.known[key]
 
     def find(self, kind: Hashable, alone: bool, part: int, chunks: int) -> Formula | None:
         """None where there is no prime number of tokens between two edges."""
-        begin, end = ([0, *self.edges][part], [*self.edges, LONGEST * 2][part])
-        sizes, chunk = self.sizes(kind) | {self.chunk_tokens}, self.chunk_tokens
-        last = 1 if chunks == 1 else prime_from(FIRST[2], sizes)
-        needed = 1 if chunks == 1 else (chunks - 1) * chunk + last
-        tokens = prime_from(max(begin, needed if alone else FIRST[1]), sizes)
+        begin = [0, *self.edges][part]
+        end = [*self.edges, LONGEST * 2][part]
+        chunk = self.chunk_tokens
+        sizes = self.sizes(kind) | {chunk}
+        if chunks == 1:
+            last = 1
+            needed = 1  # tokens of all rows
+        else:
+            last = prime_from(FIRST_LAST, sizes)
+            needed = (chunks - 1) * chunk + last
+        tokens = prime_from(max(begin, needed if alone else FIRST_TOKENS), sizes)
         if tokens >= end:
-            tokens = prime_from(max(begin, min(end // 2, FIRST[1] // 2)), sizes)
-        rows = 1 if alone else prime_from(max(FIRST[0], needed // tokens + 1), sizes)
+            tokens = prime_from(max(begin, min(end // 2, FIRST_TOKENS // 2)), sizes)
+        rows = 1 if alone else prime_from(max(FIRST_ROWS, needed // tokens + 1), sizes)
         if tokens >= end or rows * tokens < needed:
             return None
-        firsts = [(i * chunk, (i + 1) * chunk) for i in range(chunks - 1)]
-        bounds = [*firsts, ((chunks - 1) * chunk, (chunks - 1) * chunk + last)]
-        record = self.record(kind, rows, tokens, [(0, rows * tokens)] if chunks == 1 else bounds)
-        return Formula(record, (rows, tokens, last))
+        if chunks == 1:
+            bounds = [(0, rows * tokens)]
+        else:
+            bounds = [(i * chunk, (i + 1) * chunk) for i in range(chunks - 1)]
+            bounds.append((needed - last, needed))
+        return Formula(self.run(kind, rows, tokens, bounds), (rows, tokens, last))
 
     def find_edges(self, kind: Hashable) -> None:
         """Where the operations change between SHORTEST and LONGEST tokens, if those of the two differ."""
-        sizes, edges, begin = self.sizes(kind), [], SHORTEST
-        rows = prime_from(FIRST[0], sizes)
+        sizes = self.sizes(kind)
+        rows = prime_from(FIRST_ROWS, sizes)
+        edges = []
+        begin = SHORTEST
         while True:
             tokens = prime_from(begin, sizes)
-            one = [(0, rows * tokens)]
-            formula = Formula(self.record(kind, rows, tokens, one), (rows, tokens, 1))
-
-            def changed(at: int, count: int, formula: Formula = formula) -> bool:
-                return not formula.gives(self.record(kind, count, at, [(0, count * at)]), count, at)
-
-            if not changed(LONGEST, 1):
-                self.edges = edges  # not before: a run that fails leaves nothing half known
-                return
-            if not changed(LONGEST, 2):
-                self.edges, self.alone = edges, True
-                return
-            points = sorted(
-                {at + i for at in self.hints for i in (0, 1) if tokens < at + i < LONGEST}
-            )
-            points = [tokens, *points, LONGEST]
-            place = bisect_left(points, True, lo=1, key=lambda at: changed(at, 2))
-            between = range(points[place - 1], points[place])
-            begin = between.start + bisect_left(between, True, lo=1, key=lambda at: changed(at, 2))
+            record = self.run(kind, rows, tokens, [(0, rows * tokens)])
+            formula = Formula(record, (rows, tokens, 1))
+            if not self.changed(formula, kind, 1, LONGEST):
+                break
+            if not self.changed(formula, kind, 2, LONGEST):
+                self.alone = True
+                break
+            begin = self.next_change(formula, kind, tokens)
             edges.append(begin)
+        self.edges = edges  # not before: a run that fails leaves nothing half known
+
+    def next_change(self, formula: Formula, kind: Hashable, tokens: int) -> int:
+        """The first length after `tokens` whose operations are not those of the formula."""
+
+        def changed(length: int) -> bool:
+            return self.changed(formula, kind, 2, length)
+
+        points = {hint + i for hint in self.hints for i in (0, 1)}
+        points = sorted(point for point in points if tokens < point < LONGEST)
+        points = [tokens, *points, LONGEST]
+        place = bisect_left(points, True, lo=1, key=changed)
+        between = range(points[place - 1], points[place])
+        return between.start + bisect_left(between, True, lo=1, key=changed)
+
+    def changed(self, formula: Formula, kind: Hashable, rows: int, tokens: int) -> bool:
+        record = self.run(kind, rows, tokens, [(0, rows * tokens)])
+        return not formula.gives(record, rows, tokens)

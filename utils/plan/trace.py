@@ -1,8 +1,11 @@
 """What one step keeps and needs for its activations, found by running one decoder block of each kind, the
-embedding and the loss on fake tensors: shapes and dtypes without memory. Nothing is computed.
+embedding and the loss on tensors that have a shape and a dtype, but no memory. Nothing is computed.
 
-What is counted are storages from when an operation makes them until the last tensor on them is gone, as
-torch's own tracker does it (torch/distributed/_tools/mem_tracker.py). Parameters are not among them.
+A storage counts from the operation that makes it until the last tensor on it is gone, as in torch's own
+tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
+
+There are two kinds of such tensors. Fake ones say that they are on the CPU, so every program runs as it runs
+there. Meta ones take a third of the time; see meta.meta_tensors.
 """
 
 import weakref
@@ -15,25 +18,20 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils
 
 from ..model import loss
-from ..model.sharding import decoder_layers, kept_in_fp32
-
-FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-LOOKUPS = ("embedding", "index", "gather", "index_select")  # they read of a table what they write
+from ..model.sharding import decoder_layers
+from .costs import cost_of, flash_workspace
+from .meta import meta_tensors, parameters_in
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes of a part of the step, all counted from where it begins: the most at a time, and the rest at its
-    end.
-    """
+    """A part of the step. Its bytes are counted from those that are alive when it begins."""
 
-    peak: int
-    rest: int
+    peak: int  # the most at a time
+    rest: int  # at its end
 
 
 @dataclass(frozen=True)
@@ -69,34 +67,56 @@ class Record:
     moved_parts: list[tuple[int, bool]]
 
     def trace(self, sizes: numpy.ndarray | None = None) -> Trace:
-        """The segments; where storages have these bytes, if any are given."""
-        sizes = numpy.array(self.sizes, dtype=float) if sizes is None else sizes
+        """The segments. sizes: bytes of the storages, in place of those of the run."""
+        if sizes is None:
+            sizes = numpy.array(self.sizes, dtype=float)
         events = numpy.array(self.events)
         changes = numpy.where(events >= 0, sizes[events], -sizes[~events])
         live = numpy.concatenate([[0.0], changes.cumsum()])
-        parts, start = {name: [] for name, _ in self.marks}, 0
+        segments = {name: [] for name, _ in self.marks}
+        start = 0
         for name, end in self.marks:
-            most, begin = live[start : end + 1].max(), live[start]
-            parts[name].append(Segment(int(most - begin), int(live[end] - begin)))
+            at_start = live[start]
+            peak = live[start : end + 1].max() - at_start
+            segments[name].append(Segment(int(peak), int(live[end] - at_start)))
             start = end
-        gone = [0 if k is None else int(sizes[k]) for k in self.inputs]
-        back, last = parts["back"], parts["end"][0]
-        # nothing before the blocks trains: the first one's backward is the last
-        if len(back) == len(gone):
-            back, last = [*back, last], Segment(0, 0)
-        loss_back, *blocks_back = back
-        pairs, loss = zip(parts["block"], gone, strict=True), parts["loss"][0]
-        blocks = [Segment(block.peak, block.rest - size) for block, size in pairs]
-        loss = Segment(loss.peak + gone[-1], loss.rest + gone[-1])  # the last block's goes in here
+        gone_bytes = [0 if k is None else int(sizes[k]) for k in self.inputs]
+        blocks = []
+        for block, size in zip(segments["block"], gone_bytes, strict=True):
+            blocks.append(Segment(block.peak, block.rest - size))
+        # The input of the last block goes within the segment of the loss.
+        loss = segments["loss"][0]
+        loss = Segment(loss.peak + gone_bytes[-1], loss.rest + gone_bytes[-1])
+        backward = segments["back"]
+        embedding_back = segments["end"][0]
+        if len(backward) == len(self.inputs):
+            # Nothing trains before the blocks, so the backward ends with that of the first one.
+            backward = [*backward, embedding_back]
+            embedding_back = Segment(0, 0)
         return Trace(
-            self.kinds, parts["to block"][0], blocks, loss, loss_back, blocks_back[::-1], last
+            kinds=self.kinds,
+            embedding=segments["to block"][0],
+            blocks=blocks,
+            loss=loss,
+            loss_back=backward[0],
+            blocks_back=backward[:0:-1],
+            embedding_back=embedding_back,
         )
 
     def times(self) -> list[int]:
-        """How many times a step runs each segment, of which here is one for each kind of block."""
+        """How many times a step runs each segment. Here is one block of each kind."""
         counts = [self.kinds.count(kind) for kind in range(len(self.inputs))]
-        of_name = {"block": iter(counts), "back": iter([1, *reversed(counts)])}
-        return [next(of_name[name]) if name in of_name else 1 for name, _ in self.marks]
+        blocks = iter(counts)
+        backward = iter([1, *reversed(counts)])  # the first is that of the loss
+        times = []
+        for name, _ in self.marks:
+            if name == "block":
+                times.append(next(blocks))
+            elif name == "back":
+                times.append(next(backward))
+            else:
+                times.append(1)
+        return times
 
 
 class LiveBytes(TorchDispatchMode):
@@ -109,52 +129,55 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, flash=False):
         super().__init__()
         self.flash = flash
-        self.events, self.marks, self.sizes, self.known = [], [], [], {}
-        self.flops, self.moved, self.flop_parts, self.moved_parts = [], [], [], []
+        self.known: dict[int, int | None] = {}  # storage -> its number; None: it was there before
         self.second_chunk = False
+        # See Record.
+        self.events: list[int] = []
+        self.marks: list[tuple[str, int]] = []
+        self.sizes: list[int] = []
+        self.flops: list[int] = []
+        self.moved: list[int] = []
+        self.flop_parts: list[tuple[int, bool]] = []
+        self.moved_parts: list[tuple[int, bool]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        takes = list(tensors_in((args, kwargs)))
-        for tensor in takes:
-            self._meet(tensor, False)  # who was there before is not counted
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # Kernels of experts take other dtypes too; what says so of their shapes does not (torch 2.13).
-            fits = [
-                arg.bfloat16() if getattr(arg, "is_floating_point", bool)() else arg for arg in args
-            ]
-            result = func(*fits, **(kwargs or {})).to(args[0].dtype)
-        else:
-            result = func(*args, **(kwargs or {}))
-        makes = list(tensors_in(result))
-        for tensor in makes:
+        kwargs = kwargs or {}
+        inputs = list(tensors_in((args, kwargs)))
+        for tensor in inputs:
+            self._meet(tensor, False)
+        result = run_operation(func, args, kwargs)
+        outputs = list(tensors_in(result))
+        for tensor in outputs:
             self._meet(tensor, True)
-        part = len(self.marks), self.second_chunk
-        flops, moved = cost_of(func, args, kwargs or {}, result, takes, makes)
+        part = (len(self.marks), self.second_chunk)
+        flops, moved = cost_of(func, args, kwargs, result, inputs, outputs)
         if flops:
             self.flops.append(flops)
             self.flop_parts.append(part)
         self.moved += moved
         self.moved_parts += [part] * len(moved)
-        # comes and goes within
-        if self.flash and (workspace := flash_workspace(func, args, kwargs)):
-            number = len(self.sizes)
-            self.sizes.append(workspace)
-            self.events += [number, ~number]
+        if self.flash:
+            workspace = flash_workspace(func, args, kwargs)
+            if workspace:  # it comes and goes within the operation
+                number = len(self.sizes)
+                self.sizes.append(workspace)
+                self.events += [number, ~number]
         return result
 
-    def _meet(self, tensor: torch.Tensor, counts: bool) -> None:
+    def _meet(self, tensor: torch.Tensor, is_made: bool) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self.known:
+        key = storage._cdata
+        if key in self.known:
             return
         number = None
-        if counts:
+        if is_made:
             number = len(self.sizes)
             self.sizes.append(storage.nbytes())
             self.events.append(number)
-        self.known[storage._cdata] = number
-        weakref.finalize(storage, self._leave, storage._cdata)
+        self.known[key] = number
+        weakref.finalize(storage, self._leave, key)
 
     def _leave(self, key: int) -> None:
         number = self.known.pop(key)
@@ -164,6 +187,19 @@ class LiveBytes(TorchDispatchMode):
     def mark(self, name: str) -> None:
         """A segment ends here."""
         self.marks.append((name, len(self.events)))
+
+
+def run_operation(func, args: tuple, kwargs: dict):
+    """Its result. Kernels of experts take dtypes besides bf16; the code for their shapes does not (torch
+    2.13).
+    """
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    taken = []
+    for arg in args:
+        is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point()
+        taken.append(arg.bfloat16() if is_float else arg)
+    return func(*taken, **kwargs).to(args[0].dtype)
 
 
 def tensors_in(values: object) -> Iterator[torch.Tensor]:
@@ -176,49 +212,6 @@ def tensors_in(values: object) -> Iterator[torch.Tensor]:
     elif isinstance(values, dict):
         for value in values.values():
             yield from tensors_in(value)
-
-
-def cost_of(func, args, kwargs, result, takes: list, makes: list) -> tuple[int, list[int]]:
-    """(floating-point operations, bytes of each tensor that is read or written). Of products and attention
-    only the first, since memory does not hold them up; of what makes a view neither.
-    """
-    packet, name = func._overloadpacket, func._overloadpacket.__name__
-    if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=result), []
-    if name == "_grouped_mm":  # (n, K) x (experts, K, N), or (K, n) x (n, N) for each expert's rows
-        return 2 * args[0].numel() * args[1].shape[-1], []
-    if name.startswith("_scaled_dot_product"):
-        back = name.endswith("backward")
-        query, key = args[1:3] if back else args[:2]
-        products = query.numel() * key.shape[-2] * (10 if back else 4)
-        causal = any(value is True for value in (*args, *kwargs.values()))
-        return products // 2 if causal else products, []
-    if name.startswith(("empty", "new_empty")):
-        return 0, []
-    there = {tensor.untyped_storage()._cdata for tensor in takes}
-    if not func._schema.is_mutable and all(t.untyped_storage()._cdata in there for t in makes):
-        return 0, []
-    if name in LOOKUPS:
-        takes = makes
-    return 0, [min(t.nbytes, t.untyped_storage().nbytes()) for t in (*takes, *makes)]
-
-
-def flash_workspace(func, args: tuple, kwargs: dict | None) -> int:
-    """Bytes that flash attention takes on a GPU while its backward runs, and the kernel of a CPU does not:
-    the fp32 sum of the queries' gradients, and with grouped heads dK and dV for each head of the queries.
-
-    Not measured here. It was inferred from slopes that others published: Llama-3-8B in nf4 took 16.4 KB a
-    token more than was planned, as much as 4 bytes x 32 heads x a head size of 128. Counted where it is
-    alive, it changes no peak of those runs: theirs is in the feed-forward part, and their slope is still not
-    explained. A mask, or fp32, means another kernel, which is taken as it is on a CPU.
-    """
-    if func is not FLASH_BACKWARD or (kwargs or {}).get("attn_mask") is not None:
-        return 0
-    query, key = args[1], args[2]  # (B, H, T, D), and with fewer heads
-    if query.dtype == torch.float32:
-        return 0
-    expanded = 2 * query.numel() * query.element_size() if key.shape[1] < query.shape[1] else 0
-    return 4 * query.numel() + expanded
 
 
 def trace_step(
@@ -238,20 +231,26 @@ def record_step(
     packed=False,
     bounds=None,
     flash=False,
+    on_meta=False,
 ) -> Record:
-    """What such a step allocates. bounds: the chunks of the loss, of at most three, in place of its own."""
+    """What such a step allocates. bounds: the chunks of the loss, of at most three, in place of its own.
+    on_meta: run on meta tensors, not on fake ones; see meta.meta_tensors.
+    """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     kinds, firsts = kinds_of(layers, apart)
-    others = [layer for layer in layers if layer not in firsts]
-    fake, live = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(flash)
+    repeats = [layer for layer in layers if layer not in firsts]
+    live = LiveBytes(flash)
     was_training = model.training
     with ExitStack() as stack:
-        stack.enter_context(fake)
-        stack.enter_context(fake_tensors(model, dtype, others))
+        if on_meta:
+            stack.enter_context(meta_tensors())
+        else:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(parameters_in(dtype, model, repeats))
         if not packed:
             stack.enter_context(no_packs())
-        stack.enter_context(passed_over(others))
+        stack.enter_context(passed_over(repeats))
         stack.enter_context(few_chunks(bounds, live))
         stack.callback(model.train, was_training)
         model.train()
@@ -264,72 +263,54 @@ def record_step(
         stack.enter_context(live)
         hidden = loss.backbone(model)(ids, use_cache=False).last_hidden_state
         gone.extend(went(inputs))  # and the last one's goes before the loss
-        rows, columns = (torch.zeros(batch * seq_len, dtype=torch.int64) for _ in range(2))
+        rows = torch.zeros(batch * seq_len, dtype=torch.int64)
+        columns = torch.zeros(batch * seq_len, dtype=torch.int64)
         total = model.get_output_embeddings()(hidden[rows, columns], labels.view(-1))
         del hidden
         live.mark("loss")
         total.backward()
         live.mark("end")
         del total
-    costs = live.flops, live.moved, live.flop_parts, live.moved_parts
-    return Record(kinds, live.events, live.marks, gone, live.sizes, *costs)
+    return Record(
+        kinds=kinds,
+        events=live.events,
+        marks=live.marks,
+        inputs=gone,
+        sizes=live.sizes,
+        flops=live.flops,
+        moved=live.moved,
+        flop_parts=live.flop_parts,
+        moved_parts=live.moved_parts,
+    )
 
 
 def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.Module]]:
-    """(which kind each block is, the first block of each kind): alike in class, attention and parameters.
+    """(which kind each block is, the first block of each kind). Blocks of one kind have the same class,
+    attention and parameters.
 
     apart: the first block is a kind of its own, since no gradient goes to what comes before it.
     """
-    seen, firsts, kinds = {}, [], []
+    number_of = {}
+    firsts, kinds = [], []
     for i, layer in enumerate(layers):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
-        attention = [getattr(layer, "attention_type", None), getattr(layer, "is_sliding", None)]
-        key = (type(layer), *attention, shapes, apart and i == 0)
-        if key not in seen:
-            seen[key] = len(firsts)
+        attention_type = getattr(layer, "attention_type", None)
+        is_sliding = getattr(layer, "is_sliding", None)
+        key = (type(layer), attention_type, is_sliding, shapes, apart and i == 0)
+        if key not in number_of:
+            number_of[key] = len(firsts)
             firsts.append(layer)
-        kinds.append(seen[key])
+        kinds.append(number_of[key])
     return kinds, firsts
 
 
 @contextmanager
-def fake_tensors(model: nn.Module, dtype: torch.dtype, others: list[nn.Module]) -> Iterator[None]:
-    """Fake tensors on the CPU in place of meta parameters and buffers, in the dtype that FSDP gathers; not in
-    `others`, which do not run.
-    """
-    before, made = [], {}
-    kept = {id(model.get_parameter(name)) for name in kept_in_fp32(model, dtype)}
-    idle = {module for layer in others for module in layer.modules()}
-    for module in (module for module in model.modules() if module not in idle):
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-                    gathered = torch.float32 if id(tensor) in kept else dtype
-                    new = torch.empty(tensor.shape, dtype=gathered if cast else tensor.dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, tensor.requires_grad)
-                    made[id(tensor)] = new
-                before.append((table, name, tensor))
-                table[name] = made[id(tensor)]
-    try:
-        yield
-    finally:
-        for table, name, tensor in before:
-            table[name] = tensor
-
-
-@contextmanager
 def no_packs() -> Iterator[None]:
-    """transformers looks into position ids for packed documents. Fake ones have no values, and it prepares
-    for the worst, which is a mask.
+    """transformers looks for packed documents in the position ids. Those here have no values, and then it
+    would make a mask.
     """
-    find, masking_utils.find_packed_sequence_indices = (
-        masking_utils.find_packed_sequence_indices,
-        none,
-    )
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = none
     try:
         yield
     finally:
@@ -338,18 +319,21 @@ def no_packs() -> Iterator[None]:
 
 @contextmanager
 def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterator[None]:
-    """The loss runs its first two chunks and its last, since those between are like the second: each begins
-    with what the one before has left.
+    """The loss runs its first two chunks and its last. Those between are like the second: each begins with
+    what the one before has left.
     """
+    all_of = loss.chunk_bounds
 
     def few(tokens: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-        every = bounds or all_of(tokens, chunk_tokens)
-        for i, bound in enumerate(every if len(every) <= 3 else [*every[:2], every[-1]]):
-            live.second_chunk = i == 1 and len(every) > 2
-            yield bound
+        chunks = bounds or all_of(tokens, chunk_tokens)
+        if len(chunks) > 3:
+            chunks = [*chunks[:2], chunks[-1]]
+        for i, chunk in enumerate(chunks):
+            live.second_chunk = i == 1 and len(chunks) == 3
+            yield chunk
         live.second_chunk = False
 
-    all_of, loss.chunk_bounds = loss.chunk_bounds, few
+    loss.chunk_bounds = few
     try:
         yield
     finally:
@@ -376,7 +360,7 @@ def passed_over(layers: list[nn.Module]) -> Iterator[None]:
 def marked(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> Iterator[None]:
     """Marks before and after a block, and where its backward begins; before the first also where it ends.
 
-    inputs: takes what comes in, (its number, a weak reference). gone: takes the numbers of those that went.
+    inputs: gets (number, weak reference) of the block's input. gone: gets the numbers of inputs that went.
     """
     forwards = []  # a second one is part of the backward
 
@@ -405,5 +389,8 @@ def marked(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> Itera
 
 
 def went(inputs: list) -> list[int | None]:
-    """The number of the last block's input if it is no more, else None; nothing if there was no block."""
-    return [number if storage() is None else None for number, storage in inputs[-1:]]
+    """The number of the last block's input if it is gone, else None; an empty list if there was no block."""
+    if not inputs:
+        return []
+    number, storage = inputs[-1]
+    return [number if storage() is None else None]
