@@ -232,7 +232,9 @@ class Planner:
 
             def find() -> int:  # the loss is checked when the weights are there
                 one = replace(setting, micro_batches=1, sync_each_microbatch=False)
-                return forward_peak(units_of(model, one), states, one)
+                units_key = ("units", knobs.lora_rank, knobs.quantization, away)
+                units = self.once(units_key, lambda: units_of(model, one))
+                return forward_peak(units, states, one)
 
             key = ("load", knobs.lora_rank, knobs.quantization, away, knobs.reshard_after_forward)
             load = max(load, self.once(key, find))

@@ -6,6 +6,7 @@ bytes for other rows and tokens follow. This holds as long as the same operation
 at the width of a window, another formula begins.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -14,10 +15,15 @@ import numpy
 
 from .trace import Record, Trace
 
+Sizes = tuple[int, int, int]  # rows, tokens of a row, tokens of the loss's last chunk
+Part = tuple[int, bool]  # (in which segment, whether in the loss's second chunk)
+
 LONGEST = 2**22  # tokens of a row, up to which a change of the operations is looked for
 SHORTEST = 64
 # where the search for primes begins
-FIRST_ROWS, FIRST_TOKENS, FIRST_LAST = 101, 1009, 31
+FIRST_ROWS = 101
+FIRST_TOKENS = 1009
+FIRST_LAST = 31
 COMPARED = 2  # runs of a model that are made both on fake and on meta tensors, at different lengths
 
 
@@ -28,13 +34,13 @@ class Products:
     factors: numpy.ndarray  # (numbers,)
     powers: numpy.ndarray  # (3, numbers)
 
-    def at(self, rows: int, tokens: int, last: int) -> numpy.ndarray:
-        bases = numpy.array([[rows], [tokens], [last]], dtype=float)
+    def at(self, sizes: Sizes) -> numpy.ndarray:
+        bases = numpy.array(sizes, dtype=float)[:, None]
         return self.factors * (bases**self.powers).prod(0)
 
 
-def products_of(numbers: list[int], primes: tuple[int, int, int]) -> Products:
-    """primes: the rows, tokens and last chunk of the run that gave the numbers; 1 where one is fixed."""
+def products_of(numbers: list[int], primes: Sizes) -> Products:
+    """primes: the sizes of the run that gave the numbers; 1 where a size is fixed."""
     factors = []
     powers = []
     for number in numbers:
@@ -48,65 +54,74 @@ def products_of(numbers: list[int], primes: tuple[int, int, int]) -> Products:
             exponents.append(exponent)
         factors.append(float(factor))
         powers.append(exponents)
-    return Products(numpy.array(factors), numpy.array(powers).reshape(-1, 3).T)
+    return Products(numpy.array(factors), columns(powers))
+
+
+def columns(powers: list) -> numpy.ndarray:
+    """(3, numbers), also for no numbers."""
+    return numpy.array(powers).reshape(-1, 3).T
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Many numbers of a step, of which only the sum counts: those of one part and the same powers are one."""
+    """Many numbers of a step, of which only the sum counts. Those of one part and the same powers are one."""
 
     products: Products
-    parts: list[tuple[int, bool]]  # of each: (in which segment, whether in the loss's second chunk)
+    parts: list[Part]
 
-    def at(self, times: list[int], chunks: int, sizes: tuple[int, int, int]) -> float:
-        """times: of each segment in a step. chunks: of the loss. sizes: rows, tokens, last chunk."""
+    def at(self, times: list[int], chunks: int, sizes: Sizes) -> float:
+        """times: of each segment in a step. chunks: of the loss."""
         counts = []
         for segment, is_second_chunk in self.parts:
             # The second chunk stands for all between the first and the last.
             chunk_count = max(chunks - 2, 0) if is_second_chunk else 1
             counts.append(times[segment] * chunk_count)
-        return float((self.products.at(*sizes) * counts).sum())
+        numbers = self.products.at(sizes)
+        return float((numbers * counts).sum())
 
 
-def summed(numbers: list[int], parts: list[tuple[int, bool]], primes: tuple[int, int, int]) -> Sum:
-    """See Sum. parts: of each number. primes: as in products_of."""
+def summed(numbers: list[int], parts: list[Part], primes: Sizes) -> Sum:
+    """parts: of each number. primes: as in products_of."""
     products = products_of(numbers, primes)
-    factor_of: dict[tuple, float] = {}
-    for factor, powers, part in zip(products.factors, products.powers.T, parts, strict=True):
-        key = (part, tuple(powers))
-        factor_of[key] = factor_of.get(key, 0.0) + factor
+    factor_of = {}
+    for i, part in enumerate(parts):
+        key = (part, tuple(products.powers[:, i]))
+        factor_of[key] = factor_of.get(key, 0.0) + products.factors[i]
     factors = numpy.array(list(factor_of.values()))
-    powers = numpy.array([powers for _, powers in factor_of]).reshape(-1, 3).T
+    powers = columns([powers for _, powers in factor_of])
     return Sum(Products(factors, powers), [part for part, _ in factor_of])
 
 
 class Formula:
-    """What a record says, for any rows and tokens. primes: those of its run, as in products_of."""
+    """What a record says, for any sizes. primes: those of its run, as in products_of."""
 
-    def __init__(self, record: Record, primes: tuple[int, int, int]):
+    def __init__(self, record: Record, primes: Sizes):
         self.record = record
-        self.sizes = products_of(record.sizes, primes)
+        self.bytes = products_of(record.sizes, primes)
         self.flops = summed(record.flops, record.flop_parts, primes)
         self.moved = summed(record.moved, record.moved_parts, primes)
 
-    def trace(self, rows: int, tokens: int, last: int) -> Trace:
-        return self.record.trace(self.sizes.at(rows, tokens, last))
+    def trace(self, sizes: Sizes) -> Trace:
+        return self.record.trace(self.bytes.at(sizes))
 
-    def cost(self, chunks: int, rows: int, tokens: int, last: int) -> tuple[float, float]:
+    def cost(self, chunks: int, sizes: Sizes) -> tuple[float, float]:
         """(floating-point operations, bytes read or written by other operations) of a micro-batch, forward
         and backward.
         """
         times = self.record.times()
-        sizes = (rows, tokens, last)
-        return self.flops.at(times, chunks, sizes), self.moved.at(times, chunks, sizes)
+        flops = self.flops.at(times, chunks, sizes)
+        moved_bytes = self.moved.at(times, chunks, sizes)
+        return flops, moved_bytes
 
-    def gives(self, record: Record, rows: int, tokens: int) -> bool:
-        """Whether this record, with the loss in one chunk, is what follows for these rows and tokens."""
+    def gives(self, record: Record, sizes: Sizes) -> bool:
+        """Whether this record, with the loss in one chunk, is what follows for these sizes."""
         own = self.record
-        if own.events != record.events or own.marks != record.marks or own.inputs != record.inputs:
+        if own.events != record.events:
             return False
-        sizes = numpy.array(record.sizes, dtype=float)
-        return bool((self.sizes.at(rows, tokens, 1) == sizes).all())
+        if own.marks != record.marks or own.inputs != record.inputs:
+            return False
+        numbers = numpy.array(record.sizes, dtype=float)
+        return bool((self.bytes.at(sizes) == numbers).all())
 
 
 def prime_from(first: int, sizes: set[int]) -> int:
@@ -143,17 +158,21 @@ class Formulas:
     def trace(self, kind: Hashable, rows: int, tokens: int) -> Trace:
         """What trace_step gives for these, to the byte."""
         _, last = self.chunks(rows, tokens)
-        return self.at(kind, rows, tokens).trace(rows, tokens, last)
+        formula = self.at(kind, rows, tokens)
+        return formula.trace((rows, tokens, last))
 
     def cost(self, kind: Hashable, rows: int, tokens: int) -> tuple[float, float]:
         """See Formula.cost."""
         chunks, last = self.chunks(rows, tokens)
-        return self.at(kind, rows, tokens).cost(chunks, rows, tokens, last)
+        formula = self.at(kind, rows, tokens)
+        return formula.cost(chunks, (rows, tokens, last))
 
     def chunks(self, rows: int, tokens: int) -> tuple[int, int]:
         """(chunks of the loss, tokens of the last one)."""
-        chunks = -(-rows * tokens // self.chunk_tokens)
-        return chunks, rows * tokens - (chunks - 1) * self.chunk_tokens
+        total = rows * tokens
+        chunks = math.ceil(total / self.chunk_tokens)
+        last = total - (chunks - 1) * self.chunk_tokens
+        return chunks, last
 
     def run(self, kind: Hashable, rows: int, tokens: int, bounds: list) -> Record:
         """On meta tensors, if the model's first runs give on them what they give on fake ones."""
@@ -175,7 +194,8 @@ class Formulas:
     def at(self, kind: Hashable, rows: int, tokens: int) -> Formula:
         if self.edges is None:
             self.find_edges(kind)
-        chunks = min(3, self.chunks(rows, tokens)[0])
+        chunks, _ = self.chunks(rows, tokens)
+        chunks = min(3, chunks)
         part = bisect_left(self.edges, tokens + 1)
         key = (kind, self.alone and rows == 1, part, chunks)
         if key not in self.known:
@@ -189,10 +209,11 @@ class Formulas:
 
     def find(self, kind: Hashable, alone: bool, part: int, chunks: int) -> Formula | None:
         """None where there is no prime number of tokens between two edges."""
-        begin = [0, *self.edges][part]
-        end = [*self.edges, LONGEST * 2][part]
+        bounds_of_parts = [0, *self.edges, LONGEST * 2]
+        begin = bounds_of_parts[part]
+        end = bounds_of_parts[part + 1]
         chunk = self.chunk_tokens
-        sizes = self.sizes(kind) | {chunk}
+        sizes = self.sizes(kind) | {chunk}  # of dimensions
         if chunks == 1:
             last = 1
             needed = 1  # tokens of all rows
@@ -210,7 +231,8 @@ class Formulas:
         else:
             bounds = [(i * chunk, (i + 1) * chunk) for i in range(chunks - 1)]
             bounds.append((needed - last, needed))
-        return Formula(self.run(kind, rows, tokens, bounds), (rows, tokens, last))
+        record = self.run(kind, rows, tokens, bounds)
+        return Formula(record, (rows, tokens, last))
 
     def find_edges(self, kind: Hashable) -> None:
         """Where the operations change between SHORTEST and LONGEST tokens, if those of the two differ."""
@@ -237,13 +259,14 @@ class Formulas:
         def changed(length: int) -> bool:
             return self.changed(formula, kind, 2, length)
 
-        points = {hint + i for hint in self.hints for i in (0, 1)}
-        points = sorted(point for point in points if tokens < point < LONGEST)
-        points = [tokens, *points, LONGEST]
+        points = {tokens, LONGEST}
+        for hint in self.hints:
+            points |= {at for at in (hint, hint + 1) if tokens < at < LONGEST}
+        points = sorted(points)
         place = bisect_left(points, True, lo=1, key=changed)
         between = range(points[place - 1], points[place])
         return between.start + bisect_left(between, True, lo=1, key=changed)
 
     def changed(self, formula: Formula, kind: Hashable, rows: int, tokens: int) -> bool:
         record = self.run(kind, rows, tokens, [(0, rows * tokens)])
-        return not formula.gives(record, rows, tokens)
+        return not formula.gives(record, (rows, tokens, 1))

@@ -34,49 +34,70 @@ def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit]
     one unit with the embedding, and None here.
     """
     layers = list(decoder_layers(model))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    parts = [embedding, *layers] + ([] if embedding.weight is head.weight else [head])
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    is_tied = embedding.weight is head.weight
+    parts = [embedding, *layers]
+    if not is_tied:
+        parts.append(head)
     kept = {model.get_parameter(name) for name in kept_in_fp32(model, setting.dtype)}
-    own = {parameter for part in parts for parameter in part.parameters()}
-    rest = _unit(
-        [parameter for parameter in model.parameters() if parameter not in own], kept, setting
-    )
-    first, *others = (_unit(list(part.parameters()), kept, setting) for part in parts)
-    return rest, first, others[: len(layers)], others[-1] if len(others) > len(layers) else None
+    parameters_of_parts = [list(part.parameters()) for part in parts]
+    own = set()
+    for parameters in parameters_of_parts:
+        own.update(parameters)
+    rest = _unit([p for p in model.parameters() if p not in own], kept, setting)
+    units = [_unit(parameters, kept, setting) for parameters in parameters_of_parts]
+    blocks = units[1 : len(layers) + 1]
+    return rest, units[0], blocks, None if is_tied else units[-1]
 
 
 def _unit(parameters: list[nn.Parameter], kept: set[nn.Parameter], setting: Setting) -> Unit:
     """kept: what is gathered in fp32; a unit with such parameters makes all its gradients in fp32."""
-    mixed = any(p in kept for p in parameters)
+    is_mixed = any(p in kept for p in parameters)
     gathered = copied = grads = reduced = share = last = 0
     for p in parameters:
-        mine = rows_of_full_shard(p.shape[0], setting.shards) * p[0].numel()
+        share_numel = rows_of_full_shard(p.shape[0], setting.shards) * p[0].numel()
+        padded_numel = share_numel * setting.shards
         dtype = torch.float32 if p in kept else setting.dtype
-        casts = p.is_floating_point() and p.dtype != dtype
-        size = dtype.itemsize if casts else p.element_size()
-        gathered += mine * setting.shards * size
-        copied += mine * size if casts or setting.cpu_offload else 0
+        is_cast = p.is_floating_point() and p.dtype != dtype
+        itemsize = dtype.itemsize if is_cast else p.element_size()
+        gathered += padded_numel * itemsize
+        if is_cast or setting.cpu_offload:
+            copied += share_numel * itemsize
         if p.requires_grad:
-            last = p.numel() * (4 if mixed else size)
+            last = p.numel() * (4 if is_mixed else itemsize)
             grads += last
-            reduced += mine * setting.shards * 4
-            share += mine * p.element_size()
-    return Unit(gathered, copied, grads, reduced, share, last if setting.shards > 1 else 0)
+            reduced += padded_numel * 4
+            share += share_numel * p.element_size()
+    return Unit(
+        gathered=gathered,
+        copied=copied,
+        grads=grads,
+        reduced=reduced,
+        share=share,
+        last=last if setting.shards > 1 else 0,
+    )
 
 
-# The streams that FSDP2 allocates in, each with a pool of its own: all_gather_copy_in_stream in
-# foreach_all_gather, reduce_scatter_stream and all_reduce_stream in foreach_reduce. All else is compute's:
-# what is gathered, too, and the input of a reduce-scatter.
-COMPUTE, GATHER, REDUCE, ALL_REDUCE = "compute", "all-gather", "reduce-scatter", "all-reduce"
+# The streams that FSDP2 allocates in. Each has a pool of its own.
+COMPUTE = "compute"  # also for what is gathered, and for the input of a reduce-scatter
+GATHER = "all-gather"  # all_gather_copy_in_stream in foreach_all_gather
+REDUCE = "reduce-scatter"  # reduce_scatter_stream in foreach_reduce
+ALL_REDUCE = "all-reduce"  # all_reduce_stream in foreach_reduce
 
 
 class Replay:
     """What is alive, by part, and when it was most: the verbs are those of an FSDPParamGroup."""
 
     def __init__(self, states: States, setting: Setting):
-        self.live, self.setting, self.peak, self.phase = Counter(), setting, Peak("", {}), ""
-        self.now = self.most = 0  # bytes of all parts together, and their peak
-        self.pools, self.most_of_pools = Counter(), Counter()  # by stream
+        self.setting = setting
+        self.phase = ""
+        self.live = Counter()  # bytes by part
+        self.live_bytes = 0  # of all parts together
+        self.most_bytes = 0  # their peak
+        self.peak = Peak("", {})
+        self.pools = Counter()  # bytes by stream
+        self.most_of_pools = Counter()
         self.open: set[str] = set()  # units that are gathered
         # unit -> bytes of an all-gather that is not yet copied out
         self.fetched: dict[str, int] = {}
@@ -92,15 +113,20 @@ class Replay:
 
     def add(self, part: str, size: int, stream: str = COMPUTE) -> None:
         self.live[part] += size
-        self.now += size
-        self.pools[stream] += size
-        self.most_of_pools[stream] = max(self.most_of_pools[stream], self.pools[stream])
-        if self.now > self.most:
-            self.most, self.peak = self.now, Peak(self.phase, dict(self.live))
+        self.live_bytes += size
+        pool = self.pools[stream] + size
+        self.pools[stream] = pool
+        if pool >= self.most_of_pools[stream]:
+            self.most_of_pools[stream] = pool
+        if self.live_bytes > self.most_bytes:
+            self.most_bytes = self.live_bytes
+            self.peak = Peak(self.phase, dict(self.live))
 
     def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
         """size None: all of the part."""
-        self.add(part, -self.live[part] if size is None else -size, stream)
+        if size is None:
+            size = self.live[part]
+        self.add(part, -size, stream)
 
     def compute(self, segment: Segment, without: int = 0, part="activations") -> None:
         """Run a segment; `without`: the gradients in its rest, which are counted by themselves."""
@@ -144,33 +170,41 @@ class Replay:
         waiting = self.deferred.pop(name, 0)
         if waiting:  # this micro-batch's are added to them
             self.free("whole gradients", unit.grads)
-        if not sync:
-            fp32 = unit.grads // self.setting.dtype.itemsize * 4
-            if not waiting:
-                self.add("whole gradients", fp32 if fp32 > unit.grads else 0)
-                self.free("whole gradients", unit.grads if fp32 > unit.grads else 0)
-            self.deferred[name] = fp32
+        if sync:
+            self.free("reduced")
+            self.add("reduced", unit.reduced)
+            self.free("whole gradients", waiting or unit.grads)
+            self.reduce_scatter(name, unit)
             return
-        self.free("reduced")
-        self.add("reduced", unit.reduced)
-        self.free("whole gradients", waiting or unit.grads)
+        in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
+        if in_fp32 > unit.grads and not waiting:
+            self.add("whole gradients", in_fp32)
+            self.free("whole gradients", unit.grads)
+        self.deferred[name] = in_fp32
+
+    def reduce_scatter(self, name: str, unit: Unit) -> None:
+        """Its output, and what becomes of it: the unit's gradients, at first or added to them."""
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
-        # else added, or copied
-        kept = 0 if name in self.reduced or self.setting.cpu_offload else unit.share
+        is_first = name not in self.reduced and not self.setting.cpu_offload
+        kept = unit.share if is_first else 0
         self.reduced.add(name)
-        stream = ALL_REDUCE if self.setting.replicate > 1 else REDUCE
+        has_replicas = self.setting.replicate > 1
+        stream = ALL_REDUCE if has_replicas else REDUCE
         self.add("gradients", unit.last)
         self.add("gradients", output, REDUCE)
         self.add("gradients", cast, stream)
         self.free("gradients", unit.last)
-        self.free("gradients", cast - kept if cast else 0, stream)
-        rest = output if cast else output - kept
-        self.free("gradients", rest, REDUCE)
-        if self.setting.replicate > 1:
+        if cast:
+            self.free("gradients", cast - kept, stream)
+            freed = output
+        else:
+            freed = output - kept
+        self.free("gradients", freed, REDUCE)
+        if has_replicas:
             # FSDPParamGroup._all_reduce_state keeps what was all-reduced until the whole backward ends.
             # Where it became the gradient itself, that is nothing more.
-            self.add("all-reduced", rest, REDUCE)
+            self.add("all-reduced", freed, REDUCE)
 
     def end_backward(self) -> None:
         self.free("reduced")
@@ -234,9 +268,14 @@ def forward_peak(units: tuple, states: States, setting: Setting) -> int:
     replay = Replay(States(states.weights, 0, 0), setting)
     rest, embedding, blocks, head = units
     named = [("rest", rest), ("embedding", embedding), *enumerate(blocks)]
-    kept = {"rest", len(blocks) - 1} | ({"embedding"} if head is None else set())
-    for name, unit in 2 * [*named, *([("head", head)] if head else [])]:
+    stay_open = {"rest", len(blocks) - 1}
+    if head:
+        named.append(("head", head))
+        stay_open.add("head")
+    else:
+        stay_open.add("embedding")
+    for name, unit in 2 * named:
         replay.unshard(name, unit, True)
-        if setting.reshard_after_forward and name not in kept | {"head"}:
+        if setting.reshard_after_forward and name not in stay_open:
             replay.reshard(name, unit)
     return replay.peak.total
