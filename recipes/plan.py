@@ -10,6 +10,7 @@ moved, at the rates in utils/plan/speed.py. They are no measurement.
 """
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -35,8 +36,8 @@ from utils.run.settings import check_least, parse_cli
 from utils.run.units import GIB
 
 SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
-HEAD = ("method", "recompute", "offload", "reshard", "GPU GiB", "comfort", "fits", "host GiB")
-HEAD += ("rows", "tokens", "speed")
+COLUMNS = "method,recompute,offload,reshard,GPU GiB,comfort,fits,host GiB,rows,tokens,speed"
+HEAD = tuple(COLUMNS.split(","))
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", TOO_LARGE: "no"}
 
 
@@ -72,24 +73,24 @@ class Config:
     plot: str = ""  # also draw the table as bars into this file
 
     def __post_init__(self):
-        check(
-            self.gpu_memory > 0,
-            f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: --gpu_memory 24)",
-        )
+        fix = "--gpu_memory 24"
+        check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
         check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, grad_accum=1)
         if self.gpu:
             check_card(self.gpu)
-            one = self.gpu_memory == Config.gpu_memory
             check(
-                one,
+                self.gpu_memory == Config.gpu_memory,
                 f"--gpu {self.gpu} and --gpu_memory {self.gpu_memory:g} (fix: give one of them)",
             )
         check(self.link > 0, f"--link {self.link:g} carries nothing (fix: --link {LINK:g})")
-        machines = self.gpus <= self.gpus_per_machine or self.gpus % self.gpus_per_machine == 0
+        whole_machines = self.gpus % self.gpus_per_machine == 0
+        possible = whole_machines or self.gpus <= self.gpus_per_machine
         fix = "a multiple of it, or another --gpus_per_machine"
-        check(machines, f"--gpus {self.gpus}: machines have {self.gpus_per_machine} (fix: {fix})")
-        frozen = self.lora_rank or self.quantization == "none"
-        check(frozen, f"--quantization {self.quantization} trains nothing (fix: --lora_rank 16)")
+        check(possible, f"--gpus {self.gpus}: machines have {self.gpus_per_machine} (fix: {fix})")
+        has_frozen = self.lora_rank or self.quantization == "none"
+        check(
+            has_frozen, f"--quantization {self.quantization} trains nothing (fix: --lora_rank 16)"
+        )
         if self.plot:
             check_plot(Path(self.plot))
 
@@ -102,58 +103,88 @@ def main(cfg: Config) -> dict:
     """Print the plan; returns what --json prints."""
     transformers.utils.logging.set_verbosity_error()
     config = find_config(cfg.model, cfg.trust_remote_code)
-    room = cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB
-    structure = (config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code)
-    options = {"optimizer": cfg.optimizer, "packed": cfg.packing, "link": cfg.link}
-    options["local"] = min(cfg.gpus, cfg.gpus_per_machine)
-    planner = Planner(structure, DTYPES[cfg.dtype], cfg.gpus, cfg.seq_len, **options)
-    asked = Knobs(**{name: getattr(cfg, name) for name in Knobs.__annotations__})
+    room = (cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB)
+    planner = Planner(
+        structure=(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code),
+        dtype=DTYPES[cfg.dtype],
+        shards=cfg.gpus,
+        seq_len=cfg.seq_len,
+        local=min(cfg.gpus, cfg.gpus_per_machine),
+        optimizer=cfg.optimizer,
+        packed=cfg.packing,
+        link=cfg.link,
+    )
+    asked = Knobs(
+        batch_size=cfg.batch_size,
+        grad_accum=cfg.grad_accum,
+        activation_checkpointing=cfg.activation_checkpointing,
+        cpu_offload=cfg.cpu_offload,
+        reshard_after_forward=cfg.reshard_after_forward,
+        lora_rank=cfg.lora_rank,
+        quantization=cfg.quantization,
+    )
     need = planner.need(asked)
-    rows = [] if need.why else strategies(planner, asked, room)
-    best = None if need.why else planner.fastest(asked, *room, any_method=True)
-    best_need = best and planner.need(best)
-    told = {
-        "settings": asdict(cfg), "parameters": sum(p.numel() for p in planner.model(Knobs()).parameters()),
-        "states": asdict(need.states), "peak": need.peak and {**asdict(need.peak), "total": need.peak.total},
-        "why": need.why, "gpu_bytes": need.device, "comfortable_bytes": need.comfortable,
-        "host_bytes": need.host * planner.local, "positions": positions_of(config),
-        "fits": None if need.why else planner.fits(need, *room),
-        "answer": None if need.why else planner.answer(need, *room),
-        "strategies": rows, "recommended": best and asdict(best),
-        "recommended_answer": best and planner.answer(best_need, *room),
-        "recommended_host_bytes": best and best_need.host * planner.local,
-        "command": command(cfg, best) if best else "",
-    }  # fmt: skip
-    say(json.dumps(told, indent=2) if cfg.json else report(cfg, need, planner, told), ready=True)
+    plan = {
+        "settings": asdict(cfg),
+        "parameters": sum(p.numel() for p in planner.model(Knobs()).parameters()),
+        "states": asdict(need.states),
+        "peak": need.peak and {**asdict(need.peak), "total": need.peak.total},
+        "why": need.why,
+        "gpu_bytes": need.device,
+        "comfortable_bytes": need.comfortable,
+        "host_bytes": need.host * planner.local,
+        "positions": positions_of(config),
+        "fits": None,
+        "answer": None,
+        "strategies": [],
+        "recommended": None,
+        "recommended_answer": None,
+        "recommended_host_bytes": None,
+        "command": "",
+    }
+    if need.peak:
+        plan["fits"] = planner.fits(need, *room)
+        plan["answer"] = planner.answer(need, *room)
+        plan["strategies"] = strategies(planner, asked, room)
+        best = planner.fastest(asked, *room, any_method=True)
+        if best:
+            best_need = planner.need(best)
+            plan["recommended"] = asdict(best)
+            plan["recommended_answer"] = planner.answer(best_need, *room)
+            plan["recommended_host_bytes"] = best_need.host * planner.local
+            plan["command"] = command(cfg, best)
+    text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
+    say(text, ready=True)
     if cfg.plot:
-        plot(rows, cfg)
-    return told
+        plot(plan["strategies"], cfg)
+    return plan
 
 
 def command(cfg: Config, best: Knobs) -> str:
     """The line to type, but for what only the user knows: DIR (where --model is no folder), FILE and HOST."""
     machines = cfg.gpus // cfg.gpus_per_machine
-    meeting = (
-        f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500 "
-        if machines > 1
-        else ""
-    )
-    flags = [f"--model {cfg.model if '/' in cfg.model or Path(cfg.model).exists() else 'DIR'}"]
-    flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}", best.flags(Knobs())]
+    launch = "torchrun"
+    if machines > 1:
+        launch += f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+    launch += f" --nproc_per_node {min(cfg.gpus, cfg.gpus_per_machine)}"
+    is_found = "/" in cfg.model or Path(cfg.model).exists()
+    flags = [f"--model {cfg.model if is_found else 'DIR'}"]
+    flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]
+    levers = best.flags(Knobs())
+    if levers:
+        flags.append(levers)
     for name in ("dtype", "param_dtype", "optimizer", "attn", "packing", "trust_remote_code"):
         value = getattr(cfg, name)
         if value != getattr(Config, name):
             flags.append(f"--{name}" if value is True else f"--{name} {value}")
-    ranks = min(cfg.gpus, cfg.gpus_per_machine)
-    return f"torchrun {meeting}--nproc_per_node {ranks} recipes/finetune.py {' '.join(filter(None, flags))}"
+    return f"{launch} recipes/finetune.py {' '.join(flags)}"
 
 
 def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
     """The config that --model means. ConfigError with the names that are known."""
     known = sorted(path.stem for path in SHAPES.glob("*.json"))
-    check(
-        name, f"--model is missing (fix: a folder, a size such as 7B, or one of {', '.join(known)})"
-    )
+    fix = f"a folder, a size such as 7B, or one of {', '.join(known)}"
+    check(name, f"--model is missing (fix: {fix})")
     if size := re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([a-zA-Z]?)", name):
         units = {"b": 1e9, "m": 1e6, "": 1}
         check(size[2].lower() in units, f"--model {name} is no size (did you mean {size[1]}B?)")
@@ -170,9 +201,8 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
                 config = transformers.AutoConfig.for_model(**fields)
                 config.name_or_path = str(path.parent if path.name == "config.json" else path)
                 return config
-            return transformers.AutoConfig.from_pretrained(
-                name, trust_remote_code=trust_remote_code
-            )
+            options = {"trust_remote_code": trust_remote_code}
+            return transformers.AutoConfig.from_pretrained(name, **options)
         check(name[0] not in "./~", f"--model {name}: there is no such folder or file (fix: {fix})")
         near = [] if "/" in name else difflib.get_close_matches(name.lower(), known, 1, 0.8)
         check(not near, f"--model {name} is not known (did you mean {near and near[0]}?)")
@@ -182,13 +212,16 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
 def shape_of(parameters: float, name: str) -> transformers.LlamaConfig:
     """A model of about so many parameters, in Llama's proportions: 128 wide for each block."""
     check(1e6 <= parameters <= 1e13, f"--model {name}: no size of a language model (fix: 7B)")
-    blocks = next(
-        n for n in range(1, 2000) if 12 * n * (128 * n) ** 2 + 65536 * 128 * n >= parameters
-    )
-    width = 128 * blocks
-    sizes = {"hidden_size": width, "intermediate_size": round(width * 8 / 3 / 256 + 0.5) * 256}
+    for blocks in range(1, 2000):
+        width = 128 * blocks
+        if 12 * blocks * width**2 + 65536 * width >= parameters:
+            break
     return transformers.LlamaConfig(
-        num_hidden_layers=blocks, num_attention_heads=blocks, num_key_value_heads=blocks, **sizes
+        hidden_size=width,
+        intermediate_size=round(width * 8 / 3 / 256 + 0.5) * 256,
+        num_hidden_layers=blocks,
+        num_attention_heads=blocks,
+        num_key_value_heads=blocks,
     )
 
 
@@ -199,33 +232,42 @@ def positions_of(config: transformers.PretrainedConfig) -> int:
 
 def strategies(planner: Planner, asked: Knobs, room: tuple[float, float]) -> list[dict]:
     """One row for each method with each setting of the levers."""
+    reshards = (True, False) if planner.shards > 1 else (True,)
+    levers = list(itertools.product(("none", "selective", "full"), (False, True), reshards))
     rows = []
     for method, (lora, quantization) in METHODS.items():
-        rank = (asked.lora_rank or 16) if lora else 0
-        for recompute in ("none", "selective", "full"):
-            for offload in (False, True):
-                for reshard in (True, False) if planner.shards > 1 else (True,):
-                    knobs = replace(
-                        asked, lora_rank=rank, quantization=quantization, cpu_offload=offload,
-                        activation_checkpointing=recompute, reshard_after_forward=reshard,
-                    )  # fmt: skip
-                    need = planner.quick(knobs)
-                    rows.append({
-                        "method": method, "knobs": asdict(knobs), "gpu_bytes": need.device,
-                        "comfortable_bytes": need.comfortable, "host_bytes": need.host * planner.local,
-                        "fits": planner.fits(need, *room), "answer": planner.answer(need, *room),
-                        "positions": positions_of(planner.structure[0]),
-                        "largest_batch": largest_batch(planner, knobs, *room),
-                        "longest": longest(planner, knobs, *room), "seconds": planner.seconds(knobs),
-                        "parts": need.peak.parts,
-                    })  # fmt: skip
+        for recompute, offload, reshard in levers:
+            knobs = replace(
+                asked,
+                lora_rank=(asked.lora_rank or 16) if lora else 0,
+                quantization=quantization,
+                cpu_offload=offload,
+                activation_checkpointing=recompute,
+                reshard_after_forward=reshard,
+            )
+            need = planner.quick(knobs)
+            row = {
+                "method": method,
+                "knobs": asdict(knobs),
+                "gpu_bytes": need.device,
+                "comfortable_bytes": need.comfortable,
+                "host_bytes": need.host * planner.local,
+                "fits": planner.fits(need, *room),
+                "answer": planner.answer(need, *room),
+                "positions": positions_of(planner.structure[0]),
+                "largest_batch": largest_batch(planner, knobs, *room),
+                "longest": longest(planner, knobs, *room),
+                "seconds": planner.seconds(knobs),
+                "parts": need.peak.parts,
+            }
+            rows.append(row)
     fastest = min(row["seconds"] for row in rows)
     return [row | {"speed": fastest / row["seconds"]} for row in rows]
 
 
-def report(cfg: Config, need: Need, planner: Planner, told: dict) -> str:
-    """The tables, as text."""
-    size = f"{told['parameters'] / 1e9:.2f} billion parameters"
+def report(cfg: Config, need: Need, plan: dict) -> str:
+    """The tables, as text. plan: see main."""
+    size = f"{plan['parameters'] / 1e9:.2f} billion parameters"
     lines = [
         f"{escaped(cfg.model)}: {size}; {cfg.gpus} GPUs of {cfg.gpu_gib:g} GiB",
         f"{cfg.batch_size} x {cfg.seq_len} tokens a rank and micro-batch; {cfg.dtype} over {cfg.param_dtype}",
@@ -234,70 +276,83 @@ def report(cfg: Config, need: Need, planner: Planner, told: dict) -> str:
     ]
     if need.why:
         return "\n".join([*lines, f"  {need.sentence()}"])
-    parts = sorted(need.peak.parts.items(), key=lambda part: -part[1])
-    parts = [(name, size) for name, size in parts if size >= GIB / 200]
-    parts += [(f"peak, in the {need.peak.phase}", need.peak.total), ("must be there", need.device)]
-    parts += [("comfortable", need.comfortable)]
-    lines += [f"  {name:22}{size / GIB:9.2f} GiB" for name, size in parts]
-    limit = f" of {cfg.host_memory:g}" if cfg.host_memory else ""
-    lines += [f"  {'host, a machine':22}{told['host_bytes'] / GIB:9.2f} GiB{limit}"]
-    said = {FITS: FITS, TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}[
-        told["answer"]
-    ]
-    lines += [f"  {said}", "", "Every method with every lever:"]
-    table = [HEAD, *map(cells, told["strategies"])]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        aligned = [
-            f"{cell:<{w}}" if i < 4 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(aligned))
+    lines += of_setting(cfg, need, plan)
+    lines += ["", "Every method with every lever:"]
+    rows = [cells(row) for row in plan["strategies"]]
+    lines += aligned([HEAD, *rows])
     lines += [
-        "GPU GiB: what must be there; comfort: with which nothing has to be given back in a step"
+        "GPU GiB: what must be there; comfort: with which nothing has to be given back in a step",
+        "rows: the largest micro-batch that fits, also tightly; tokens: the longest row; -: nothing does",
     ]
-    lines += [
-        "rows: the largest micro-batch that fits, also tightly; tokens: the longest row; -: nothing does"
-    ]
-    if any("*" in line[9] for line in table[1:]):
-        lines += [f"*: longer than the {told['positions']:,} positions that the model was made for"]
-    lines += [""]
-    if told["command"]:
-        return "\n".join([*lines, *recommendation(cfg, told)])
-    return "\n".join([*lines, "Nothing fits (fix: more or larger GPUs, or a smaller --seq_len)"])
-
-
-def recommendation(cfg: Config, told: dict) -> list[str]:
-    """The command, and what of it is not seen in the command."""
-    tightly = ", tightly" if told["recommended_answer"] == TIGHT else ""
-    lines = [f"The fastest that fits{tightly}, of the first method of which any does:"]
-    lines += [f"  {escaped(told['command'])}"]
-    if told["recommended"]["cpu_offload"]:
-        host = f"{told['recommended_host_bytes'] / GIB:.0f} GiB of host memory a machine"
-        limit = (
-            f", of {cfg.host_memory:g}"
-            if cfg.host_memory
-            else "; --host_memory says how much there is"
+    if any("*" in row[9] for row in rows):
+        lines.append(
+            f"*: longer than the {plan['positions']:,} positions that the model was made for"
         )
-        lines += [f"  It offloads, and needs {host}{limit}."]
+    lines.append("")
+    if plan["command"]:
+        lines += recommendation(cfg, plan)
+    else:
+        lines.append("Nothing fits (fix: more or larger GPUs, or a smaller --seq_len)")
+    return "\n".join(lines)
+
+
+def of_setting(cfg: Config, need: Need, plan: dict) -> list[str]:
+    """The lines about the setting as given."""
+    ordered = sorted(need.peak.parts.items(), key=lambda part: -part[1])
+    sizes = {name: size for name, size in ordered if size >= GIB / 200}
+    sizes[f"peak, in the {need.peak.phase}"] = need.peak.total
+    sizes["must be there"] = need.device
+    sizes["comfortable"] = need.comfortable
+    lines = [f"  {name:22}{size / GIB:9.2f} GiB" for name, size in sizes.items()]
+    limit = f" of {cfg.host_memory:g}" if cfg.host_memory else ""
+    lines.append(f"  {'host, a machine':22}{plan['host_bytes'] / GIB:9.2f} GiB{limit}")
+    sentences = {FITS: FITS, TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}
+    lines.append(f"  {sentences[plan['answer']]}")
+    return lines
+
+
+def aligned(table: list[tuple[str, ...]]) -> list[str]:
+    """Its lines: the first four columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        left = [cell.ljust(width) for cell, width in zip(row[:4], widths[:4], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
+        lines.append("  " + "  ".join(left + right))
+    return lines
+
+
+def recommendation(cfg: Config, plan: dict) -> list[str]:
+    """The command, and what cannot be seen in it."""
+    tightly = ", tightly" if plan["recommended_answer"] == TIGHT else ""
+    lines = [f"The fastest that fits{tightly}, of the first method of which any does:"]
+    lines.append(f"  {escaped(plan['command'])}")
+    if plan["recommended"]["cpu_offload"]:
+        host = f"{plan['recommended_host_bytes'] / GIB:.0f} GiB of host memory a machine"
+        limit = "; --host_memory says how much there is"
+        if cfg.host_memory:
+            limit = f", of {cfg.host_memory:g}"
+        lines.append(f"  It offloads, and needs {host}{limit}.")
     return lines
 
 
 def cells(row: dict) -> tuple[str, ...]:
     """A row of the table."""
-    knobs, words = row["knobs"], ("no", "yes")
-    levers = [words[knobs[name]] for name in ("cpu_offload", "reshard_after_forward")]
-    gpu = [f"{row[name] / GIB:.1f}" for name in ("gpu_bytes", "comfortable_bytes")]
-    sizes = [*gpu, IN_TABLE[row["answer"]], f"{row['host_bytes'] / GIB:.0f}"]
-    most = [f"{row[name]:,}" if row[name] else "-" for name in ("largest_batch", "longest")]
-    # more than the model was made for
-    most[1] += "*" if 0 < row["positions"] < row["longest"] else ""
+    knobs = row["knobs"]
+    tokens = f"{row['longest']:,}" if row["longest"] else "-"
+    if 0 < row["positions"] < row["longest"]:  # more than the model was made for
+        tokens += "*"
     return (
         row["method"],
         knobs["activation_checkpointing"],
-        *levers,
-        *sizes,
-        *most,
+        "yes" if knobs["cpu_offload"] else "no",
+        "yes" if knobs["reshard_after_forward"] else "no",
+        f"{row['gpu_bytes'] / GIB:.1f}",
+        f"{row['comfortable_bytes'] / GIB:.1f}",
+        IN_TABLE[row["answer"]],
+        f"{row['host_bytes'] / GIB:.0f}",
+        f"{row['largest_batch']:,}" if row["largest_batch"] else "-",
+        tokens,
         f"{row['speed']:.2f}",
     )
 
@@ -309,17 +364,14 @@ def check_plot(file: Path) -> None:
     except ImportError:
         raise ConfigError("--plot needs a package (fix: pip install matplotlib)") from None
     endings = Figure().canvas.get_supported_filetypes()
-    check(
-        file.suffix[1:] in endings,
-        f"--plot {file}: no ending of a picture (fix: plan.png, .pdf or .svg)",
-    )
-    check(
-        not os.path.lexists(file),
-        f"--plot {file} exists, and is not overwritten (fix: another name)",
-    )
+    fix = "plan.png, .pdf or .svg"
+    check(file.suffix[1:] in endings, f"--plot {file}: no ending of a picture (fix: {fix})")
+    is_new = not os.path.lexists(file)
+    check(is_new, f"--plot {file} exists, and is not overwritten (fix: another name)")
     folder = file.absolute().parent
-    writable = folder.is_dir() and os.access(folder, os.W_OK)
-    check(writable, f"--plot {file}: {folder} is no folder that may be written (fix: another one)")
+    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+    problem = f"{folder} is no folder that may be written"
+    check(is_writable, f"--plot {file}: {problem} (fix: another one)")
 
 
 def plot(rows: list[dict], cfg: Config) -> None:
@@ -328,8 +380,10 @@ def plot(rows: list[dict], cfg: Config) -> None:
 
     figure = Figure(figsize=(9, 1.5 + 0.22 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    names, left = [" ".join(cells(row)[:4]) for row in rows], [0.0] * len(rows)
-    for part in dict.fromkeys(name for row in rows for name in row["parts"]):
+    names = [" ".join(cells(row)[:4]) for row in rows]
+    left = [0.0] * len(rows)
+    parts = dict.fromkeys(part for row in rows for part in row["parts"])
+    for part in parts:
         sizes = [row["parts"].get(part, 0) / GIB for row in rows]
         axes.barh(names, sizes, left=left, label=part)
         left = [before + size for before, size in zip(left, sizes, strict=True)]

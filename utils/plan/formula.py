@@ -6,7 +6,6 @@ bytes for other rows and tokens follow. This holds as long as the same operation
 at the width of a window, another formula begins.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -170,7 +169,7 @@ class Formulas:
     def chunks(self, rows: int, tokens: int) -> tuple[int, int]:
         """(chunks of the loss, tokens of the last one)."""
         total = rows * tokens
-        chunks = math.ceil(total / self.chunk_tokens)
+        chunks = -(-total // self.chunk_tokens)  # rounded up
         last = total - (chunks - 1) * self.chunk_tokens
         return chunks, last
 

@@ -248,8 +248,7 @@ def record_step(
         else:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
-        if not packed:
-            stack.enter_context(no_packs())
+        stack.enter_context(documents_found(packed))
         stack.enter_context(passed_over(repeats))
         stack.enter_context(few_chunks(bounds, live))
         stack.callback(model.train, was_training)
@@ -305,16 +304,23 @@ def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.M
 
 
 @contextmanager
-def no_packs() -> Iterator[None]:
-    """transformers looks for packed documents in the position ids. Those here have no values, and then it
-    would make a mask.
+def documents_found(packed: bool) -> Iterator[None]:
+    """transformers looks for packed documents in the position ids, to mask them from each other. Those here
+    have no values, so it is told.
+
+    Its own search is left out: it is small and early, and a tensor of one more than the row's tokens has no
+    place in a formula of products.
     """
-    find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = none
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return position_ids.cumsum(-1) if packed else None
+
+    find_in_values = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = find
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = find
+        masking_utils.find_packed_sequence_indices = find_in_values
 
 
 @contextmanager
@@ -338,10 +344,6 @@ def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterato
         yield
     finally:
         loss.chunk_bounds = all_of
-
-
-def none(position_ids: torch.Tensor) -> None:
-    return None
 
 
 @contextmanager
