@@ -12,6 +12,7 @@ import torch
 
 _most_seen = 0
 
+
 @dataclass(frozen=True)
 class CgroupFiles:
     """What a version of cgroups calls its files, and what the names in memory.stat begin with."""
