@@ -1,4 +1,4 @@
-"""Packed documents and attention: whether a model keeps them apart, and how packs must lie for that."""
+"""Packed documents and attention: how packs must lie, and whether the model keeps the documents apart."""
 
 import torch
 from torch import nn
@@ -8,19 +8,20 @@ from .sharding import reshard
 
 
 def wants_flat_packs(model: nn.Module) -> bool:
-    """Whether the packs of a micro-batch must lie in one row: flash attention tells documents apart by where
-    positions start anew, and looks at one row only.
+    """Whether the packs of a micro-batch must lie in one row, end to end.
+
+    Flash attention finds where documents begin by the positions that start anew, and looks at one row only.
     """
     return "flash" in model.config._attn_implementation
 
 
 @torch.no_grad()
 def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a model in which packed documents see each other: all ranks call it, with the weights in place.
+    """Raise ConfigError for a model in which packed documents see each other. It changes nothing.
 
-    Two short documents, packed and alone, must have the same logits in a batch of `rows` rows, as it will be.
-    transformers builds the mask from positions that start anew, but only without an attention mask and a
-    cache, and not for every kind of layer:
+    All ranks call it when the weights are loaded. Two short documents must have the same logits packed, in a
+    batch of `rows` rows as in training, and alone. transformers builds the mask from positions that start
+    anew, but only without an attention mask and a cache, and not for every kind of layer:
     https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
     """
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -48,5 +49,5 @@ def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch
     equal = difference <= tolerance * alone.abs().max()
     name = type(model.base_model).__name__
     attention = model.config._attn_implementation
-    seen = f"--packing: in {name} with {attention} attention documents see each other"
-    check(equal, f"{seen} (fix: --attn sdpa, or no --packing)")
+    leak = f"--packing: in {name} with {attention} attention documents see each other"
+    check(equal, f"{leak} (fix: --attn sdpa, or no --packing)")

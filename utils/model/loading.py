@@ -27,7 +27,8 @@ from .experts import expert_box
 from .folder import TensorInfo, check_family
 from .pieces import Piece, local, local_box, runs, transfer
 
-CHUNK = 2**20  # elements that are read, and cast or quantized, at a time
+CHUNK = 2**20  # elements that are read, and converted or quantized, at a time
+NOT_TEXT = ("vision_config", "audio_config", "speech_config")
 Tensors = dict[str, torch.Tensor]
 Names = dict[str, list[str]]
 
@@ -47,29 +48,39 @@ def build_model(
     """
     check_family(config.model_type, "--model")
     check_text_model(config)
-    how = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    how["attn_implementation"] = None if attn == "auto" else attn
-    what = f"{config.model_type} cannot be built with --attn {attn}"
+    attn_implementation = None if attn == "auto" else attn
+    problem = f"{config.model_type} cannot be built with --attn {attn}"
     if not whole:
         fix = f"other values in the config.json of {config.name_or_path or 'the model'}"
-        with others_code(what, fix), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **how)
-    how |= {"use_safetensors": True, "local_files_only": True}
-    with others_code(what, "--low_cpu_fsdp, which reads each rank's own slices"):
-        return AutoModelForCausalLM.from_pretrained(whole, config=config, **how)
+        with others_code(problem, fix), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+    with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
+        return AutoModelForCausalLM.from_pretrained(
+            whole,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+        )
 
 
 def check_text_model(config: PretrainedConfig) -> None:
     """Refuse a model of pictures or sounds that transformers does not list as a causal language model."""
-    listed = type(config) in AutoModelForCausalLM._model_mapping or getattr(
-        config, "auto_map", None
-    )
-    other = [
-        n for n in ("vision_config", "audio_config", "speech_config") if getattr(config, n, None)
-    ]
-    what = f"--model: {config.model_type} has a {' and a '.join(other)}, and is no text-only causal model"
+    listed = type(config) in AutoModelForCausalLM._model_mapping
+    has_own_code = getattr(config, "auto_map", None)
+    if listed or has_own_code:
+        return
+    parts = [name for name in NOT_TEXT if getattr(config, name, None)]
+    found = f"{config.model_type} has a {' and a '.join(parts)}, and is no text-only causal model"
     fix = "a text-only causal model of the family, such as qwen2.5-7b for qwen2_5_vl"
-    check(listed or not other, f"{what} (fix: {fix})")
+    check(not parts, f"--model: {found} (fix: {fix})")
 
 
 def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) -> list[Piece]:
@@ -85,53 +96,78 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or []) or r"(?!)")
     pieces, extra, misshapen = [], [], []
-    covered: dict[str, int] = dict.fromkeys(state, 0)
+    covered: dict[str, int] = dict.fromkeys(state, 0)  # elements by parameter
     for name, info in weights.items():
         target, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, state
         )
         if target not in state and name in state:
-            target, pattern = name, None  # the rename was for older checkpoints
+            # The rename was for older checkpoints.
+            target = name
+            pattern = None
         if target not in state:
             if not ignored.search(name):
                 extra.append(name)
             continue
-        at, shape = (0,) * len(info.shape), info.shape
+        at = (0,) * len(info.shape)
+        shape = info.shape
         if pattern is not None:
             at, shape = expert_box(name, info, pattern, converters, folder)
-        full = tuple(state[target].shape)
-        if len(shape) != len(full) or any(
-            a + s > f for a, s, f in zip(at, shape, full, strict=True)
-        ):
-            misshapen.append(f"{name} {list(info.shape)} for {target} {list(full)}")
-            continue
-        if info.dtype.is_floating_point != state[target].is_floating_point():
-            misshapen.append(f"{name} {info.dtype} for {target} {state[target].dtype}")
+        piece = Piece(name, info, target, at, shape)
+        problem = _misfit(piece, state[target])
+        if problem:
+            misshapen.append(problem)
             continue
         covered[target] += torch.Size(shape).numel()
-        pieces.append(Piece(name, info, target, at, shape))
-    tied = model.all_tied_weights_keys
-    missing, repeated = [], []
-    for name, tensor in state.items():
-        elsewhere = tied.get(name) or next(
-            (t for t, source in tied.items() if source == name), None
-        )
-        if covered[name] < tensor.numel() and not (
-            elsewhere and covered[elsewhere] and not covered[name]
-        ):
-            missing.append(name)
-        if covered[name] > tensor.numel():
-            repeated.append(name)
+        pieces.append(piece)
+    missing, repeated = _wrongly_covered(model, state, covered)
     wrong = {
         "lacks": missing,
         "has unknown": extra,
         "has misshapen": misshapen,
         "repeats": repeated,
     }
-    problems = "; ".join(f"{what} {first_five(names)}" for what, names in wrong.items() if names)
+    problems = [f"{verb} {first_five(names)}" for verb, names in wrong.items() if names]
     fix = "weights and config.json of one and the same model"
-    check(not problems, f"{folder}: the weights {problems} (fix: {fix})")
+    check(not problems, f"{folder}: the weights {'; '.join(problems)} (fix: {fix})")
     return pieces
+
+
+def _misfit(piece: Piece, parameter: torch.Tensor) -> str:
+    """Why a piece is no box of its parameter; "" where it is one."""
+    info = piece.info
+    full = tuple(parameter.shape)
+    fits = len(piece.shape) == len(full)
+    if fits:
+        dims = zip(piece.at, piece.shape, full, strict=True)
+        fits = all(begin + length <= size for begin, length, size in dims)
+    if not fits:
+        return f"{piece.name} {list(info.shape)} for {piece.param} {list(full)}"
+    if info.dtype.is_floating_point != parameter.is_floating_point():
+        return f"{piece.name} {info.dtype} for {piece.param} {parameter.dtype}"
+    return ""
+
+
+def _wrongly_covered(
+    model: nn.Module, state: Tensors, covered: dict[str, int]
+) -> tuple[list[str], list[str]]:
+    """(parameters that the checkpoint lacks, those that it holds more than once). covered: elements by name.
+
+    A tied weight may be stored under one of its two names.
+    """
+    source_of = model.all_tied_weights_keys  # tied name -> name of its source
+    tied_to = {}  # name of a source -> the first name tied to it
+    for name, source in source_of.items():
+        tied_to.setdefault(source, name)
+    missing, repeated = [], []
+    for name, tensor in state.items():
+        twin = source_of.get(name) or tied_to.get(name)
+        stored_as_twin = twin and covered[twin] and not covered[name]
+        if covered[name] < tensor.numel() and not stored_as_twin:
+            missing.append(name)
+        if covered[name] > tensor.numel():
+            repeated.append(name)
+    return missing, repeated
 
 
 @torch.no_grad()
@@ -144,12 +180,13 @@ def load_pieces(
 ) -> None:
     """Allocate this rank's shards of a meta model and fill them, some MiB at a time.
 
-    They are on `device`, or with cpu_offload on the host, and only the buffers on `device`. names: what a
-    parameter is called now, where the model was changed since the pieces were planned; two names, two copies.
+    They are on `device`; with cpu_offload they are on the host, and only the buffers on `device`. names: the
+    present names of a parameter, where the model was changed since the pieces were planned; two names get two
+    copies.
 
-    Peak memory above the shards: CHUNK elements. Files are read, not mapped: mapped pages count as this
-    process's memory, and come in small on network file systems. Raises ConfigError when a file is cut short,
-    or a tied weight is stored twice with different values.
+    Peak memory above the shards: CHUNK elements. Files are read, not mapped: mapped pages count as memory of
+    this process, and network file systems deliver them in small parts. Raises ConfigError when a file is cut
+    short, or a tied weight is stored twice with different values.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     model.tie_weights()
@@ -161,13 +198,13 @@ def load_pieces(
         with open(path, "rb", buffering=0) as file:
             for piece in group:
                 for name in (names or {}).get(piece.param, [piece.param]):
-                    module = model.get_submodule(name.rpartition(".")[0])
+                    parent, _, _ = name.rpartition(".")
+                    module = model.get_submodule(parent)
                     if hasattr(module, "copy_rows") and name.endswith(".weight"):
                         from .quantize import load_rows
 
-                        load_rows(
-                            partial(read_elements, file, piece), piece, state[name], module, device
-                        )
+                        read = partial(read_elements, file, piece)
+                        load_rows(read, piece, state[name], module, device)
                     else:
                         _load_piece(file, piece, state[name], filled, staging)
     _fill_buffers(model, state)
@@ -179,74 +216,84 @@ def load_pieces(
 def _load_piece(
     file, piece: Piece, target: torch.Tensor, filled: set[tuple], staging: torch.Tensor
 ) -> None:
-    box = local_box(target, piece)
-    if box is None:
+    boxes = local_box(target, piece)
+    if boxes is None:
         return
-    shard = local(target)[box[0]]
+    in_shard, in_piece = boxes
+    shard = local(target)[in_shard]
     key = (id(target), piece.at)
     twice = key in filled  # a tied weight that the checkpoint stores twice
     filled.add(key)
-    for first, values in runs(shard, box[1], piece.shape):
+    conflict = f"{file.name}: {piece.name} is tied to another weight but holds other values"
+    for first, values in runs(shard, in_piece, piece.shape):
         for start in range(0, len(values), CHUNK):
             part = values[start : start + CHUNK]
             read = staging.view(piece.info.dtype)[: len(part)]
             read_elements(file, piece, first + start, read)
             if twice:
                 same = torch.equal(part, read.to(part.device, part.dtype))
-                check(
-                    same,
-                    f"{file.name}: {piece.name} is tied to another weight but holds other values",
-                )
+                check(same, conflict)
             else:
                 part.copy_(read)
 
 
 def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:
-    """Elements [first, first + len(into)) of a tensor in an open file."""
-    at, data = piece.info.begin + first * into.itemsize, into.view(torch.uint8)
-    whole = transfer(os.preadv, file, at, data) == len(data)
-    check(whole, f"{file.name}: cut short while it was read {AGAIN}")
+    """Read elements [first, first + len(into)) of a tensor in an open file."""
+    at = piece.info.begin + first * into.itemsize
+    data = into.view(torch.uint8)
+    read_bytes = transfer(os.preadv, file, at, data)
+    check(read_bytes == len(data), f"{file.name}: cut short while it was read {AGAIN}")
 
 
 def _fill_buffers(model: nn.Module, state: Tensors) -> None:
     """Compute what no checkpoint holds: rotary frequencies, embedding scales.
 
-    After to_empty they are garbage, and nothing complains. Everything that was loaded is marked, and so are
-    modules of which all was; then the model's own initialization runs on the others, twice, over zeros and
-    over ones: what comes out otherwise the second time was not filled. Raises ConfigError naming it.
+    After to_empty they hold arbitrary values, and nothing complains. All loaded tensors are marked, and so
+    are modules of which all tensors were loaded. Then the model's own initialization runs on the others
+    twice, over bytes of zeros and of ones: a buffer that differs the second time was not filled. Raises
+    ConfigError naming it.
     """
     for tensor in state.values():
         tensor._is_hf_initialized = True
-    computed = {
-        n: b for n, b in model.named_buffers() if not getattr(b, "_is_hf_initialized", False)
-    }
-    first = {}
-    for byte in (0, 255):
-        for buffer in computed.values():
-            fill_bytes(buffer, byte)
-        for module in model.modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            loaded = [getattr(tensor, "_is_hf_initialized", False) for tensor in own]
-            module._is_hf_initialized = bool(loaded) and all(loaded)
-        _own_code(model).initialize_weights()
-        first = first or {name: buffer.clone() for name, buffer in computed.items()}
-    unfilled = [
-        n for n, buffer in computed.items() if not torch.equal(bytes_of(buffer), bytes_of(first[n]))
-    ]
-    unfilled += [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.is_meta
-    ]
-    what = "no checkpoint holds them, and the model's own _init_weights does not fill them"
+    computed = {}
+    for name, buffer in model.named_buffers():
+        if not _is_loaded(buffer):
+            computed[name] = buffer
+    first = _initialized_over(model, computed, 0)
+    second = _initialized_over(model, computed, 255)
+    unfilled = []
+    for name in computed:
+        if not torch.equal(bytes_of(second[name]), bytes_of(first[name])):
+            unfilled.append(name)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                unfilled.append(f"{path}.{name}")
+    reason = "no checkpoint holds them, and the model's own _init_weights does not fill them"
     fix = "a model whose _init_weights fills all of its buffers, or --low_cpu_fsdp false"
-    check(not unfilled, f"{type(model).__name__}: {first_five(unfilled)}: {what} (fix: {fix})")
+    check(not unfilled, f"{type(model).__name__}: {first_five(unfilled)}: {reason} (fix: {fix})")
+
+
+def _is_loaded(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+def _initialized_over(model: nn.Module, buffers: Tensors, byte: int) -> Tensors:
+    """Copies of the buffers as the model's own initialization leaves them, over this byte everywhere."""
+    for buffer in buffers.values():
+        fill_bytes(buffer, byte)
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        module._is_hf_initialized = bool(tensors) and all(map(_is_loaded, tensors))
+    _own_code(model).initialize_weights()
+    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def _own_code(model: nn.Module) -> nn.Module:
-    """The model, for transformers to initialize: it takes FSDP's classes for code from elsewhere, of which it
-    passes over modules without tensors of their own, though their _init_weights may fill their layers'.
+    """The model, marked as code of transformers, which is to initialize it.
+
+    transformers takes FSDP's classes for code from elsewhere. Of that it passes over modules without tensors
+    of their own, although their _init_weights may fill those of their layers.
     """
     if isinstance(model, FSDPModule):
         family = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))

@@ -3,8 +3,9 @@
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import IO
 
 import torch
 from safetensors.torch import _TYPES as DTYPES
@@ -42,99 +43,129 @@ class Place:
 
 
 def local_box(parameter: torch.Tensor, piece: Piece) -> tuple[Box, Box] | None:
-    """The part of a piece that this rank's shard holds: (where in the local shard, which slice of the piece).
+    """The part of a piece that this rank's shard holds: (where in the local shard, where in the piece).
 
-    None where that is nothing. A plain tensor is one shard, the whole.
+    None where the shard holds no part of it. A plain tensor is one shard, the whole.
     """
-    size, begin = parameter.shape, (0,) * parameter.ndim
+    shard_shape = parameter.shape
+    shard_at = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         plain = all(type(placement) in (Shard, Replicate) for placement in placements)
         assert plain, f"{piece.param}: a shard by {placements} is not a box of the whole"
-        size, begin = compute_local_shape_and_global_offset(size, mesh, placements)
-    local, rows = [], []
-    for mine, length, at, wanted in zip(begin, size, piece.at, piece.shape, strict=True):
-        low, high = max(mine, at), min(mine + length, at + wanted)
-        if low >= high:
+        shard_shape, shard_at = compute_local_shape_and_global_offset(
+            parameter.shape, mesh, placements
+        )
+    in_shard, in_piece = [], []
+    dims = zip(shard_at, shard_shape, piece.at, piece.shape, strict=True)
+    for shard_begin, shard_size, piece_begin, piece_size in dims:
+        begin = max(shard_begin, piece_begin)
+        end = min(shard_begin + shard_size, piece_begin + piece_size)
+        if begin >= end:
             return None
-        local.append(slice(low - mine, high - mine))
-        rows.append(slice(low - at, high - at))
-    return tuple(local), tuple(rows)
+        in_shard.append(slice(begin - shard_begin, end - shard_begin))
+        in_piece.append(slice(begin - piece_begin, end - piece_begin))
+    return tuple(in_shard), tuple(in_piece)
 
 
 def lay_out(
-    pieces: list[Piece], save_dtype, max_file_bytes
+    pieces: list[Piece],
+    save_dtype: torch.dtype | None,
+    max_file_bytes: float,
 ) -> tuple[dict[str, Place], dict[str, bytes]]:
-    """(place of each tensor, header of each file) by name."""
-    dtypes = {}
+    """(place of each tensor by its name, header of each file by the file's name)."""
+    dtypes: dict[str, torch.dtype] = {}
     for piece in pieces:
         dtype = piece.info.dtype
-        dtypes[piece.name] = save_dtype if save_dtype and dtype.is_floating_point else dtype
+        converted = save_dtype is not None and dtype.is_floating_point
+        dtypes[piece.name] = save_dtype if converted else dtype
     assert len(dtypes) == len(pieces), "two pieces have one name"
+
+    files = _divide_into_files(pieces, dtypes, max_file_bytes)
+    places: dict[str, Place] = {}
+    headers: dict[str, bytes] = {}
+    for number, tensors in enumerate(files, 1):
+        file = SINGLE
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        headers[file] = _header(tensors)
+        header_bytes = len(headers[file])
+        for name, tensor in tensors.items():
+            begin, end = tensor["data_offsets"]
+            places[name] = Place(file, header_bytes + begin, header_bytes + end, dtypes[name])
+    return places, headers
+
+
+def _divide_into_files(
+    pieces: list[Piece], dtypes: dict[str, torch.dtype], max_file_bytes: float
+) -> list[dict[str, dict]]:
+    """For each file its tensors' entries in the header, by name."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    files: list[dict] = [{}]
+    files: list[dict[str, dict]] = [{}]
     end = 0
-    # wide ones first: all are aligned
+    # The widest dtypes come first, so that all tensors are aligned.
     for piece in sorted(pieces, key=lambda piece: -dtypes[piece.name].itemsize):
         dtype = dtypes[piece.name]
         shape = piece.info.shape
-        size_bytes = math.prod(shape) * dtype.itemsize
-        if files[-1] and end + size_bytes > max_file_bytes:
+        tensor_bytes = math.prod(shape) * dtype.itemsize
+        if files[-1] and end + tensor_bytes > max_file_bytes:
             files.append({})
             end = 0
         begin = end
-        end += size_bytes
+        end = begin + tensor_bytes
         files[-1][piece.name] = {
             "dtype": codes[dtype],
             "shape": shape,
             "data_offsets": (begin, end),
         }
+    return files
 
-    places, headers = {}, {}
-    for number, tensors in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-        text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = len(text).to_bytes(8, "little") + text
-        for name, tensor in tensors.items():
-            begin, end = (len(headers[file]) + offset for offset in tensor["data_offsets"])
-            places[name] = Place(file, begin, end, dtypes[name])
-    return places, headers
+
+def _header(tensors: dict[str, dict]) -> bytes:
+    """The header of a safetensors file, with its length before it, padded to a multiple of 8 bytes."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def is_writer(parameter: torch.Tensor, world: World) -> bool:
     """Of the ranks that hold the same values, the first writes them."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
-    coordinates = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
-    return all(coordinate == 0 for coordinate, placement in coordinates if placement.is_replicate())
+    coordinates = parameter.device_mesh.get_coordinate()
+    for coordinate, placement in zip(coordinates, parameter.placements, strict=True):
+        if placement.is_replicate() and coordinate != 0:
+            return False
+    return True
 
 
 def runs(
     box: torch.Tensor, rows: Box, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows: one."""
-    dims = range(len(shape))
-    partial_dims = [dim for dim in dims if rows[dim] != slice(0, shape[dim])]
-    last_partial = max(partial_dims, default=0)
-    strides = [math.prod(shape[dim + 1 :]) for dim in dims]
-    for index in itertools.product(*map(range, box.shape[:last_partial])):
-        first = 0
-        for row, offset, stride in zip(rows, (*index, 0), strides, strict=False):
-            first += (row.start + offset) * stride
-        yield first, box[index].view(-1)
+    """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows are one."""
+    last_cut = 0  # the last dim of which the box holds only a part
+    for dim, length in enumerate(shape):
+        if rows[dim] != slice(0, length):
+            last_cut = dim
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    box_begin = sum(row.start * stride for row, stride in zip(rows, strides, strict=True))
+    outer_dims = [range(length) for length in box.shape[:last_cut]]
+    for index in itertools.product(*outer_dims):
+        offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
+        yield box_begin + offset, box[index].view(-1)
 
 
-def transfer(call, file, at: int, data: torch.Tensor) -> int:
-    """os.pwritev or os.preadv until all is done, or nothing more comes; the number of bytes."""
+def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> int:
+    """Call os.pwritev or os.preadv until all of `data` is done, or nothing comes; the number of bytes."""
     view = memoryview(data.numpy())
-    done = 0
-    while done < len(view):
-        moved = call(file.fileno(), [view[done:]], at + done)
-        if not moved:
+    done_bytes = 0
+    while done_bytes < len(view):
+        moved_bytes = call(file.fileno(), [view[done_bytes:]], at + done_bytes)
+        if not moved_bytes:
             break
-        done += moved
-    return done
+        done_bytes += moved_bytes
+    return done_bytes
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Which rank is gone without a word, and why most likely: what the others say when one is killed.
+"""Which rank is gone without a word, and the likely cause: what the other ranks say when one is killed.
 
-Each rank knows the processes of the others on its machine. One that ends by itself, however it does, leaves a
-word in the store before; so who is gone and has left none was killed.
+Each rank knows the processes of the others on its machine. A rank that ends by itself, in whatever way, first
+leaves a word in the store; so a rank that is gone and has left none was killed.
 """
 
 import os
@@ -14,7 +14,10 @@ from .memory import memory
 from .remedies import less_memory, settings
 from .units import GIB
 
-_me, _peers, _store, _kills = 0, [], None, None
+_rank = 0
+_processes: list[tuple[str, int]] = []  # (machine, process) of every rank
+_store = None
+_kills: int | None = None  # processes that the kernel had killed for memory when the run began
 _life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -27,20 +30,22 @@ def who_am_i() -> tuple[str, int]:
 
 
 def remember_ranks(rank: int, peers: list[tuple[str, int]]) -> None:
-    """peers: `who_am_i()` of every rank. What is counted as killed is counted from here on."""
-    global _me, _peers, _store, _kills
-    _me, _peers, _store = rank, peers, None
-    # a connection of our own: one at a time asks, and may wait for others
+    """peers: `who_am_i()` of every rank. Kills are counted from here on."""
+    global _rank, _processes, _store, _kills
+    _rank = rank
+    _processes = peers
+    _store = None
+    # A connection of our own: on a shared one a request waits for those before it.
     with suppress(Exception):
         _store = dist.distributed_c10d._get_default_store().clone()
     _kills = memory().get("oom_kills")
 
 
 def leave_word() -> None:
-    """This rank ends by itself."""
+    """Say that this rank ends by itself."""
     with suppress(Exception):  # the store is gone with its process, or there was none
-        if len(_peers) > 1:
-            _store.set(f"ended/{_life}/{_me}", "1")
+        if len(_processes) > 1:
+            _store.set(f"ended/{_life}/{_rank}", "1")
 
 
 def left_word(rank: int) -> bool:
@@ -50,7 +55,7 @@ def left_word(rank: int) -> bool:
 
 
 def speaks_for_all() -> bool:
-    """True for the first rank that asks: what all of them see is said once."""
+    """True for the first rank that asks: what all ranks see is printed once."""
     with suppress(Exception):
         return _store.add(f"said/{_life}", 1) == 1
     return True
@@ -58,26 +63,35 @@ def speaks_for_all() -> bool:
 
 def lost_ranks() -> list[int]:
     """The ranks of this machine whose process is gone, and that have left no word."""
-    machine, me = who_am_i()
-    here = [(rank, pid) for rank, (where, pid) in enumerate(_peers) if machine and where == machine]
-    if me not in [pid for _, pid in here]:
-        return []  # a process that some rank has started
-    return [rank for rank, pid in here if _is_gone(pid) and not left_word(rank)]
+    machine, own_pid = who_am_i()
+    if not machine:
+        return []
+    pids = {}
+    for rank, (rank_machine, pid) in enumerate(_processes):
+        if rank_machine == machine:
+            pids[rank] = pid
+    if own_pid not in pids.values():
+        return []  # this is a process that some rank has started
+    return [rank for rank, pid in pids.items() if _is_gone(pid) and not left_word(rank)]
 
 
 def likely_cause(act: str) -> str:
     """Why a rank is gone, and what helps."""
     found = memory()
-    used, limit = (found.get(name, 0) / GIB for name in ("host_bytes", "host_limit"))
-    killed = found.get("oom_kills", 0) - (_kills or 0) if _kills is not None else 0
+    used_gib = found.get("host_bytes", 0) / GIB
+    limit_gib = found.get("host_limit", 0) / GIB
+    killed = 0
+    if _kills is not None:
+        killed = found.get("oom_kills", 0) - _kills
     if killed > 0:
-        words = f"the kernel has killed {killed} process{'es' * (killed > 1)} for memory (oom_kill)"
+        processes = "process" if killed == 1 else "processes"
+        words = f"the kernel has killed {killed} {processes} for memory (oom_kill)"
     else:
         words = "killed, most likely for lack of memory"
         if _kills is not None:
             words += ", though the kernel has counted no such kill here"
-    if limit:
-        words += f"; host memory is {used:.1f} of {limit:.1f} GiB without it"
+    if limit_gib:
+        words += f"; host memory is {used_gib:.1f} of {limit_gib:.1f} GiB without it"
     fix = f"{less_memory(act, settings())}; torchrun --max-restarts 3 goes on by itself"
     if killed <= 0:
         fix = f"dmesg and the scheduler's log tell who did it; {fix}"
@@ -86,6 +100,8 @@ def likely_cause(act: str) -> str:
 
 def _is_gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except (OSError, IndexError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        state, *_ = stat.rpartition(")")[2].split()  # the name before it may hold anything
+        return state in "ZX"
+    except (OSError, ValueError):
         return True

@@ -12,15 +12,10 @@ flag only after main has run. Here a command line is understood completely, or r
 
 import dataclasses
 import importlib
-import inspect
-import io
 import itertools
 import math
 import re
 import sys
-import textwrap
-import tokenize
-import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -30,8 +25,8 @@ import fire
 import yaml
 from fire.decorators import SetParseFns
 
-from .errors import ConfigError, check, rank, say
-from .fields import kinds_of, read_value, shown
+from .errors import ConfigError, check, print0, rank
+from .fields import help_text, kinds_of, read_value, shown
 from .files import CONFIG_BYTES, did_you_mean, read_small_text, replace_file
 
 MOST_LEAVES = 1000  # of a nested key: a file of a few lines may unfold into millions
@@ -44,17 +39,19 @@ SHORT = {
 }
 
 FLAG = re.compile(r"-(?![\d.])")  # -1 and -.5 are numbers
+Flag = tuple[str, str, str | None]  # as it is written, its name, its text (None: it stands alone)
+Entry = tuple[str, int, yaml.Node]  # of a file: the name, its line, the value
 
 
 @dataclass
 class Foreign:
-    """What names that a recipe lacks have led to: those of other projects, and those of nobody."""
+    """What the names that a recipe lacks mean: names of other projects, and names that nobody knows."""
 
-    # flag and text by our name
+    # Our name -> (flag, text) of settings that hold unless they are set elsewhere.
     implied: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # a line for each name that was understood
     problems: list[str] = field(default_factory=list)  # a line for each that was not
-    project: object = None  # of foreign_flags.py: whose names were understood
+    project: object = None  # the table of foreign_flags.py that understood them
 
 
 def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
@@ -66,80 +63,94 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
     with 0.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if {"--help", "-h"} & set(argv):
-        print(help_text(cls) if rank() == 0 else "", end="")
+    if "--help" in argv or "-h" in argv:
+        if rank() == 0:
+            print(help_text(cls), end="")
         sys.exit(0)
     kinds = kinds_of(cls) | {"config": (str, None)}
-    flags, written, foreign = list(_flags(argv)), {}, Foreign()
+    foreign = Foreign()
+    flags = list(_flags(argv))
     if any(name not in kinds for _, name, _ in flags):
         flags = translate_flags(flags, kinds, aliases, foreign)
-    for flag, name, text in flags:
-        first = written.get(name, ("",))[0]
-        check(name not in written, f"--{name} is given twice ({first}, {flag}): write it once")
-        text = kinds[name][1] if text is None else text
-        check(text is not None, f"{flag} needs a value; one that starts with - as {flag}=VALUE")
-        written[name] = (flag, text)
+    written = _each_once(flags, kinds)
     from_file = {}
     if "config" in written:
-        from_file = read_yaml(kinds_of(cls), written.pop("config")[1], aliases, foreign)
+        _, path = written.pop("config")
+        from_file = read_yaml(kinds_of(cls), path, aliases, foreign)
     check(not foreign.problems, foreign.problems)
-    values = _fire(kinds, foreign.implied) | from_file | _fire(kinds, written)
+    values = _fire(kinds, foreign.implied)
+    values |= from_file
+    values |= _fire(kinds, written)
     if foreign.project:
         note_defaults(foreign, set(values), cls)
-    for note in foreign.notes if rank() == 0 else []:
-        say(note)
+    for note in foreign.notes:
+        print0(note)
     return cls(**values)
+
+
+def _each_once(flags: list[Flag], kinds: dict) -> dict[str, tuple[str, str]]:
+    """(flag as written, text) by name. ConfigError for a name that is given twice, or lacks its value."""
+    written: dict[str, tuple[str, str]] = {}
+    for flag, name, text in flags:
+        if name in written:
+            first, _ = written[name]
+            raise ConfigError(f"--{name} is given twice ({first}, {flag}): write it once")
+        if text is None:
+            _, text = kinds[name]
+        check(text is not None, f"{flag} needs a value; one that starts with - as {flag}=VALUE")
+        written[name] = (flag, text)
+    return written
 
 
 def check_least(cfg: object, **least: int) -> None:
     """Refuse a number below its least value, which is 0 where `least` names no other."""
-    for name, value in (
-        (name, value) for name, value in asdict(cfg).items() if type(value) in (int, float)
-    ):
-        smallest = least.get(name, 0)
-        check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
+    for name, value in asdict(cfg).items():
+        if type(value) in (int, float):
+            smallest = least.get(name, 0)
+            check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
 
 
 def save_config(cfg: object, path: str | Path) -> None:
     """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
-    values = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(cfg).items()}
+    values = {}
+    for name, value in asdict(cfg).items():
+        values[name] = str(value) if isinstance(value, Path) else value
     text = yaml.safe_dump(values, sort_keys=False, width=math.inf, allow_unicode=True)
     replace_file(Path(path), text)
 
 
-def _flags(argv: list[str]) -> Iterator[tuple[str, str, str | None]]:
-    """(flag as written, its name, its text or None) of each flag. Words that fire misreads are refused."""
+def _flags(argv: list[str]) -> Iterator[Flag]:
+    """Each flag of a command line. Words that fire misreads are refused."""
     words = list(argv)
+    form = "every setting is written --name value"
     while words:
         word = words.pop(0)
-        check(
-            word not in ("-", "--"),
-            f"a lone {word} has no meaning: every setting is written --name value",
-        )
-        check(
-            FLAG.match(word),
-            f"'{shown(word)}' belongs to no flag: every setting is written --name value",
-        )
+        check(word not in ("-", "--"), f"a lone {word} has no meaning: {form}")
+        check(FLAG.match(word), f"'{shown(word)}' belongs to no flag: {form}")
         flag, equals, text = word.partition("=")
         if not equals:
-            text = words.pop(0) if words and not FLAG.match(words[0]) else None
+            has_text = words and not FLAG.match(words[0])
+            text = words.pop(0) if has_text else None
         # -lr and ---lr keep their dashes and are unknown: fire takes -l for the one flag that starts with l.
-        yield flag, flag[2:].replace("-", "_") if re.match(r"--\w", flag) else flag, text
+        name = flag
+        if re.match(r"--\w", flag):
+            name = flag.removeprefix("--").replace("-", "_")
+        yield flag, name, text
 
 
 def _fire(kinds: dict, flags: dict[str, tuple[str, str]]) -> dict:
     """Values from (flag as written, text) by name; fire calls our reader in place of guessing a type."""
     values = {}
-    flags = {
-        name: (flag, kinds[name][1] if text is None else text)
-        for name, (flag, text) in flags.items()
-    }
+    readers = {}
+    command = []
+    for name, (flag, text) in flags.items():
+        kind, bare_text = kinds[name]
+        readers[name] = partial(read_value, kind, bare_text, flag)
+        command.append(f"--{name}={bare_text if text is None else text}")
 
     def collect(**typed):
         values.update(typed)
 
-    readers = {name: partial(read_value, *kinds[name], flag) for name, (flag, _) in flags.items()}
-    command = [f"--{name}={text}" for name, (_, text) in flags.items()]
     fire.Fire(SetParseFns(**readers)(collect), command=command)
     return values
 
@@ -158,36 +169,42 @@ def near_setting(
     """
     name = name.strip("-").replace("-", "_").lower()
     positive = re.sub("^no_?", "", name)
-    if kinds.get(positive, (str,))[0] is bool:
+    if positive in kinds and kinds[positive][0] is bool:
         return f"did you mean {dashes}{positive} false?"
     same = SHORT | (others or {}) | {key: key for key in kinds}
-    allowed = (len(name) > 4) + (len(name) > 8)  # edits that are a slip, and no other word
-    close = [
-        other for other in sorted(same.keys() | known) if abs(len(other) - len(name)) <= allowed
-    ]
-    near = min(
-        ((edits(name, other), other not in same, other) for other in close), default=(3, True, "")
-    )
-    ours = same.get(near[2])
-    if near[0] > allowed or ours not in kinds:
+    most_edits = 0  # more of them make another word, and are no slip
+    if len(name) > 4:
+        most_edits = 1 if len(name) <= 8 else 2
+    nearest = (3, True, "")
+    for candidate in sorted(same.keys() | known):
+        if abs(len(candidate) - len(name)) <= most_edits:
+            distance = edits(name, candidate)
+            nearest = min(nearest, (distance, candidate not in same, candidate))
+    distance, _, meant = nearest
+    ours = same.get(meant)
+    if distance > most_edits or ours not in kinds:
         return "--help lists them all"
     return f"did you mean {dashes}{ours}?"
 
 
 def edits(one: str, other: str) -> int:
-    """How many letters to add, to leave out or to swap with their neighbour make one word the other: top_k
-    and top_p are 2 apart.
+    """How many letters to add, to leave out or to swap with their neighbour make `one` word `other`; 3 where
+    it is more than 2 by their lengths. top_k and top_p are 2 apart.
     """
     if abs(len(one) - len(other)) > 2:
-        return 3  # or more
+        return 3
+    # Row i, column j: the edits between the first i letters of `one` and the first j of `other`.
     rows = [list(range(len(other) + 1))]
     for i, letter in enumerate(one, start=1):
+        above = rows[-1]
         row = [i]
-        for j, their in enumerate(other, start=1):
-            replaced = rows[-1][j - 1] + 2 * (letter != their)
-            row.append(min(rows[-1][j] + 1, row[-1] + 1, replaced))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == their:
-                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        for j, other_letter in enumerate(other, start=1):
+            replaced = above[j - 1] + 2 * (letter != other_letter)
+            least = min(above[j] + 1, row[-1] + 1, replaced)
+            if i > 1 and j > 1:
+                swapped = one[i - 2] == other_letter and other[j - 2] == letter
+                least = min(least, rows[-2][j - 2] + 1) if swapped else least
+            row.append(least)
         rows.append(row)
     return rows[-1][-1]
 
@@ -197,70 +214,25 @@ def load_config(cls: type, path: str | Path):
     return cls(**read_yaml(kinds_of(cls), str(path)))
 
 
-def help_text(cls: type) -> str:
-    """The recipe's docstring, then its flags by group: values, meaning, default."""
-    lines, kinds = [(sys.modules[cls.__module__].__doc__ or "").strip()], kinds_of(cls)
-    for group, members in described(cls).items():
-        lines.append(f"\n{group}")
-        for setting, comment in members:
-            kind, alone = kinds[setting.name]
-            values = (
-                "true|false" if kind is bool else "|".join(typing.get_args(kind)) or kind.__name__
-            )
-            flag = f"--{setting.name} {values}" if alone is None else f"--{setting.name} [{values}]"
-            default = str(setting.default).lower() if kind is bool else setting.default
-            lines.append(
-                f"  {flag:34}  {comment} (default: {'empty' if default == '' else default})"
-            )
-    lines.append(
-        f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n"
-    )
-    return "\n".join(lines)
-
-
-def described(cls: type) -> dict[str, list[tuple[dataclasses.Field, str]]]:
-    """The fields of `cls` and their comments by group, read from its source."""
-    fields, groups = {f.name: f for f in dataclasses.fields(cls)}, {}
-    try:
-        source = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):  # a class typed at a prompt has none
-        source = ""
-    group, comments, name, alone = "Flags", [], "", True  # alone: nothing stands right above
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and alone and not name:
-            group, alone = token.string.lstrip("# "), False
-        elif token.type == tokenize.COMMENT:
-            comments.append(token.string.lstrip("# "))
-        elif token.type == tokenize.NL and not token.line.strip():
-            alone = True
-        elif token.type == tokenize.NEWLINE:  # ends a statement, which may be a setting
-            setting = fields.pop(name, None)
-            if setting:
-                groups.setdefault(group, []).append((setting, " ".join(comments)))
-            alone, name, comments = setting is None, "", []
-        elif token.type == tokenize.NAME and not name:
-            name = token.string
-    inherited = [(setting, "") for setting in fields.values()]
-    return groups | ({"Also": inherited} if inherited else {})
-
-
-def translate_flags(flags: list[tuple], kinds: dict, aliases: str, foreign: Foreign) -> list[tuple]:
-    """(flag as written, name, text) of each, those that `kinds` lacks in our words. `foreign` takes what else
-    they mean, and a problem for each flag that nobody knows or that is refused.
+def translate_flags(flags: list[Flag], kinds: dict, aliases: str, foreign: Foreign) -> list[Flag]:
+    """The flags, those that `kinds` lacks in our words. `foreign` takes what else they mean, and a problem
+    for each flag that nobody knows or that is refused.
     """
     table = _table(aliases)
     unknown = [name for _, name, _ in flags if name not in kinds]
     theirs = table and table.find_project(unknown)
     ours = []
     for flag, name, text in flags:
-        settings = {name: text}
-        if name not in kinds:
-            settings = _translate(table, theirs, flag, name, text, kinds, foreign)
-            if settings is None:
-                foreign.problems.append(
-                    f"unknown flag {shown(flag)} ({_hint(table, name, kinds, '--')})"
-                )
-        ours += [(flag, key, value) for key, value in (settings or {}).items()]
+        if name in kinds:
+            ours.append((flag, name, text))
+            continue
+        settings = _translate(table, theirs, flag, name, text, kinds, foreign)
+        if settings is None:
+            hint = _hint(table, name, kinds, "--")
+            foreign.problems.append(f"unknown flag {shown(flag)} ({hint})")
+            continue
+        for our_name, our_text in settings.items():
+            ours.append((flag, our_name, our_text))
     return ours
 
 
@@ -268,11 +240,12 @@ def note_defaults(foreign: Foreign, given: set[str], cls: type) -> None:
     """Add what the other project would train with where nothing was given. With a model only: without one the
     tiny task's own settings hold.
     """
-    fields = {field.name: field.default for field in dataclasses.fields(cls)}
-    if "model" in given:
-        foreign.notes += filter(
-            None, [_table("foreign_flags").defaults_note(foreign.project, given, fields)]
-        )
+    if "model" not in given:
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    note = _table("foreign_flags").defaults_note(foreign.project, given, defaults)
+    if note:
+        foreign.notes.append(note)
 
 
 def _table(aliases: str):
@@ -284,19 +257,27 @@ def _table(aliases: str):
 
 
 def _translate(
-    table, theirs, at: str, name: str, text: str | None, kinds: dict, foreign: Foreign, **how
-):
-    """Our settings for a name of another project, {} where it means none; None where it is nobody's."""
+    table,
+    theirs,
+    at: str,
+    name: str,
+    text: str | None,
+    kinds: dict,
+    foreign: Foreign,
+    in_file: bool = False,
+) -> dict[str, str | None] | None:
+    """Our settings for a name of another project, {} where it means none; None where nobody knows it."""
     if not table:
         return None
     try:
-        settings, implied, note = table.translate(theirs, at, name, text, kinds, **how)
+        settings, implied, note = table.translate(theirs, at, name, text, kinds, in_file)
     except ConfigError as error:
         foreign.problems += error.lines
         return {}
     if not note:
         return None
-    foreign.implied |= {key: (at, value) for key, value in implied.items()}
+    for key, value in implied.items():
+        foreign.implied[key] = (at, value)
     foreign.notes.append(note)
     foreign.project = theirs
     return settings
@@ -308,50 +289,27 @@ def _hint(table, name: str, kinds: dict, dashes: str = "") -> str:
     return near_setting(name, kinds, dashes, others, known)
 
 
-def read_yaml(kinds: dict, path: str, aliases: str = "", foreign: Foreign | None = None) -> dict:
+def read_yaml(
+    kinds: dict, path: str, aliases: str = "", foreign: Foreign | None = None
+) -> dict[str, str | int | float | bool]:
     """The settings of a flat YAML file. Only its text counts: nothing is constructed, and YAML's own readings
     (no as False, 1e-4 as text, 010 as 8) never come into play.
 
     A file of another project is understood by its table; see translate_flags for aliases and foreign.
     """
-    table, foreign = _table(aliases), foreign or Foreign()
-    file, said = Path(path), shown(path)
-    try:
-        file.stat()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"config file {said}: {error.strerror}{shown(did_you_mean(file))}"
-        ) from None
-    except (OSError, ValueError):
-        pass  # in the words of what reads it
-    try:
-        text = read_small_text(file, CONFIG_BYTES, f"config file {said}", "utf-8-sig")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        at = f"{said}:{error.problem_mark.line + 1}"
-        raise ConfigError(
-            f"{at}: {error.problem}; write `name: value` lines, without tabs"
-        ) from None
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ConfigError(f"config file {said}: {reason}") from None
-    check(
-        root is None or isinstance(root, yaml.MappingNode),
-        f"{said}: expected lines such as `lr: 1e-4`",
-    )
-    entries = (
-        [(_name(key), key.start_mark.line + 1, node) for key, node in root.value] if root else []
-    )
+    table = _table(aliases)
+    foreign = foreign or Foreign()
+    file = shown(path)
+    entries = _read_entries(path)
     theirs = None
     if table and any(name not in kinds for name, _, _ in entries):
         entries = [leaf for entry in entries for leaf in _leaves(*entry, table)]
-        foreign_names = [
-            name for name, _, _ in entries if name not in kinds and table.knows(None, name)
-        ]
+        unknown = [name for name, _, _ in entries if name not in kinds]
+        foreign_names = [name for name in unknown if table.knows(None, name)]
         theirs = table.find_project(foreign_names) if foreign_names else None
     values = {}
     for name, line, node in entries:
-        at = f"{said}:{line}: {shown(name)}"
+        at = f"{file}:{line}: {shown(name)}"
         known = theirs and table.knows(theirs, name)
         if theirs and _is_empty(node) and (known or name in kinds):
             continue  # what is left empty is not set in its own project either
@@ -363,13 +321,45 @@ def read_yaml(kinds: dict, path: str, aliases: str = "", foreign: Foreign | None
         else:
             text = _scalar(at, node)
             settings = _translate(table, theirs, at, name, text, kinds, foreign, in_file=True)
-            for ours, text in settings.items():
-                twice = f"{at} is {ours} here, which is set before (fix: write one of them)"
-                check(ours not in values, twice)
-                values[ours] = read_value(
-                    *kinds[ours], at, kinds[ours][1] if text is None else text
-                )
+            for our_name, our_text in settings.items():
+                kind, bare_text = kinds[our_name]
+                twice = f"{at} is {our_name} here, which is set before (fix: write one of them)"
+                check(our_name not in values, twice)
+                our_text = bare_text if our_text is None else our_text
+                values[our_name] = read_value(kind, bare_text, at, our_text)
     return values
+
+
+def _read_entries(path: str) -> list[Entry]:
+    """The keys of a YAML file's mapping. ConfigError where it cannot be read, or is none."""
+    file = Path(path)
+    title = f"config file {shown(path)}"
+    try:
+        file.stat()
+    except FileNotFoundError as error:
+        hint = shown(did_you_mean(file))
+        raise ConfigError(f"{title}: {error.strerror}{hint}") from None
+    except (OSError, ValueError):
+        pass  # read_small_text says what is wrong
+    try:
+        text = read_small_text(file, CONFIG_BYTES, title, "utf-8-sig")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        at = f"{shown(path)}:{error.problem_mark.line + 1}"
+        fix = "write `name: value` lines, without tabs"
+        raise ConfigError(f"{at}: {error.problem}; {fix}") from None
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{title}: {reason}") from None
+    if root is None:
+        return []
+    is_mapping = isinstance(root, yaml.MappingNode)
+    check(is_mapping, f"{shown(path)}: expected lines such as `lr: 1e-4`")
+    return [(_name(key), _line(key), value) for key, value in root.value]
+
+
+def _line(node: yaml.Node) -> int:
+    return node.start_mark.line + 1
 
 
 def _name(key: yaml.Node) -> str:
@@ -389,36 +379,44 @@ def _is_empty(node: yaml.Node) -> bool:
     return not node.value or node.tag == "tag:yaml.org,2002:null"
 
 
-def _leaves(name: str, line: int, node: yaml.Node, table) -> list[tuple[str, int, yaml.Node]]:
+def _leaves(name: str, line: int, node: yaml.Node, table) -> list[Entry]:
     """A key of another project's file, or what is inside it: outer.inner for the keys of a mapping, also for
     those in a list of mappings; a list of texts is one text, with commas. What no table knows stays whole.
     """
     items = node.value if isinstance(node, yaml.SequenceNode) else []
-    mappings = [node] if isinstance(node, yaml.MappingNode) else items
-    inside = [item for item in mappings if isinstance(item, yaml.MappingNode)]
-    if inside and len(inside) == len(mappings) and table.has_inside(name):
-        found: dict[str, tuple[str, int, yaml.Node]] = {}
-        for key, value in itertools.islice(
-            (pair for item in inside for pair in item.value), MOST_LEAVES
-        ):
-            for leaf in _leaves(f"{name}.{_name(key)}", key.start_mark.line + 1, value, table):
-                before = found.get(leaf[0])
-                found[leaf[0]] = (*leaf[:2], _joined([before[2], leaf[2]])) if before else leaf
-        return list(found.values())
-    if items and not inside and table.knows(None, name):
+    candidates = [node] if isinstance(node, yaml.MappingNode) else items
+    mappings = [item for item in candidates if isinstance(item, yaml.MappingNode)]
+    if mappings and len(mappings) == len(candidates) and table.has_inside(name):
+        return _inner_leaves(name, mappings, table)
+    if items and not mappings and table.knows(None, name):
         return [(name, line, _joined(items[:MOST_LEAVES]))]
     return [(name, line, node)]
 
 
+def _inner_leaves(name: str, mappings: list[yaml.MappingNode], table) -> list[Entry]:
+    """The leaves of several mappings; the values of a name that several have are joined."""
+    pairs = itertools.chain.from_iterable(mapping.value for mapping in mappings)
+    found: dict[str, Entry] = {}
+    for key, value in itertools.islice(pairs, MOST_LEAVES):
+        inner_name = f"{name}.{_name(key)}"
+        for leaf_name, leaf_line, leaf in _leaves(inner_name, _line(key), value, table):
+            if leaf_name in found:
+                _, _, earlier = found[leaf_name]
+                leaf = _joined([earlier, leaf])
+            found[leaf_name] = (leaf_name, leaf_line, leaf)
+    return list(found.values())
+
+
 def _joined(nodes: list[yaml.Node]) -> yaml.Node:
     """Plain values as one, each once, with commas; the first node that is none."""
+    values: dict[str, None] = {}
     for node in nodes:
         if not isinstance(node, yaml.ScalarNode):
             return node
-    values = dict.fromkeys(
-        value for node in nodes for value in node.value.split(",") if not _is_empty(node)
-    )
-    return yaml.ScalarNode(nodes[0].tag, ",".join(values), nodes[0].start_mark, nodes[0].end_mark)
+        if not _is_empty(node):
+            values |= dict.fromkeys(node.value.split(","))
+    first = nodes[0]
+    return yaml.ScalarNode(first.tag, ",".join(values), first.start_mark, first.end_mark)
 
 
 def pick(options: type, settings: object, **others: object) -> object:

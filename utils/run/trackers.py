@@ -1,5 +1,7 @@
 """TensorBoard and Weights & Biases, on demand."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import print0
@@ -13,7 +15,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         check_not_linked(folder / "tensorboard")
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        log_dir = str(folder / "tensorboard")
+        self.writer = SummaryWriter(log_dir, purge_step=done + 1)
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -40,30 +43,40 @@ class WeightsAndBiases:
 
 
 class Careful:
-    """A tracker whose failure does not end the training: it is said once, and the tracker is left out."""
+    """A tracker whose failure does not end the training: a warning is printed once, and it is left out."""
 
-    def __init__(self, kind: type, *where):
-        self.tracker, self.kind = None, kind
-        self._try(lambda: setattr(self, "tracker", kind(*where)))
+    def __init__(self, kind: type, *arguments: object):
+        self.name = kind.__name__
+        self.tracker = None
+        with self._warned():
+            self.tracker = kind(*arguments)
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        self.tracker and self._try(lambda: self.tracker.log(numbers, step))
+        if self.tracker:
+            with self._warned():
+                self.tracker.log(numbers, step)
 
     def close(self) -> None:
-        self.tracker and self._try(lambda: self.tracker.close())
+        if self.tracker:
+            with self._warned():
+                self.tracker.close()
 
-    def _try(self, call) -> None:
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
         try:
-            call()
+            yield
         except Exception as error:  # of a package, a disk, a network
             self.tracker = None
-            reason = (str(error).splitlines() or [""])[0][:200]
-            print0(
-                f"warning: the run goes on without {self.kind.__name__}: {type(error).__name__}: {reason}"
-            )
+            first_line = (str(error).splitlines() or [""])[0]
+            reason = f"{type(error).__name__}: {first_line[:200]}"
+            print0(f"warning: the run goes on without {self.name}: {reason}")
 
 
 def open_trackers(folder: Path, tensorboard: bool, wandb: bool, done: int) -> list[Careful]:
     """The trackers that were asked for; each has log(numbers, step) and close()."""
-    trackers = [Careful(TensorBoard, folder, done)] if tensorboard else []
-    return trackers + ([Careful(WeightsAndBiases, folder)] if wandb else [])
+    trackers = []
+    if tensorboard:
+        trackers.append(Careful(TensorBoard, folder, done))
+    if wandb:
+        trackers.append(Careful(WeightsAndBiases, folder))
+    return trackers
