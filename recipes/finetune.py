@@ -312,12 +312,12 @@ def main(cfg: Config) -> Path | None:
     run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
     profiler = start_profiler(out / "profile", world, first, steps) if cfg.profile else None
-    stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
     skipped, stop = 0, ""  # skipped: steps in a row that fp16 left out
     with (
         CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save) as saver,
         RunLog(out, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run) as log,
     ):
+        stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
             started = time.monotonic()
             fault("step", step)

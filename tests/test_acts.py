@@ -24,7 +24,7 @@ from utils.run.folder import claim_output, releases_output
 from utils.run.memory import host_memory, memory
 from utils.run.watch import last_words, newest_run
 
-ACTS = ["build", "shard", "load", "optimizer", "data", "resume", "train", "save"]
+ACTS = ["build", "shard", "load", "optimizer", "resume", "train", "save"]  # in which a run writes
 DMESG = "; not for memory, as far as can be seen (fix: look at the kernel's log, dmesg, and the scheduler's)"
 
 

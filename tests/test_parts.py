@@ -20,7 +20,9 @@ from utils.plan.parts import estimate_generation, plan_parts
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 
-LAST = r"memory    GiB on the fullest rank: generate planned ([\d.]+), measured ([\d.]+) "
+LAST = (
+    r"memory    GiB on the fullest rank: generate planned [\d.]+, measured [\d.]+ \(([+-][\d.]+)%\)"
+)
 
 
 def huge_model_folder(folder):
@@ -86,5 +88,4 @@ def test_generating_takes_what_was_planned_within_five_per_cent(tmp_path, ranks)
     command += f" --output {tmp_path}/answers.jsonl"
     ended = shell(command, MALLOC_MMAP_THRESHOLD_="262144")
     assert ended.returncode == 0, ended.stderr
-    planned, measured = map(float, re.search(LAST, ended.stdout).groups())
-    assert abs(measured / planned - 1) < 0.05
+    assert abs(float(re.search(LAST, ended.stdout)[1])) < 5

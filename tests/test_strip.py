@@ -32,6 +32,7 @@ WITHOUT_ADAPTERS = [
     (RECIPE, "{'frozen' if lora else cfg.param_dtype}", "{cfg.param_dtype}"),
     (RECIPE, "cfg.cpu_offload, names)", "cfg.cpu_offload)"),
     (RECIPE, r"^        if lora:\n +fill_adapters\(.*\n", ""),
+    (RECIPE, '("adapter" if lora else "model")', '"model"'),
     (RECIPE, r"^    if cfg.save_model and lora:(?s:.*?)^    elif", "    if"),
 ]
 OTHER_LOSS = [

@@ -77,6 +77,7 @@ def estimate_generation(
     keys *= getattr(config, "head_dim", None) or width // heads
     layers, gathered = config.num_hidden_layers, 0
     activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
+    layer_cache = 2 * rows * (prompt + new) * keys * size
     if shards > 1:
         rest, embedding, blocks, head = units_of(model, Setting(shards, dtype))
         moving = 2 * max(unit.gathered for unit in blocks)  # one is in use, the next is coming
@@ -85,9 +86,9 @@ def estimate_generation(
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
-        # one layer's is copied to grow
-        "cache": 2 * (layers + 1) * rows * (prompt + new) * keys * size,
-        "activations": activations,
+        "cache": layers * layer_cache,
+        # The prompt's; or, when it is done, one layer's cache, which is copied to grow.
+        "activations": max(activations, layer_cache),
         # in fp32 too, sorted, and their order
         "logits": rows * config.vocab_size * (size + 4 + 16),
     }

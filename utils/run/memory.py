@@ -1,7 +1,6 @@
 """How much memory is in use, of this process and of this machine or its cgroup."""
 
 import os
-import re
 import resource
 import sys
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _most_seen = 0
 
 
@@ -91,18 +91,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory in use so far, or since forget_peak: on CUDA what torch allocated, else the private
     memory of this process.
 
-    On Linux that is the largest RssAnon of all calls so far: VmHWM, the kernel's own peak, counts mapped
-    files, so the whole checkpoint. See PeaksByAct. Elsewhere it is getrusage's peak, of the whole process.
+    On Linux that is the largest anonymous memory of all calls so far: VmHWM, the kernel's own peak, counts
+    mapped files, so the whole checkpoint. See PeaksByAct. Elsewhere it is getrusage's peak.
     """
     global _most_seen
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.exists():
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-    kib = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
-    _most_seen = max(_most_seen, int(kib[1]) * 1024)
+    _, resident, of_files, *_ = map(int, statm.read_text().split())  # in pages
+    _most_seen = max(_most_seen, (resident - of_files) * PAGE_BYTES)
     return _most_seen
 
 

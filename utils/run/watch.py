@@ -195,7 +195,7 @@ class PeaksByAct:
     """The most bytes in use in each act, `found`, until `close`. `reserved`: on a GPU, the most bytes that
     torch's allocator had reserved, in use or not.
 
-    errors.act announces the acts. On a CPU a thread looks 50 times a second, so that little is missed.
+    errors.act announces the acts. On a CPU a thread looks 200 times a second, so that little is missed.
     """
 
     def __init__(self, device: torch.device):
@@ -225,5 +225,5 @@ class PeaksByAct:
             watchers.remove(self)
 
     def _look(self) -> None:
-        while not self.over.wait(0.02):
+        while not self.over.wait(0.005):
             peak_memory_bytes(self.device)
