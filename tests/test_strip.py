@@ -65,6 +65,26 @@ OTHER_FLAG = [
     ("utils/train/optim.py", 'name="adamw"', 'name="adamw", beta2=0.95'),
     ("utils/train/optim.py", "betas=(0.9, 0.95)", "betas=(0.9, beta2)"),
 ]
+OTHER_FORM = [
+    ("utils/data/formats.py", '    "text": "text",', '    "text": "text",\n    "question": "qa",'),
+    (
+        "utils/data/messages.py",
+        '    "text": read_text,',
+        '    "text": read_text,\n    "qa": read_qa,',
+    ),
+    (
+        "utils/data/messages.py",
+        "\n\nREADERS =",
+        """
+
+def read_qa(row: dict, notes: Counter) -> tuple[list[dict], list | None]:
+    question, answer = text_of(row, "question"), text_of(row, "answer")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None
+
+
+READERS =""",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +139,17 @@ def test_a_flag_is_added_in_two_files(files, tmp_path):
     assert "--beta2" in shell(f"python {recipe} --help", tmp_path).stdout
     usual = losses(edited(tmp_path / "usual", [], most_files=0), *files)
     assert losses(recipe, *files, "--beta2 0.95") == usual
+
+
+def test_a_data_format_is_added_in_two_files(files, tmp_path):
+    model, rows = files
+    pairs = []
+    for line in rows.read_text().splitlines():
+        question, answer = (turn["content"] for turn in json.loads(line)["messages"])
+        pairs.append(json.dumps({"question": question, "answer": answer}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text("".join(pairs))
+    recipe = edited(tmp_path, OTHER_FORM, most_files=2)
+    usual = losses(edited(tmp_path / "usual", [], most_files=0), *files)
+    assert losses(recipe, model, tmp_path / "pairs.jsonl") == usual
+    named = f"--model {model} --dataset {tmp_path}/pairs.jsonl --format qa --check"
+    assert shell(f"python {recipe} {named}", tmp_path).returncode == 0

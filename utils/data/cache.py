@@ -32,8 +32,6 @@ from .encode import Checked, Part, file_of
 from .rows import BadRows, Source, origins_of
 from .workers import chunks, processes
 
-CODE = "batches cache chats containers encode examples formats messages rows strict_json"
-CODE += " template_check tokens turns"
 ARRAYS = {"ids": torch.int32, "loss_mask": torch.uint8, "bounds": torch.int64, "keys": torch.int64}
 ARRAYS |= {"trained_tokens": torch.int64, "names": torch.uint8, "ends": torch.int64}
 REFUSED = ".refused"  # instead of the folder: what is wrong with the rows
@@ -101,7 +99,8 @@ def raise_refusal(folder: Path) -> None:
 def key_of(names: object, files: list, settings: dict) -> str:
     """The hash of all that the tokens follow from."""
     digest, tokenizer = hashlib.sha256(), settings["tokenizer"]
-    for file in [*files, *(Path(__file__).with_name(f"{name}.py") for name in CODE.split())]:
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    for file in [*files, *code]:
         with open(file, "rb") as data:
             for block in iter(partial(data.read, 2**20), b""):
                 digest.update(block)

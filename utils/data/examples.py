@@ -21,13 +21,13 @@ from ..run.units import IGNORE
 from .cache import cached_tokens
 from .containers import find_any
 from .encode import TWICE, Checked, Part, check_rows, encode_rows
-from .formats import parse_columns
+from .formats import FORMS, parse_columns
 from .rows import Origin, Source, origins_of, read_file
 
 # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
 SMALL = 2**24
 BAD_ROWS = "bad_rows.jsonl"
-FormName = Literal["auto", "chat", "sharegpt", "alpaca", "completion", "text", "tokens"]
+FormName = Literal["auto", *FORMS.values()]
 
 
 class Example(NamedTuple):

@@ -6,7 +6,9 @@ Packs with equal room are interchangeable, so all documents of one length are pl
 with the number of different lengths, not with the number of documents.
 """
 
+import heapq
 import math
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -62,15 +64,20 @@ class PackedBatches(GlobalBatches):
             rows.append(documents.tolist())
         return rows
 
-    def attention_cost(self, documents: Pack) -> float:
-        """The work of attention over some documents: the sum of their squared lengths."""
-        lengths = self.examples.lengths[documents].double()
-        return float(lengths.square().sum())
+    def attention_costs(self, rows: list[Pack]) -> Tensor:
+        """The work of attention in each pack (p,): the sum of the squared lengths of its documents."""
+        counts = torch.tensor([len(documents) for documents in rows], dtype=torch.int64)
+        lengths = self.examples.lengths[list(chain.from_iterable(rows))]
+        sums = F.pad(lengths.square().cumsum(0), (1, 0))  # int64, exact
+        ends = counts.cumsum(0)
+        return sums[ends] - sums[ends - counts]
 
     def deal(self, rows: list[Pack]) -> list[list[Pack]]:
         """Each rank's packs, with equal work of attention: in tokens the packs are equally long anyway."""
-        costs = [self.attention_cost(documents) for documents in rows]
-        return deal(rows, costs, self.ranks)
+        if self.ranks == 1:
+            return [rows]
+        shares = deal(self.attention_costs(rows), self.ranks)
+        return [[rows[i] for i in share] for share in shares]
 
     def batch(self, rows: list[Pack]) -> Batch:
         packs = [[self.examples[i] for i in documents] for documents in rows]
@@ -103,10 +110,8 @@ class PackedBatches(GlobalBatches):
         packs = len(self._begins) - 1
         ratios = []
         for step in range(min(self.per_epoch, SUMMARY_STEPS)):
-            loads = []
-            for share in self.deal(self.rows_of(step)):
-                costs = [self.attention_cost(documents) for documents in share]
-                loads.append(sum(costs))
+            shares = self.deal(self.rows_of(step))
+            loads = [int(self.attention_costs(share).sum()) for share in shares]
             mean_load = sum(loads) / len(loads)
             ratios.append(max(loads) / mean_load)
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
@@ -125,52 +130,53 @@ def joined(examples: list[Example]) -> Example:
     return Example(ids, labels, examples[0].where)
 
 
-def deal(rows: list, costs: list[float], ranks: int) -> list[list]:
-    """Each rank's rows: equal costs as far as possible, and numbers of rows that differ by at most one.
+def deal(costs: Tensor, ranks: int) -> list[list[int]]:
+    """Each rank's rows, of which costs (n,) int64 are known: equal sums as far as possible, and numbers of
+    rows that differ by at most one.
 
-    Greedy: the most expensive row goes first, to the rank with the lowest cost so far. Then the ranks with
-    the highest and the lowest cost exchange rows, as long as that helps.
+    Greedy: the most expensive row goes first, to the rank with the lowest sum so far. Then the ranks with the
+    highest and the lowest sum exchange rows, as long as that helps. The work is that of sorting.
     """
-    most_rows = math.ceil(len(rows) / ranks)
+    most_rows = math.ceil(len(costs) / ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    by_cost = sorted(range(len(rows)), key=costs.__getitem__, reverse=True)
-    for row in by_cost:
-        open_ranks = [rank for rank in range(ranks) if len(shares[rank]) < most_rows]
-        rank = min(open_ranks, key=loads.__getitem__)
+    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (sum, rank)
+    order = torch.sort(costs, descending=True, stable=True).indices
+    for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
+        load, rank = heapq.heappop(open_ranks)
         shares[rank].append(row)
-        loads[rank] += costs[row]
+        if len(shares[rank]) < most_rows:
+            heapq.heappush(open_ranks, (load + cost, rank))
+    loads = [int(costs[share].sum()) for share in shares]
     for _ in range(4 * ranks):
         low = min(range(ranks), key=loads.__getitem__)
         high = max(range(ranks), key=loads.__getitem__)
         gap = loads[high] - loads[low]
         expensive = shares[high]
         cheap = shares[low]
-        i, j, moved = _best_exchange(expensive, cheap, costs, gap)
+        if not (gap and cheap):
+            break
+        i, j = _best_exchange(costs[expensive], costs[cheap], gap)
+        moved = int(costs[expensive[i]] - costs[cheap[j]])
         if not 0 < moved < gap:
             break
         expensive[i], cheap[j] = cheap[j], expensive[i]
         loads[high] -= moved
         loads[low] += moved
-    return [[rows[i] for i in share] for share in shares]
+    return shares
 
 
-def _best_exchange(
-    expensive: list[int], cheap: list[int], costs: list[float], gap: float
-) -> tuple[int, int, float]:
-    """(i, j, moved): exchanging the rows expensive[i] and cheap[j] moves this cost. gap: between the loads of
-    their ranks; the best exchange moves half of it.
+def _best_exchange(expensive: Tensor, cheap: Tensor, gap: int) -> tuple[int, int]:
+    """(i, j): the exchange of the rows with the costs expensive[i] and cheap[j] that moves most nearly half
+    of the gap between the sums of their ranks.
     """
-    best = (0, 0, 0.0)
-    best_distance = math.inf
-    for i, expensive_row in enumerate(expensive):
-        for j, cheap_row in enumerate(cheap):
-            moved = costs[expensive_row] - costs[cheap_row]
-            distance = abs(moved - gap / 2)
-            if distance < best_distance:
-                best = (i, j, moved)
-                best_distance = distance
-    return best
+    by_cost, order = cheap.sort()
+    wanted = expensive - gap // 2  # (n,): the partner of each expensive row
+    above = torch.searchsorted(by_cost, wanted).clamp(max=len(cheap) - 1)
+    below = (above - 1).clamp(min=0)
+    partners = torch.stack([above, below])  # (2, n)
+    distances = (by_cost[partners] - wanted).abs()
+    which, i = divmod(int(distances.argmin()), len(expensive))
+    return i, int(order[partners[which, i]])
 
 
 def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
