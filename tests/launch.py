@@ -72,8 +72,8 @@ class Launch:
         return self.pids
 
     def alive(self) -> list[int]:
-        """The ranks whose process is there, and no mere entry that nobody has waited for."""
-        return [rank for rank, pid in self.pids.items() if _state(pid) not in ("", "Z")]
+        """The ranks of whose process a thread is left: until then its files are open, and locked."""
+        return [rank for rank, pid in self.pids.items() if _has_threads(pid)]
 
     def end(self, seconds: float = 120) -> int:
         """torchrun's exit code, when it has ended and all output is read. No worker may be left."""
@@ -199,8 +199,10 @@ def _run_rank(words: list[str], env: dict[str, str], cwd: Path, output: Path) ->
     runpy.run_path(words[0], run_name="__main__")
 
 
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""
+def _has_threads(pid: int) -> bool:
+    """Whether any thread is more than an entry that nobody has waited for."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):
+            if stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+                return True
+    return False
