@@ -44,12 +44,14 @@ def count(world, lever, flags):
             wire.__exit__(None, None, None)
 
     hook = register_optimizer_step_post_hook(at_step)
-    logits, loss.CHUNK_LOGITS = loss.CHUNK_LOGITS, 1 if lever == "many_chunks" else 2**26
+    tokens_of_chunk = loss.tokens_of_chunk
+    if lever == "many_chunks":
+        loss.tokens_of_chunk = lambda vocabulary: 64
     try:
         finetune.main(finetune.Config(**flags, steps=3, save_every=0, save_model=False))
     finally:
         hook.remove()
-        loss.CHUNK_LOGITS = logits
+        loss.tokens_of_chunk = tokens_of_chunk
     return wire.gathered, wire.reduced, wire.other
 
 

@@ -33,7 +33,9 @@ from .sharding import reshard
 
 # fp32 logits (c, V), as the model gives them, and targets (c,) -> the loss of each token (c,)
 PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-CHUNK_LOGITS = 2**26  # logits alive at a time: 256 MiB in fp32
+CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
+LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
+BLOCK_SIZE = 2**20  # numbers that a CPU works on at a time, so that they stay in its cache
 # Fields of configs (see logits.py).
 AFTER_HEAD = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 AFTER_HEAD += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier")
@@ -43,13 +45,13 @@ def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
     """Make `model(ids, labels=labels)` return the summed cross-entropy of its trained tokens, a () fp32
     tensor, without full logits.
 
-    Without labels the model answers as before. chunk_tokens 0: as many as CHUNK_LOGITS allows. Call it on the
+    Without labels the model answers as before. chunk_tokens 0: see tokens_of_chunk. Call it on the
     unsharded or the sharded model; nothing is computed here. `check_chunked_loss` should follow once the
     weights are there.
     """
     head = model.get_output_embeddings()
     head.logits_to_loss = _transforms(model)[0]
-    head.chunk_tokens = chunk_tokens or max(64, CHUNK_LOGITS // head.weight.shape[0])
+    head.chunk_tokens = chunk_tokens or tokens_of_chunk(head.weight.shape[0])
     head.forward = MethodType(_head_forward, head)
     model.full_logits = False
     model.forward = MethodType(_model_forward, model)
@@ -147,8 +149,8 @@ def _head_forward(self, hidden, targets=None, per_token=None):
 class _ChunkedLoss(torch.autograd.Function):
     """The summed loss of F.linear(hidden, weight, bias), gradients included, c tokens at a time.
 
-    Extra memory: c * V logits and their gradient; the gradient of the hidden states; an fp32 gradient of the
-    weight (summing chunks in bf16 would lose small terms), which becomes the weight's dtype at the end.
+    Extra memory: c * V logits and their gradient; the gradient of the hidden states; with several chunks in
+    16 bit the gradient of the weight in fp32, see _WeightGradient.
     """
 
     @staticmethod
@@ -157,11 +159,13 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
         if grad and ctx.needs_input_grad[0]:
             ctx.hidden = torch.empty_like(hidden)
-        if grad and weight.requires_grad:
-            ctx.weight = torch.zeros_like(weight, dtype=torch.float32)
+        weight_gradient = _WeightGradient(weight) if grad and weight.requires_grad else None
         if grad and bias is not None and bias.requires_grad:
             ctx.bias = torch.zeros_like(bias, dtype=torch.float32)
-        for start, end in chunk_bounds(len(hidden), chunk_tokens):
+        if weight_gradient and not len(hidden):
+            ctx.weight = torch.zeros_like(weight)  # all ranks reduce it
+        chunks = chunk_bounds(len(hidden), chunk_tokens)
+        for number, (start, end) in enumerate(chunks, 1):
             h = hidden[start:end]  # (c, D)
             with torch.enable_grad():
                 logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
@@ -174,16 +178,18 @@ class _ChunkedLoss(torch.autograd.Function):
             total += loss
             if not grad:
                 continue
-            d_logits = d_shown.to(shown.dtype)  # (c, V)
             if shown is not logits:
-                (d_logits,) = torch.autograd.grad(shown, logits, d_logits)
+                (d_logits,) = torch.autograd.grad(shown, logits, d_shown.to(shown.dtype))
+            elif d_shown.dtype == logits.dtype:
+                d_logits = d_shown
+            else:
+                d_logits = logits.detach().copy_(d_shown)  # (c, V), in their memory
             if ctx.hidden is not None:
                 torch.mm(d_logits, weight, out=ctx.hidden[start:end])
-            if ctx.weight is not None:
-                ctx.weight += d_logits.T @ h
+            if weight_gradient:
+                ctx.weight = weight_gradient.add(d_logits, h, number == 1, number == len(chunks))
             if ctx.bias is not None:
                 ctx.bias += d_logits.sum(0)
-        ctx.weight = ctx.weight if ctx.weight is None else ctx.weight.to(weight.dtype)
         ctx.bias = ctx.bias if ctx.bias is None else ctx.bias.to(weight.dtype)
         return total
 
@@ -193,6 +199,59 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = [g if g is None else g.mul_(scale) for g in (ctx.hidden, ctx.weight, ctx.bias)]
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
         return (*grads, None, None, None, None, None)
+
+
+class _WeightGradient:
+    """d_logits.T @ h, summed over the chunks: (V, D) in the weight's dtype.
+
+    In 16 bit the sum is made in fp32, because small terms would be lost; a single chunk needs no sum. A GPU
+    adds to it within the product. A CPU does so in blocks of rows, which stay in its cache; as they are cast
+    their memory is given back.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+        self.blocks: list[torch.Tensor] = []  # the sum so far, fp32 in 16 bit: (b, D) each
+        whole = weight.device.type == "cuda" or weight.dtype == torch.float32
+        self.block_rows = len(weight) if whole else max(64, BLOCK_SIZE // weight.shape[1])
+
+    def add(self, d_logits: torch.Tensor, h: torch.Tensor, first: bool, last: bool):
+        """Add the product of d_logits (c, V) and h (c, D); the gradient after the last chunk, else None."""
+        products = [part.T for part in d_logits.split(self.block_rows, 1)]  # (b, c) each
+        if first and last:
+            return d_logits.T @ h
+        if first:
+            self.blocks = [_fp32_product(part, h) for part in products]
+        else:
+            for block, part in zip(self.blocks, products, strict=True):
+                _add_product(block, part, h)
+        if not last:
+            return None
+        gradient = torch.empty_like(self.weight)
+        for rows in gradient.split(self.block_rows):
+            rows.copy_(self.blocks.pop(0))
+        return gradient
+
+
+def _fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if left.device.type == "cuda" and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, in fp32 where torch has such a product."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif left.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def tokens_of_chunk(vocabulary: int) -> int:
+    """Tokens of a chunk: more where the vocabulary is small, fewer where it is very large."""
+    return max(64, LEAST_LOGITS // vocabulary, min(CHUNK_TOKENS, MOST_LOGITS // vocabulary))
 
 
 def chunk_bounds(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
@@ -207,13 +266,19 @@ def _cross_entropy_in_place(
 
     torch's own needs four tensors of this size, and they are what a step's memory peaks at.
     """
-    logits -= logits.amax(-1, keepdim=True)
-    right = logits.gather(1, targets[:, None])  # (c, 1)
-    sums = logits.exp_().sum(-1, keepdim=True)
-    loss = (sums.log() - right).sum()
-    gradient = logits.div_(sums)
-    gradient.scatter_add_(1, targets[:, None], torch.full_like(right, -1.0))
-    return loss, gradient
+    loss = torch.zeros((), dtype=torch.float32, device=logits.device)
+    at_a_time = (
+        max(1, BLOCK_SIZE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    )
+    blocks = zip(logits.split(at_a_time), targets.split(at_a_time), strict=True)
+    for block, right_ones in blocks:  # (r, V), which stays in a CPU's cache, and (r,)
+        block -= block.amax(-1, keepdim=True)
+        right = block.gather(1, right_ones[:, None])  # (r, 1)
+        sums = block.exp_().sum(-1, keepdim=True)
+        loss += (sums.log() - right).sum()
+        block.div_(sums)
+        block.scatter_add_(1, right_ones[:, None], torch.full_like(right, -1.0))
+    return loss, logits
 
 
 def _differentiate(

@@ -87,6 +87,7 @@ def planner_of(workload: Workload, world: World) -> Planner:
         local=world.local_ranks,
         replicate=workload.ranks // workload.shards,
         gpu=world.device.type == "cuda",
+        gloo=world.device.type == "cpu",
         optimizer=workload.optimizer,
         packed=workload.packing,
         sync_each=workload.sync_each_microbatch,

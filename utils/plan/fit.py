@@ -105,6 +105,7 @@ class Planner:
     local: int = 1  # ranks of one machine
     replicate: int = 1  # copies of the model
     gpu: bool = True  # whether devices have a memory of their own
+    gloo: bool = False  # whether gloo moves what ranks share, and not NCCL
     optimizer: str = "adamw"
     packed: bool = False
     sync_each: bool = False
@@ -197,6 +198,7 @@ class Planner:
             self.sync_each,
             offload,
             self.replicate,
+            self.gloo,
         )
         setting = Setting(self.shards, self.dtype, *how)
         states, on_host, stored, *_ = self.sizes(knobs)

@@ -193,6 +193,9 @@ class Replay:
         stream = ALL_REDUCE if has_replicas else REDUCE
         self.add("gradients", unit.last)
         self.add("gradients", output, REDUCE)
+        if self.setting.gloo and self.setting.shards > 1:
+            self.add("reduced", unit.reduced, REDUCE)
+            self.free("reduced", unit.reduced, REDUCE)
         self.add("gradients", cast, stream)
         self.free("gradients", unit.last)
         if cast:

@@ -33,6 +33,7 @@ class Setting:
     sync_each_microbatch: bool = False
     cpu_offload: bool = False  # states are on the host, and the device is another
     replicate: int = 1  # copies of the model, each cut over `shards` ranks (HSDP)
+    gloo: bool = False  # its reduce-scatter works on a copy of its input
 
 
 @dataclass(frozen=True)

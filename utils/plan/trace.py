@@ -8,6 +8,7 @@ There are two kinds of such tensors. Fake ones say that they are on the CPU, so 
 there. Meta ones take a third of the time; see meta.meta_tensors.
 """
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -323,27 +324,41 @@ def documents_found(packed: bool) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_in_values
 
 
+class Chunks(list):
+    """Bounds of the loss's chunks, which tell `live` when the second of three begins and ends."""
+
+    def __init__(self, bounds: list[tuple[int, int]], live: LiveBytes):
+        super().__init__(bounds)
+        self.live = live
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for i, chunk in enumerate(super().__iter__()):
+            self.live.second_chunk = i == 1 and len(self) == 3
+            yield chunk
+        self.live.second_chunk = False
+
+
 @contextmanager
 def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterator[None]:
     """The loss runs its first two chunks and its last. Those between are like the second: each begins with
-    what the one before has left.
+    what the one before has left. What a CPU would do in blocks is done at once: the peaks are the same.
     """
     all_of = loss.chunk_bounds
+    block_size = loss.BLOCK_SIZE
 
-    def few(tokens: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
+    def few(tokens: int, chunk_tokens: int) -> Chunks:
         chunks = bounds or all_of(tokens, chunk_tokens)
         if len(chunks) > 3:
             chunks = [*chunks[:2], chunks[-1]]
-        for i, chunk in enumerate(chunks):
-            live.second_chunk = i == 1 and len(chunks) == 3
-            yield chunk
-        live.second_chunk = False
+        return Chunks(chunks, live)
 
     loss.chunk_bounds = few
+    loss.BLOCK_SIZE = sys.maxsize
     try:
         yield
     finally:
         loss.chunk_bounds = all_of
+        loss.BLOCK_SIZE = block_size
 
 
 @contextmanager
