@@ -80,12 +80,13 @@ def test_other_losses_than_the_first_contender_s_are_a_failure(input_folder, bar
 
 def test_chunked_and_plain_loss_are_equal_and_another_is_a_failure(tmp_path):
     plain, chunked = (
-        ran(1, loss, f"{kind}_8k_4096", tmp_path, tmp_path / kind) for kind in ("plain", "chunked")
+        ran(1, loss, f"{kind}_32000_4096", tmp_path, tmp_path / kind)
+        for kind in ("plain", "chunked")
     )
     assert chunked["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    (tmp_path / "loss and gradient norm of 8k_4096").write_text("[1.0, 1.0]")
+    (tmp_path / "loss and gradient norms of 32000_4096").write_text("[1.0, 1.0, 1.0]")
     with pytest.raises(AssertionError, match="differ by"):
-        ran(1, loss, "plain_8k_4096", tmp_path, tmp_path / "wrong")
+        ran(1, loss, "plain_32000_4096", tmp_path, tmp_path / "wrong")
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
 LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
 BLOCK_SIZE = 2**20  # numbers that a CPU works on at a time, so that they stay in its cache
+PART_SIZE = 2**24  # numbers of which glibc gives the memory back to the system
 # Fields of configs (see logits.py).
 AFTER_HEAD = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 AFTER_HEAD += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier")
@@ -167,38 +168,46 @@ class _ChunkedLoss(torch.autograd.Function):
         chunks = chunk_bounds(len(hidden), chunk_tokens)
         for number, (start, end) in enumerate(chunks, 1):
             h = hidden[start:end]  # (c, D)
-            with torch.enable_grad():
-                logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
-                shown = transform(logits)
-            t = targets[start:end]  # (c,)
-            if per_token:
-                loss, d_shown = _differentiate(per_token, shown.detach().float(), t, grad)
-            else:
-                loss, d_shown = _cross_entropy_in_place(shown.detach().float(), t)
+            options = (transform, per_token, grad)
+            loss, d_logits = _loss_of_chunk(h, weight, bias, targets[start:end], *options)
             total += loss
-            if not grad:
-                continue
-            if shown is not logits:
-                (d_logits,) = torch.autograd.grad(shown, logits, d_shown.to(shown.dtype))
-            elif d_shown.dtype == logits.dtype:
-                d_logits = d_shown
-            else:
-                d_logits = logits.detach().copy_(d_shown)  # (c, V), in their memory
             if ctx.hidden is not None:
                 torch.mm(d_logits, weight, out=ctx.hidden[start:end])
             if weight_gradient:
                 ctx.weight = weight_gradient.add(d_logits, h, number == 1, number == len(chunks))
             if ctx.bias is not None:
                 ctx.bias += d_logits.sum(0)
+            del d_logits  # the next chunk needs the room
         ctx.bias = ctx.bias if ctx.bias is None else ctx.bias.to(weight.dtype)
         return total
 
     @staticmethod
     def backward(ctx, scale):
-        # In place: the graph is walked once, and these buffers are the largest of the step.
+        # In place: the graph is walked once, and these buffers are the largest of the step. A GPU would round
+        # a () tensor to the gradient's dtype first.
+        scale = scale.view(1) if scale.device.type == "cuda" else scale
         grads = [g if g is None else g.mul_(scale) for g in (ctx.hidden, ctx.weight, ctx.bias)]
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
         return (*grads, None, None, None, None, None)
+
+
+def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | None, grad: bool):
+    """(summed loss (), its gradient by the logits (c, V) in the weight's dtype, None without grad)."""
+    with torch.enable_grad():
+        logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
+        shown = transform(logits)
+    if per_token:
+        loss, d_shown = _differentiate(per_token, shown.detach().float(), targets, grad)
+    else:
+        loss, d_shown = _cross_entropy_in_place(shown.detach().float(), targets)
+    if not grad:
+        return loss, None
+    if shown is not logits:
+        (d_logits,) = torch.autograd.grad(shown, logits, d_shown.to(shown.dtype))
+        return loss, d_logits
+    if d_shown.dtype == logits.dtype:
+        return loss, d_shown
+    return loss, logits.detach().copy_(d_shown)  # in their memory
 
 
 class _WeightGradient:
@@ -211,40 +220,42 @@ class _WeightGradient:
 
     def __init__(self, weight: torch.Tensor):
         self.weight = weight
-        self.blocks: list[torch.Tensor] = []  # the sum so far, fp32 in 16 bit: (b, D) each
+        self.parts: list[torch.Tensor] = []  # the sum so far, fp32 in 16 bit: (p, D) each
+        rows, width = weight.shape
         whole = weight.device.type == "cuda" or weight.dtype == torch.float32
-        self.block_rows = len(weight) if whole else max(64, BLOCK_SIZE // weight.shape[1])
+        self.block_rows = rows if whole else max(1, BLOCK_SIZE // width)
+        blocks_of_part = max(1, PART_SIZE // (self.block_rows * width))
+        self.part_rows = rows if whole else self.block_rows * blocks_of_part
 
     def add(self, d_logits: torch.Tensor, h: torch.Tensor, first: bool, last: bool):
         """Add the product of d_logits (c, V) and h (c, D); the gradient after the last chunk, else None."""
-        products = [part.T for part in d_logits.split(self.block_rows, 1)]  # (b, c) each
         if first and last:
             return d_logits.T @ h
         if first:
-            self.blocks = [_fp32_product(part, h) for part in products]
-        else:
-            for block, part in zip(self.blocks, products, strict=True):
-                _add_product(block, part, h)
+            fp32 = {"dtype": torch.float32}
+            self.parts = [torch.empty_like(w, **fp32) for w in self.weight.split(self.part_rows)]
+        columns = d_logits.split(self.part_rows, 1)  # (c, p)
+        for part, of_part in zip(self.parts, columns, strict=True):
+            blocks = part.split(self.block_rows)  # (b, D)
+            for block, of_block in zip(blocks, of_part.split(self.block_rows, 1), strict=True):
+                _add_product(block, of_block.T, h, first)
         if not last:
             return None
         gradient = torch.empty_like(self.weight)
-        for rows in gradient.split(self.block_rows):
-            rows.copy_(self.blocks.pop(0))
+        for rows in gradient.split(self.part_rows):
+            rows.copy_(self.parts.pop(0))
         return gradient
 
 
-def _fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if left.device.type == "cuda" and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, in fp32 where torch has such a product."""
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: bool) -> None:
+    """total += left @ right, or total = left @ right; in fp32 where torch has such a product in 16 bit."""
+    beta = 0 if first else 1
     if left.dtype == torch.float32:
-        total.addmm_(left, right)
+        torch.addmm(total, left, right, beta=beta, out=total)
     elif left.device.type == "cuda":
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, out=total)
+    elif first:
+        total.copy_(left @ right)
     else:
         total += left @ right
 

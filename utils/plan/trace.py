@@ -344,7 +344,7 @@ def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterato
     what the one before has left. What a CPU would do in blocks is done at once: the peaks are the same.
     """
     all_of = loss.chunk_bounds
-    block_size = loss.BLOCK_SIZE
+    sizes = loss.BLOCK_SIZE, loss.PART_SIZE
 
     def few(tokens: int, chunk_tokens: int) -> Chunks:
         chunks = bounds or all_of(tokens, chunk_tokens)
@@ -353,12 +353,12 @@ def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterato
         return Chunks(chunks, live)
 
     loss.chunk_bounds = few
-    loss.BLOCK_SIZE = sys.maxsize
+    loss.BLOCK_SIZE = loss.PART_SIZE = sys.maxsize
     try:
         yield
     finally:
         loss.chunk_bounds = all_of
-        loss.BLOCK_SIZE = block_size
+        loss.BLOCK_SIZE, loss.PART_SIZE = sizes
 
 
 @contextmanager
