@@ -166,13 +166,18 @@ class _ChunkedLoss(torch.autograd.Function):
         if weight_gradient and not len(hidden):
             ctx.weight = torch.zeros_like(weight)  # all ranks reduce it
         chunks = chunk_bounds(len(hidden), chunk_tokens)
+        room = None  # (c, V) fp32, the same for all chunks: on a CPU fresh memory costs its page faults
+        if weight.dtype != torch.float32 and chunks:
+            room = weight.new_empty(chunks[0][1], len(weight), dtype=torch.float32)
         for number, (start, end) in enumerate(chunks, 1):
             h = hidden[start:end]  # (c, D)
-            options = (transform, per_token, grad)
+            options = (transform, per_token, grad, room)
             loss, d_logits = _loss_of_chunk(h, weight, bias, targets[start:end], *options)
             total += loss
             if ctx.hidden is not None:
                 torch.mm(d_logits, weight, out=ctx.hidden[start:end])
+            if number == len(chunks):
+                del room, options  # the gradient needs the memory
             if weight_gradient:
                 ctx.weight = weight_gradient.add(d_logits, h, number == 1, number == len(chunks))
             if ctx.bias is not None:
@@ -191,15 +196,19 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | None, grad: bool):
-    """(summed loss (), its gradient by the logits (c, V) in the weight's dtype, None without grad)."""
+def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | None, grad, room):
+    """(summed loss (), its gradient by the logits (c, V) in the weight's dtype, None without grad).
+
+    room: memory for the logits in fp32, at least (c, V), where the weight is in 16 bit.
+    """
     with torch.enable_grad():
         logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
         shown = transform(logits)
+    fp32 = shown.detach().float() if room is None else room[: len(h)].copy_(shown.detach())
     if per_token:
-        loss, d_shown = _differentiate(per_token, shown.detach().float(), targets, grad)
+        loss, d_shown = _differentiate(per_token, fp32, targets, grad)
     else:
-        loss, d_shown = _cross_entropy_in_place(shown.detach().float(), targets)
+        loss, d_shown = _cross_entropy_in_place(fp32, targets)
     if not grad:
         return loss, None
     if shown is not logits:
