@@ -36,7 +36,7 @@ PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
 LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
 BLOCK_SIZE = 2**20  # numbers that a CPU works on at a time, so that they stay in its cache
-PART_SIZE = 2**24  # numbers of which glibc gives the memory back to the system
+PART_SIZE = 2**24  # numbers of a part of a sum, whose memory goes back to the system by itself
 # Fields of configs (see logits.py).
 AFTER_HEAD = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 AFTER_HEAD += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier")
@@ -166,18 +166,16 @@ class _ChunkedLoss(torch.autograd.Function):
         if weight_gradient and not len(hidden):
             ctx.weight = torch.zeros_like(weight)  # all ranks reduce it
         chunks = chunk_bounds(len(hidden), chunk_tokens)
-        room = None  # (c, V) fp32, the same for all chunks: on a CPU fresh memory costs its page faults
-        if weight.dtype != torch.float32 and chunks:
-            room = weight.new_empty(chunks[0][1], len(weight), dtype=torch.float32)
+        rooms = _rooms_of_chunk(weight, chunks[0][1]) if chunks else ()
         for number, (start, end) in enumerate(chunks, 1):
             h = hidden[start:end]  # (c, D)
-            options = (transform, per_token, grad, room)
+            options = (transform, per_token, grad, rooms)
             loss, d_logits = _loss_of_chunk(h, weight, bias, targets[start:end], *options)
             total += loss
             if ctx.hidden is not None:
                 torch.mm(d_logits, weight, out=ctx.hidden[start:end])
             if number == len(chunks):
-                del room, options  # the gradient needs the memory
+                del rooms, options  # the gradient needs the memory
             if weight_gradient:
                 ctx.weight = weight_gradient.add(d_logits, h, number == 1, number == len(chunks))
             if ctx.bias is not None:
@@ -196,15 +194,26 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | None, grad, room):
-    """(summed loss (), its gradient by the logits (c, V) in the weight's dtype, None without grad).
-
-    room: memory for the logits in fp32, at least (c, V), where the weight is in 16 bit.
+def _rooms_of_chunk(weight: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Memory (c, V) for a chunk's logits, and for them in fp32 where the weight is in 16 bit. All chunks use
+    the same: on a CPU fresh memory costs its page faults, some 5 % of the loss's time.
     """
+    logits = weight.new_empty(tokens, len(weight))
+    if weight.dtype == torch.float32:
+        return logits, None
+    return logits, torch.empty_like(logits, dtype=torch.float32)
+
+
+def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | None, grad, rooms):
+    """(summed loss (), its gradient by the logits (c, V) in the weight's dtype, None without grad)."""
+    logits, fp32 = (None if room is None else room[: len(h)] for room in rooms)
+    torch.mm(h, weight.T, out=logits)
+    if bias is not None:
+        logits += bias
     with torch.enable_grad():
-        logits = F.linear(h, weight, bias).detach().requires_grad_(grad)  # (c, V)
+        logits = logits.detach().requires_grad_(grad)  # (c, V)
         shown = transform(logits)
-    fp32 = shown.detach().float() if room is None else room[: len(h)].copy_(shown.detach())
+    fp32 = shown.detach().float() if fp32 is None else fp32.copy_(shown.detach())
     if per_token:
         loss, d_shown = _differentiate(per_token, fp32, targets, grad)
     else:
@@ -222,9 +231,8 @@ def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | No
 class _WeightGradient:
     """d_logits.T @ h, summed over the chunks: (V, D) in the weight's dtype.
 
-    In 16 bit the sum is made in fp32, because small terms would be lost; a single chunk needs no sum. A GPU
-    adds to it within the product. A CPU does so in blocks of rows, which stay in its cache; as they are cast
-    their memory is given back.
+    In 16 bit the sum is made in fp32, because small terms would be lost; a single chunk needs no sum. A CPU
+    keeps the sum in parts: as they are cast their memory is given back.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -232,9 +240,7 @@ class _WeightGradient:
         self.parts: list[torch.Tensor] = []  # the sum so far, fp32 in 16 bit: (p, D) each
         rows, width = weight.shape
         whole = weight.device.type == "cuda" or weight.dtype == torch.float32
-        self.block_rows = rows if whole else max(1, BLOCK_SIZE // width)
-        blocks_of_part = max(1, PART_SIZE // (self.block_rows * width))
-        self.part_rows = rows if whole else self.block_rows * blocks_of_part
+        self.part_rows = rows if whole else max(1, PART_SIZE // width)
 
     def add(self, d_logits: torch.Tensor, h: torch.Tensor, first: bool, last: bool):
         """Add the product of d_logits (c, V) and h (c, D); the gradient after the last chunk, else None."""
@@ -243,11 +249,8 @@ class _WeightGradient:
         if first:
             fp32 = {"dtype": torch.float32}
             self.parts = [torch.empty_like(w, **fp32) for w in self.weight.split(self.part_rows)]
-        columns = d_logits.split(self.part_rows, 1)  # (c, p)
-        for part, of_part in zip(self.parts, columns, strict=True):
-            blocks = part.split(self.block_rows)  # (b, D)
-            for block, of_block in zip(blocks, of_part.split(self.block_rows, 1), strict=True):
-                _add_product(block, of_block.T, h, first)
+        for part, columns in zip(self.parts, d_logits.split(self.part_rows, 1), strict=True):
+            _add_product(part, columns.T, h, first)  # (p, D) += (p, c) @ (c, D)
         if not last:
             return None
         gradient = torch.empty_like(self.weight)
@@ -257,21 +260,36 @@ class _WeightGradient:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: bool) -> None:
-    """total += left @ right, or total = left @ right; in fp32 where torch has such a product in 16 bit."""
+    """total += left @ right, or total = left @ right; total is fp32.
+
+    A GPU adds within the product. A CPU has no product of 16 bit that ends in fp32: it adds blocks of rows,
+    which stay in its cache, in memory that all of them use.
+    """
     beta = 0 if first else 1
     if left.dtype == torch.float32:
         torch.addmm(total, left, right, beta=beta, out=total)
-    elif left.device.type == "cuda":
+        return
+    if left.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, out=total)
-    elif first:
-        total.copy_(left @ right)
-    else:
-        total += left @ right
+        return
+    block_rows = max(1, BLOCK_SIZE // total.shape[1])
+    product = left.new_empty(min(block_rows, len(total)), total.shape[1])  # (b, D)
+    in_fp32 = torch.empty_like(product, dtype=torch.float32)
+    for block, rows in zip(total.split(block_rows), left.split(block_rows), strict=True):
+        size = len(block)
+        torch.mm(rows, right, out=product[:size])
+        if first:
+            block.copy_(product[:size])
+        else:
+            block += in_fp32[:size].copy_(product[:size])
 
 
 def tokens_of_chunk(vocabulary: int) -> int:
-    """Tokens of a chunk: more where the vocabulary is small, fewer where it is very large."""
-    return max(64, LEAST_LOGITS // vocabulary, min(CHUNK_TOKENS, MOST_LOGITS // vocabulary))
+    """Tokens of a chunk: more where the vocabulary is small, fewer where it is very large. A multiple of 64,
+    with which products are fastest.
+    """
+    tokens = max(LEAST_LOGITS // vocabulary, min(CHUNK_TOKENS, MOST_LOGITS // vocabulary))
+    return max(64, tokens // 64 * 64)
 
 
 def chunk_bounds(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:

@@ -185,6 +185,14 @@ class LiveBytes(TorchDispatchMode):
         if number is not None:
             self.events.append(~number)
 
+    def count_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        """What it costs to add left @ right to `total`."""
+        part = (len(self.marks), self.second_chunk)
+        self.flops.append(2 * left.numel() * right.shape[1])
+        self.flop_parts.append(part)
+        self.moved += [total.nbytes] * 2
+        self.moved_parts += [part] * 2
+
     def mark(self, name: str) -> None:
         """A segment ends here."""
         self.marks.append((name, len(self.events)))
@@ -343,7 +351,7 @@ def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterato
     """The loss runs its first two chunks and its last. Those between are like the second: each begins with
     what the one before has left. What a CPU would do in blocks is done at once: the peaks are the same.
     """
-    all_of = loss.chunk_bounds
+    all_of, own_product = loss.chunk_bounds, loss._add_product
     sizes = loss.BLOCK_SIZE, loss.PART_SIZE
 
     def few(tokens: int, chunk_tokens: int) -> Chunks:
@@ -352,12 +360,19 @@ def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterato
             chunks = [*chunks[:2], chunks[-1]]
         return Chunks(chunks, live)
 
-    loss.chunk_bounds = few
+    def add_product(total, left, right, first) -> None:
+        if left.dtype != torch.float32 and not live.flash:  # a CPU, which adds in blocks
+            block = total[: max(1, sizes[0] // total.shape[1])]
+            buffers = torch.empty_like(block, dtype=left.dtype), torch.empty_like(block)
+            del buffers
+        live.count_product(total, left, right)
+
+    loss.chunk_bounds, loss._add_product = few, add_product
     loss.BLOCK_SIZE = loss.PART_SIZE = sys.maxsize
     try:
         yield
     finally:
-        loss.chunk_bounds = all_of
+        loss.chunk_bounds, loss._add_product = all_of, own_product
         loss.BLOCK_SIZE, loss.PART_SIZE = sizes
 
 
