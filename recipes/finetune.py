@@ -211,10 +211,16 @@ def main(cfg: Config) -> Path | None:
     act("plan")
     with together(world):
         workload = pick(
-            Workload, cfg, structure=structure, dtype=DTYPES[cfg.dtype], shards=axes["shard"],
-            ranks=world.ranks, seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
-            lora=pick(Lora, cfg), quant=pick(Quant, cfg),
-        )  # fmt: skip
+            Workload,
+            cfg,
+            structure=structure,
+            dtype=DTYPES[cfg.dtype],
+            shards=axes["shard"],
+            ranks=world.ranks,
+            seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
+            lora=pick(Lora, cfg),
+            quant=pick(Quant, cfg),
+        )
         plan = plan_memory(workload, pick(Knobs, cfg), world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
     lora, quant = pick(Lora, cfg), pick(Quant, cfg)
@@ -339,11 +345,18 @@ def main(cfg: Config) -> Path | None:
             done, seconds = step + 1, time.monotonic() - started
             tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
             log.step(
-                step=done, loss=loss, grad_norm=norm, lr=lr, trained_tokens=int(trained_tokens),
-                tokens=int(tokens), skipped=int(skipped > 0), seconds=seconds,
-                tokens_per_second=tokens / seconds, peak_memory_gib=peak_bytes / GIB,
+                step=done,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                trained_tokens=int(trained_tokens),
+                tokens=int(tokens),
+                skipped=int(skipped > 0),
+                seconds=seconds,
+                tokens_per_second=tokens / seconds,
+                peak_memory_gib=peak_bytes / GIB,
                 mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
-            )  # fmt: skip
+            )
             if profiler:
                 profiler.step()
             if held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0)):
@@ -369,9 +382,15 @@ def main(cfg: Config) -> Path | None:
         print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
     elif cfg.save_model:
         save_model(
-            result, model, pieces, world, save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer,
-            source=source.folder, eos_ids=end_of_turn_ids(tokenizer),
-        )  # fmt: skip
+            result,
+            model,
+            pieces,
+            world,
+            save_dtype=DTYPES[cfg.save_dtype],
+            tokenizer=tokenizer,
+            source=source.folder,
+            eos_ids=end_of_turn_ids(tokenizer),
+        )
     measured = plan.compare(world) | {"steps": steps, "global_batch_size": global_batch}
     write_plan(out, plan.planned, measured, world)
     print0(f"finished  {steps} steps; {result if cfg.save_model else out}")
