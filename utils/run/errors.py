@@ -204,9 +204,7 @@ def say_who_is_gone() -> None:
         if rank() == min(ranks_present()):
             advice = f"; {_memory_advice()}" if _memory_advice else ""
             names = ", ".join(map(str, gone[:5]))
-            killed = (
-                "if it said nothing itself, it was killed, most likely by the kernel for lack of memory"
-            )
+            killed = "if it said nothing itself, it was killed, most likely by the kernel for lack of memory"
             write_errors([f"rank {names} is gone in act '{_act}': {killed}{advice}"])
         _leave()
 
