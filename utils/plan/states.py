@@ -83,7 +83,6 @@ def estimate_states(
         if parameter.requires_grad:
             gradients += most * row_bytes
             adamw = 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
-            moments += (
-                adamw if optimizer == "adamw" else state_bytes(parameter, optimizer, shards, rank)
-            )
+            elements = mine * parameter[0].numel()
+            moments += adamw if optimizer == "adamw" else state_bytes(parameter, elements)
     return States(weights, gradients, moments)
