@@ -25,21 +25,12 @@ from torch import nn
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
 from utils.model.adapter_file import base_of
-from utils.model.folder import (
-    find_model,
-    open_weights,
-    quiet_transformers,
-    read_config,
-    read_json,
-)
-from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.folder import quiet_transformers, read_json
+from utils.model.loading import load_pieces
 from utils.model.lora import save_adapter
 from utils.model.merge import allocate, plan_merge, save_merged
 from utils.model.saving import save_model
 from utils.model.sharding import DTYPES, shard_model
-from utils.plan.parts import plan_parts
-from utils.plan.planned import MemoryPlan
-from utils.plan.states import estimate_states
 from utils.run.disk import check_space
 from utils.run.distributed import World, init_distributed, stop_distributed, together
 from utils.run.errors import act, check, print0, report_errors
@@ -48,8 +39,7 @@ from utils.run.folder import releases_output
 from utils.run.mesh import build_mesh
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
-from utils.run.units import MIB
-from utils.train.trained_run import add_run_adapter, check_weights, find_run, load_weights
+from utils.train.trained_run import Trained, load_weights, open_trained
 
 WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TOKENIZER = (
@@ -68,8 +58,6 @@ class Config:
     adapter: str = ""  # folder of a LoRA adapter, as peft writes it
     checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
     trust_remote_code: bool = False  # run Python code that comes with the model
-
-    force: bool = False  # begin though the plan says that it does not fit
 
     # Where
     output_dir: str = ""  # the new folder
@@ -100,110 +88,65 @@ def main(cfg: Config) -> Path:
             is_empty_folder or not os.path.lexists(out),
             f"--output_dir {out} holds something, and is not overwritten (fix: another one)",
         )
-    checkpoint, run = None, {}  # run: the settings of the checkpoint's run
-    if cfg.checkpoint:
-        checkpoint, run = find_run(cfg.checkpoint, world)
+        base = cfg.model
+        if cfg.adapter and not base:
+            base = base_of(Path(cfg.adapter))
+    trained = open_trained(base, "", cfg.checkpoint, "", world, cfg.trust_remote_code)
     with together(world):
-        base = cfg.model or run.get("model")
-        if cfg.adapter:
-            base = base or base_of(Path(cfg.adapter))
-        check(base, "the base model is not known (fix: --model FOLDER)")
-    folder = find_model(base, world, cfg.trust_remote_code)
-    tokenizer_folder = folder
-    if run.get("tokenizer"):
-        tokenizer_folder = find_model(run["tokenizer"], world, cfg.trust_remote_code)
-    is_lora_run = bool(run.get("lora_rank") or run.get("adapter"))
-    with together(world):
-        config = read_config(folder, cfg.trust_remote_code)
-        weights = open_weights(folder)
-        dtype = DTYPES[run.get("param_dtype", "fp32")]
-        model = build_model(config, dtype, "auto", cfg.trust_remote_code)  # on meta
-        pieces = plan_pieces(model, weights, folder)  # checkpoint tensor -> its place in the model
-        files = {info.file for info in weights.values()}
+        files = {info.file for info in trained.source.weights.values()}
         disk_bytes = sum(os.stat(file).st_size for file in files)
-        if cfg.adapter:
-            merge = plan_merge(model, pieces, Path(cfg.adapter))
-        else:
-            if is_lora_run:
-                adapter = add_run_adapter(model, "", run)
-            template = run.get("chat_template", "")
-            tokenizer = load_tokenizer(tokenizer_folder, template, cfg.trust_remote_code)
-        if checkpoint:
-            check_weights(checkpoint, model)
     parent = next(path for path in out.parents if path.is_dir())
     check_space(parent, disk_bytes, world)
-    print0(f"model     {base}: {len(weights)} tensors")
-    with together(world):
-        if cfg.adapter:
-            plan = plan_merging(model, world, cfg.force)
-        elif is_lora_run:
-            plan = plan_adapter(model, world, cfg.force)
-        else:
-            plan = plan_saving(model, world, cfg.force)
+    print0(f"model     {trained.name}: {trained.source.sentence()}")
 
+    # --- write: an adapter merged into its base, an adapter, or a model -------------------------
+    act("write")
     if cfg.adapter:
-        # --- merge: each rank its own files, one tensor at a time ---------------------------------
-        act("merge")
-        copy_others = partial(copy_companions, folder, Path(cfg.adapter))
-        counts = save_merged(out, merge, world, copy_others)
-        print0(f"merged    {counts}")
-    elif is_lora_run:
-        # --- adapter: what trained, without its base ----------------------------------------------
-        act("adapter")
-        allocate(model, [name for name, p in model.named_parameters() if p.requires_grad])
-        load_weights(checkpoint, model)
-        base_name = str(folder.absolute()) if Path(base).is_dir() else base
-        line = save_adapter(out, model, adapter, base_name, world, tokenizer)
-        print0(f"adapter   {line}")
+        merge_adapter(trained, Path(cfg.adapter), out, world)
+    elif trained.adapter:
+        write_adapter(trained, out, world)
     else:
-        # --- model: the shards of the checkpoint, into a new folder -------------------------------
-        act("load")
-        shard_model(model, build_mesh(world), torch.float32)
-        state = model.state_dict(keep_vars=True)
-        buffers = [p for p in pieces if not isinstance(state[p.param], nn.Parameter)]
-        load_pieces(model, buffers, world.device)
-        load_weights(checkpoint, model)
-        act("save")
-        save_model(
-            out,
-            model,
-            pieces,
-            world,
-            save_dtype=DTYPES[run.get("save_dtype", "original")],
-            tokenizer=tokenizer,
-            eos_ids=end_of_turn_ids(tokenizer),
-            source=folder,
-        )
-    plan.compare(world)
+        write_model(trained, out, world)
     print0(f"finished  {out}")
     return out
 
 
-def plan_merging(model: nn.Module, world: World, force: bool) -> MemoryPlan:
-    """What a merge needs of the host; its adapter is in memory already, its base on meta."""
-    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.is_meta]
-    parts = {"the largest weight, read and merged": 3 * max(sizes, default=0), "buffers": 32 * MIB}
-    return plan_parts("merge", parts, world, fewer_ranks(world), force)
+def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> None:
+    """Each rank its own files of the base, one tensor at a time."""
+    with together(world):
+        merge = plan_merge(trained.model, trained.pieces, adapter)
+    copy_others = partial(copy_companions, trained.source.folder, adapter)
+    print0(f"merged    {save_merged(out, merge, world, copy_others)}")
 
 
-def plan_adapter(model: nn.Module, world: World, force: bool) -> MemoryPlan:
-    """What an adapter needs of the host: every rank holds all of it, and nothing of its base."""
-    adapter_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    parts = {"adapter": adapter_bytes, "buffers": 32 * MIB}
-    return plan_parts("adapter", parts, world, fewer_ranks(world), force)
+def write_adapter(trained: Trained, out: Path, world: World) -> None:
+    """What trained, without its base: every rank holds all of it."""
+    model = trained.model
+    allocate(model, [name for name, p in model.named_parameters() if p.requires_grad])
+    load_weights(trained.checkpoint, model)
+    tokenizer = load_tokenizer(*trained.tokenizer)
+    line = save_adapter(out, model, trained.adapter, trained.name, world, tokenizer)
+    print0(f"adapter   {line}")
 
 
-def plan_saving(model: nn.Module, world: World, force: bool) -> MemoryPlan:
-    """What a model in shards needs of the host."""
-    parts = {"weights": estimate_states(model, world.size).weights, "buffers": 32 * MIB}
-    return plan_parts("save", parts, world, "a machine with more memory", force)
-
-
-def fewer_ranks(world: World) -> str:
-    """What helps where each rank needs the same memory."""
-    if world.size == 1:
-        return "a machine with more memory"
-    return f"--nproc_per_node {world.size // 2}"
+def write_model(trained: Trained, out: Path, world: World) -> None:
+    """The shards of the checkpoint, into a new folder."""
+    model = shard_model(trained.model, build_mesh(world), torch.float32)
+    state = model.state_dict(keep_vars=True)
+    buffers = [p for p in trained.pieces if not isinstance(state[p.param], nn.Parameter)]
+    load_pieces(model, buffers, world.device)
+    load_weights(trained.checkpoint, model)
+    tokenizer = load_tokenizer(*trained.tokenizer)
+    save_model(
+        out,
+        model,
+        trained.pieces,
+        world,
+        save_dtype=DTYPES[trained.run.get("save_dtype", "original")],
+        tokenizer=tokenizer,
+        eos_ids=end_of_turn_ids(tokenizer),
+        source=trained.source.folder,
+    )
 
 
 def copy_companions(folder: Path, adapter: Path, temp: Path) -> None:

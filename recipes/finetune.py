@@ -194,7 +194,7 @@ def main(cfg: Config) -> Path | None:
         with together(world):
             fitted = fitted_before(out) if cfg.fit else {}  # what --fit found, stays
             cfg = replace(cfg, **fitted)
-        earlier = continue_run(out, cfg.resume, cfg, pick(BatchSizes, cfg), world)
+        earlier = continue_run(out, cfg.resume, cfg, world)
         if earlier.finished:
             print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
             return out

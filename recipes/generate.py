@@ -27,15 +27,8 @@ import transformers
 
 from utils.data.prompts import Prompt, encode_prompt, pad_left, read_prompts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
-from utils.model.folder import (
-    check_vocab,
-    find_model,
-    open_weights,
-    quiet_transformers,
-    read_config,
-    read_json,
-)
-from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.folder import check_vocab, quiet_transformers, read_json
+from utils.model.loading import load_pieces
 from utils.model.sharding import DTYPES, compute_alone, settle_dtype, shard_model
 from utils.plan.parts import estimate_generation, needed, plan_parts
 from utils.plan.planned import MemoryPlan
@@ -49,12 +42,11 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0, report_errors
-from utils.run.files import open_own
 from utils.run.folder import releases_output
 from utils.run.mesh import build_mesh
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
-from utils.train.trained_run import add_run_adapter, check_weights, find_run, load_weights
+from utils.train.trained_run import load_weights, open_trained
 
 
 @dataclass
@@ -138,66 +130,45 @@ def main(cfg: Config) -> None:
             check_output(Path(cfg.output))
         if cfg.prompts:
             prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system)
-    checkpoint, run = None, {}  # run: the settings of the checkpoint's run
-    if cfg.checkpoint:
-        checkpoint, run = find_run(cfg.checkpoint, world)
+    dtype = settle_dtype(cfg.dtype, world.device)
+    trained = open_trained(
+        cfg.model, cfg.adapter, cfg.checkpoint, dtype, world, cfg.trust_remote_code
+    )
+    model = trained.model
     with together(world):
-        base = cfg.model or run.get("model")
-        tokenizer_name = run.get("tokenizer")
-        if cfg.adapter:
-            from utils.model.adapter_file import base_of
-
-            base = base or base_of(Path(cfg.adapter))
-            if (Path(cfg.adapter) / "tokenizer_config.json").exists():
-                tokenizer_name = cfg.adapter
-        check(base, "the base model is not known (fix: --model FOLDER)")
-    folder = find_model(base, world, cfg.trust_remote_code)
-    tokenizer_folder = folder
-    if tokenizer_name:
-        tokenizer_folder = find_model(tokenizer_name, world, cfg.trust_remote_code)
-    with together(world):
-        config = read_config(folder, cfg.trust_remote_code)
-        weights = open_weights(folder)
-        template = run.get("chat_template", "")
-        tokenizer = load_tokenizer(tokenizer_folder, template, cfg.trust_remote_code)
-        check_vocab(len(tokenizer), config.get_text_config().vocab_size)
-        dtype = DTYPES[settle_dtype(cfg.dtype, world.device)]
-        model = build_model(config, dtype, "auto", cfg.trust_remote_code)  # on meta
-        pieces = plan_pieces(model, weights, folder)  # checkpoint tensor -> its place in the model
-        settings = generation_settings(cfg, model, folder, tokenizer, world)
+        tokenizer = load_tokenizer(*trained.tokenizer)
+        check_vocab(len(tokenizer), trained.source.config.get_text_config().vocab_size)
+        settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         encoded = [encode(cfg, model, tokenizer, prompt) for prompt in prompts]
-        names = None  # of what adapters have renamed
-        if cfg.adapter or run.get("lora_rank") or run.get("adapter"):
-            from utils.model.lora import base_names, load_adapter
-
-            add_run_adapter(model, cfg.adapter, run)
-            names = base_names(model)
         if cfg.adapter:
+            from utils.model.lora import load_adapter
+
             load_adapter(model, Path(cfg.adapter))  # on meta this only checks names and shapes
-        if checkpoint:
-            check_weights(checkpoint, model)
     encoded = broadcast(world, encoded)
     with together(world):
-        plan = plan_memory(cfg, model, dtype, encoded, world)
+        plan = plan_memory(cfg, model, DTYPES[dtype], encoded, world)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     if world.size > 1:
         act("shard")
-        shard_model(model, build_mesh(world), dtype)
+        shard_model(model, build_mesh(world), DTYPES[dtype])
     else:
-        compute_alone(model, dtype)
+        compute_alone(model, DTYPES[dtype])
 
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
-    if checkpoint and names is None:  # every parameter comes from it; only buffers are read here
+    pieces = trained.pieces
+    if (
+        trained.checkpoint and not trained.adapter
+    ):  # it holds every parameter: buffers are read here
         state = model.state_dict(keep_vars=True)
         pieces = [p for p in pieces if not isinstance(state[p.param], torch.nn.Parameter)]
-    load_pieces(model, pieces, world.device, names=names)
+    load_pieces(model, pieces, world.device, names=trained.names)
     if cfg.adapter:
         with together(world):
             load_adapter(model, Path(cfg.adapter))
-    if checkpoint:
-        load_weights(checkpoint, model)
+    if trained.checkpoint:
+        load_weights(trained.checkpoint, model)
     model.eval()
 
     # --- generate ---------------------------------------------------------------------------------
@@ -374,7 +345,7 @@ def write_new(path: Path, text: str) -> None:
     """A file that is complete or absent, and never replaces another one."""
     temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
     try:
-        with open_own(temporary, "x") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
         exists = os.path.lexists(path)
         check(not exists, f"--output {path} was created meanwhile; the answers are in {temporary}")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch import forked
+from metrics import read_metrics
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -24,7 +25,6 @@ from utils.data.examples import load_examples
 from utils.data.tokens import load_tokenizer
 from utils.run.errors import ConfigError
 from utils.train.resume import Reader
-from utils.train.trained_run import read_metrics
 
 FILE = "adapter_model.safetensors"
 BASES = {"16bit": {}, "8bit": {"quantization": "8bit"}, "4bit": {"quantization": "4bit"}}

@@ -19,13 +19,13 @@ import time
 import finetune
 import pytest
 from launch import Forked, Launch
+from metrics import read_metrics
 from ranks import run_ranks
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.run.errors import ConfigError
 from utils.train.resume import newest_checkpoint
-from utils.train.trained_run import read_metrics
 
 FLAGS = {"steps": 6, "lr": 1e-3, "warmup": 1, "global_batch_size": 4, "save_every": 2, "keep": 0}
 slow = pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from metrics import read_metrics
 from ranks import run_ranks
 from tiny import tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +26,6 @@ from utils.run.log import RunLog
 from utils.run.trackers import Careful
 from utils.train.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
 from utils.train.optim import build_optimizer, check_packages
-from utils.train.trained_run import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {

@@ -31,8 +31,7 @@ class RunLog:
 
     Without a folder, or as start 0 of the run, it does nothing: so on all ranks but rank 0. On a terminal
     there is a progress bar with the time left, in a log only whole lines. done: the step that was resumed
-    from; run: which start of the run this is. Lines of later steps that an earlier start wrote stay;
-    `read_metrics` (trained_run.py) leaves them out.
+    from; run: which start of the run this is. Lines of later steps that an earlier start wrote stay.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ absent; then OUT/checkpoints/latest names it. DCP reads any sharding back into a
 Only tensors go through DCP: it unpickles everything else, and a pickle may run what it likes.
 """
 
-import fcntl
 import hashlib
 import io
 import json
@@ -24,7 +23,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO
 
 import numpy
 import torch
@@ -37,7 +35,6 @@ from ..model.pieces import local
 from ..run.disk import check_space, sync_path
 from ..run.distributed import World, all_reduce_sum, broadcast
 from ..run.errors import ConfigError, check, print0
-from ..run.files import check_not_linked, open_own, open_regular, own_opener
 from .async_save import Background
 
 Optimizer = torch.optim.Optimizer
@@ -49,8 +46,7 @@ VERSIONS = {"torch": str(torch.__version__), "transformers": version("transforme
 
 class CheckpointSaver:
     """Writes folder/step_%08d and keeps the newest `keep` (0: all). Every rank makes one, and calls alike.
-    Older ones are removed by a thread, behind the steps that follow: to free a large file takes a while. One
-    that an export or a resume elsewhere is reading stays until the save after.
+    Older ones are removed by a thread, behind the steps that follow: to free a large file takes a while.
     After the first save it warns where a SIGTERM would not leave the time for another.
 
     background: `save` copies the tensors to host memory and returns; a thread writes them (async_save.py).
@@ -174,12 +170,8 @@ def rng_state(device: torch.device) -> torch.Tensor:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were published, the oldest first; file times say nothing, leftovers do not count."""
-    found = (
-        [p for p in folder.iterdir() if re.fullmatch(r"step_[0-9]{8}", p.name)]
-        if folder.is_dir()
-        else []
-    )
-    return sorted(p for p in found if (p / "manifest.json").is_file())
+    found = [path for path in folder.glob("step_*") if re.fullmatch("step_[0-9]{8}", path.name)]
+    return sorted(path for path in found if (path / "manifest.json").is_file())
 
 
 def point_to(final: Path) -> None:
@@ -216,7 +208,6 @@ class _Writer(dcp.FileSystemWriter):
     def prepare_local_plan(self, plan):
         """What can be refused before anything is written."""
         if self.rank == 0:
-            check_not_linked(self.final.parent)
             free = not os.path.lexists(self.final)
             check(free, f"{self.final} exists, and is not overwritten (fix: move it away)")
             self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +255,7 @@ class _HashingFiles(dcp.filesystem.FileSystem):
 
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
-        with _HashingFile(io.FileIO(path, mode, opener=own_opener)) as stream:
+        with _HashingFile(io.FileIO(path, mode)) as stream:
             stream.files = self
             yield stream
         self.digests[Path(path).name] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
@@ -297,61 +288,17 @@ def _warn_of_grace(step_seconds: float, save_seconds: float) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with open_own(path, "x") as file:
+    with open(path, "x", encoding="utf-8") as file:
         file.write(text)
     sync_path(path)
 
 
-def hold_checkpoint(path: Path) -> IO[bytes] | None:
-    """A file that keeps a checkpoint from being removed as long as it is open; None where it is gone, or is
-    just being removed.
-
-    It is a shared lock on its manifest; the run that would remove it asks for one of its own. Where a file
-    system has no locks, the reader misses what is removed, in one line.
-    """
-    try:
-        manifest = open_regular(path / "manifest.json")  # open while it is read
-    except (OSError, ConfigError):
-        return None
-    try:
-        fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        manifest.close()
-        return None
-    except OSError:  # a file system without locks
-        pass
-    if os.fstat(manifest.fileno()).st_nlink == 0 or not (path / "manifest.json").exists():
-        manifest.close()
-        return None
-    return manifest
-
-
 def _retire(final: Path, keep: int) -> None:
-    """Remove all but the newest `keep` up to `final`, and what killed saves left behind. What somebody reads
-    stays until a later save.
-    """
-    older = [
-        path
-        for path in complete_checkpoints(final.parent)
-        if path < final and not path.is_symlink()
-    ]
+    """Remove all but the newest `keep` up to `final`, and what killed saves left behind."""
+    older = [path for path in complete_checkpoints(final.parent) if path < final]
     with suppress(OSError):  # what cannot be removed must not stop the training
         for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
-            with open(path / "manifest.json", "r+b", buffering=0) as manifest:
-                if not _is_mine_alone(manifest):
-                    continue
-                (path / "manifest.json").unlink()  # first: half a checkpoint must not look like one
-                os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
+            (path / "manifest.json").unlink()  # first: half a checkpoint must not look like one
+            os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
         for path in final.parent.glob(".tmp_*"):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _is_mine_alone(file: io.FileIO) -> bool:
-    """Whether nobody else has locked an open file; now this process has. So it is without locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

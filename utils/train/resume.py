@@ -11,7 +11,7 @@ import os
 import pickle
 import random
 import secrets
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy
@@ -23,29 +23,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, first_five, print0
-from ..run.files import CONFIG_BYTES, INDEX_BYTES, check_not_linked, open_regular, read_small_file
-from ..run.folder import at_end, holds_run
-from ..run.settings import BatchSizes, load_config
+from ..run.folder import holds_run
+from ..run.settings import load_config
 from .checkpoint import (
     RNG_BYTES,
     Optimizer,
     checkpoint_tensors,
     complete_checkpoints,
-    hold_checkpoint,
     reason_of,
 )
 
 PLAIN = (str, int, float, bool, type(None))  # what a setting is
-TEXTS = (
-    "model",
-    "tokenizer",
-    "dataset",
-    "adapter",
-    "chat_template",
-    "lora_targets",
-    "modules_to_save",
-)
-METADATA_BYTES = 2**29  # of what describes the tensors; 40 MB for 100,000 of them on 64 ranks
 SAFE_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",  # as Python 3.13 calls it
@@ -81,7 +69,6 @@ def continue_run(
     out: Path,
     resume: str,
     cfg: object,
-    sizes: BatchSizes,
     world: World,
     may_differ: tuple[str, ...] = ("output_dir", "resume", "log_every"),
 ) -> Resumed:
@@ -95,9 +82,13 @@ def continue_run(
     with together(world):
         text = f"--resume none, but {out} holds a run (fix: another --output_dir)"
         check(resume != "none" or not used, text)
-        finished, global_batch_size = finished_at(out) if used else (0, 0)
+        finished = finished_at(out) if used else 0
         if finished:
-            check_finished(out, cfg, sizes, global_batch_size, world.ranks, may_differ)
+            newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
+            saved = load_config(type(cfg), newest)
+            changed = differences(asdict(saved), asdict(cfg), but=may_differ)
+            text = f"{out} holds a finished run with other settings: {changed}"
+            check(not changed, f"{text} (fix: another --output_dir)")
     if finished:
         return Resumed(finished=finished)
     if resume == "none" or (resume == "auto" and not used):
@@ -118,26 +109,6 @@ def continue_run(
     return Resumed(checkpoint, state)
 
 
-def check_finished(
-    out: Path,
-    cfg: object,
-    sizes: BatchSizes,
-    global_batch_size: int,
-    ranks: int,
-    may_differ: tuple[str, ...],
-) -> None:
-    """Raise ConfigError where the run that finished in `out` had other settings. Batch sizes that divide the
-    same global batch are no others: each step learns from the same rows.
-    """
-    newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
-    saved = load_config(type(cfg), newest)
-    if divides_alike(sizes, global_batch_size, ranks):
-        may_differ += tuple(size.name for size in fields(BatchSizes))
-    changed = differences(asdict(saved), asdict(cfg), but=may_differ)
-    text = f"{out} holds a finished run with other settings: {changed}"
-    check(not changed, f"{text} (fix: another --output_dir)")
-
-
 def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
     """The checkpoint to continue from, every file of it compared with its manifest; None for a fresh start.
 
@@ -154,8 +125,6 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
             fix = "a folder like OUT/checkpoints/step_00000500"
             complete = (found[0] / "manifest.json").is_file()
             check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
-        if out not in found[0].parents and (held := hold_checkpoint(found[0])):
-            at_end(held.close)  # its own run may go on, and would remove it
     damaged: dict[Path, str] = {}
     for checkpoint in broadcast(world, found):
         said = sorted(
@@ -186,63 +155,35 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
 def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
     """What is wrong with this rank's share of a checkpoint's files; "" where all is as it was written."""
     try:
-        files = json.loads(read_small_file(checkpoint / "manifest.json", INDEX_BYTES))["files"]
-        expected = [
-            (name, int(file["bytes"]), str(file["sha256"])) for name, file in sorted(files.items())
-        ]
-        inside = {".metadata", "state.json"} <= files.keys() and not any(
-            "/" in name for name in files
-        )
-    except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        inside = False
-    if not inside:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        expected = [(name, file["bytes"], file["sha256"]) for name, file in sorted(files.items())]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return f"{checkpoint}/manifest.json is damaged"
+    if not {".metadata", "state.json"} <= files.keys() or any("/" in name for name in files):
         return f"{checkpoint}/manifest.json is damaged"
     for name, size, sha256 in expected[rank::ranks]:
         try:
-            with open_regular(checkpoint / name) as file:
-                there = os.fstat(file.fileno()).st_size
-                if there != size:
-                    return f"{checkpoint}/{name} has {there} bytes, {size} were written"
+            with open(checkpoint / name, "rb") as file:
+                found = os.fstat(file.fileno()).st_size
+                if found != size:
+                    return f"{checkpoint}/{name} has {found} bytes, {size} were written"
                 if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                     return f"{checkpoint}/{name} is not what was written (SHA-256)"
         except OSError as error:
             return f"{checkpoint}/{name}: {error.strerror}"
-        except ConfigError as error:
-            return str(error)
     return ""
 
 
-def finished_at(out: Path) -> tuple[int, int]:
-    """(the steps after which the run in `out` finished, its global batch), 0 where it has not; the global
-    batch is 0 where an earlier version finished it.
-    """
+def finished_at(out: Path) -> int:
+    """The steps after which the run in `out` finished, 0 where it has not."""
     path = out / "plan.json"
-    if not os.path.lexists(path):
-        return 0, 0
-    fix = "(fix: remove it, or another --output_dir)"
-    check_not_linked(path)
+    if not path.exists():
+        return 0
     try:
-        measured = json.loads(read_small_file(path, CONFIG_BYTES)).get("measured", {})
-        steps, global_batch = measured.get("steps", 0), measured.get("global_batch_size", 0)
-    except (ValueError, AttributeError, RecursionError):
+        return int(json.loads(path.read_text()).get("measured", {}).get("steps", 0))
+    except (ValueError, TypeError, AttributeError):
+        fix = "(fix: remove it, or another --output_dir)"
         raise ConfigError(f"{path}: not JSON, or not a plan {fix}") from None
-    for value in (steps, global_batch):
-        check(
-            type(value) is int and value >= 0,
-            f"{path}: measured: {str(value)[:40]} is no count {fix}",
-        )
-    return steps, global_batch
-
-
-def divides_alike(sizes: BatchSizes, global_batch_size: int, ranks: int) -> bool:
-    """Whether these batch sizes divide this global batch, or leave it open."""
-    if not global_batch_size or sizes.global_batch_size not in (0, global_batch_size):
-        return False
-    try:
-        replace(sizes, global_batch_size=global_batch_size).divide(ranks)
-    except ConfigError:
-        return False
-    return True
 
 
 def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
@@ -259,19 +200,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def read_state(path: Path) -> dict:
     """What the saver was given as `state`, "step" and "optimizer"; reads no tensor."""
     try:
-        state = json.loads(read_small_file(path / "state.json", INDEX_BYTES))
-    except (ConfigError, ValueError, RecursionError) as error:
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a complete checkpoint: state.json: {error}") from None
     good = isinstance(state, dict) and type(state.get("step")) is int and state["step"] >= 0
     check(good, f"{path} is not a complete checkpoint: state.json: no object with a step")
     settings = state.get("config", {})
     plain = isinstance(settings, dict) and all(type(v) in PLAIN for v in settings.values())
     check(plain, f"{path} is not a complete checkpoint: state.json: config: no plain settings")
-    odd = [name for name in TEXTS if not isinstance(settings.get(name, ""), str)]
-    check(
-        not odd,
-        f"{path} is not a complete checkpoint: state.json: config: no text: {', '.join(odd)}",
-    )
     return state
 
 
@@ -329,7 +265,7 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args, **kwargs) -> Metadata:
         file = Path(self.path) / ".metadata"
         try:
-            metadata = _Unpickler(io.BytesIO(read_small_file(file, METADATA_BYTES))).load()
+            metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
             if any("/" in info.relative_path for info in metadata.storage_data.values()):
                 raise ValueError("it points outside its folder")
             metadata.storage_meta.load_id = self.load_id

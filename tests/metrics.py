@@ -1,0 +1,14 @@
+"""What a run has written: `read_metrics(out / "metrics.jsonl")`."""
+
+import json
+from pathlib import Path
+
+
+def read_metrics(file: Path) -> list[dict]:
+    """The objects of metrics.jsonl, by step. Where a step was taken again after a restart, only the objects
+    of the last start stay.
+    """
+    objects = [json.loads(line) for line in file.read_text().splitlines()]
+    last_start = {found["step"]: found.get("run", 1) for found in objects}
+    kept = [found for found in objects if found.get("run", 1) == last_start[found["step"]]]
+    return sorted(kept, key=lambda found: found["step"])
