@@ -77,7 +77,6 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    verify: str = ""  # file of SHA-256 sums, as sha256sum writes it, to check the weights' files
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: FormName = "auto"  # of rows
@@ -181,7 +180,7 @@ def main(cfg: Config) -> Path | None:
     # --- folder: the model's, the run's, and what an earlier start left there ---------------------
     act("folder")
     trust = cfg.trust_remote_code
-    source = open_model(cfg.model, world, trust, cfg.verify)
+    source = open_model(cfg.model, world, trust)
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)

@@ -23,8 +23,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 
 import transformers
 
-from utils.model.folder import check_values, read_json
-from utils.model.hub import fetch_config
+from utils.model.folder import check_values, fetch_config, read_json
 from utils.model.sharding import DTYPES
 from utils.plan.fit import METHODS, Need, Planner
 from utils.plan.largest import largest_batch, longest

@@ -173,9 +173,7 @@ def test_what_a_model_says_does_not_move_the_cursor(capsys):
     assert capsys.readouterr().out == "two\nlines \\u001b[2J\\rerror: forged\\u202e\n\n"
 
 
-@pytest.mark.parametrize(
-    "flag", ["model", "dataset", "tokenizer", "chat_template", "verify", "eval_dataset"]
-)
+@pytest.mark.parametrize("flag", ["model", "dataset", "tokenizer", "chat_template", "eval_dataset"])
 def test_a_flag_cannot_forge_a_line(flag, tmp_path, capsys):
     """Its value is named in the error that it leads to."""
     rows = tmp_path / "rows.jsonl"

@@ -3,16 +3,13 @@
 HF_ENDPOINT is read when huggingface_hub is imported, so every case runs in processes of its own.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import signal
 import socket
 import struct
 import subprocess
 import sys
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -20,7 +17,7 @@ from threading import Thread
 import pytest
 from ranks import free_port, run_ranks
 
-from utils.model.hub import fetch_model
+from utils.model.folder import find_model
 from utils.run.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,13 +43,13 @@ WORKER = """
 import json, sys, time
 from utils.run.distributed import init_distributed
 from utils.run.errors import ConfigError
-from utils.model.hub import fetch_model
+from utils.model.folder import find_model
 
 world = init_distributed()
 for name in sys.argv[1:]:
     start = time.time()
     try:
-        answer = {"folder": str(fetch_model(name, world, trust_remote_code=name.endswith("-code")))}
+        answer = {"folder": str(find_model(name, world, trust_remote_code=name.endswith("-code")))}
     except ConfigError as error:
         answer = {"error": str(error), "agreed": error.agreed}
     print("ANSWER", json.dumps({**answer, "name": name, "seconds": time.time() - start}), flush=True)
@@ -186,21 +183,10 @@ def fetch(names, endpoint, home, ranks=1, prefix=(), **env) -> list[list[dict]]:
 
 @pytest.fixture(scope="module")
 def answers(hub, tmp_path_factory):
-    """What two ranks answer for each name, in one start of both; one file's lock has a dead holder."""
+    """What two ranks answer for each name, in one start of both."""
     home = tmp_path_factory.mktemp("hub")
     (home / "output" / "model").mkdir(parents=True)
-    lock = home / "hub/.locks/models--org--locked" / f"{ETAG}.lock"
-    lock.parent.mkdir(parents=True)
-    names = ["org/plain", "org/with-code", "org/cut", "org/reset", "org/locked"]
-    names += ["org/gated", "org/missing", "org/pickle", "./output/modle"]
-    child = os.fork()
-    if child == 0:
-        fcntl.flock(os.open(lock, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
-        signal.pause()
-    while not lock.exists():
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    names = ["org/plain", "org/with-code", "org/gated", "org/missing", "./output/modle"]
     per_rank = fetch(names, hub, home, ranks=2)
     return {name: [of_rank[i] for of_rank in per_rank] for i, name in enumerate(names)}
 
@@ -226,45 +212,23 @@ def test_model_code_comes_only_when_it_is_trusted(answers):
     assert files(answers["org/with-code"][0]["folder"]) == sorted([*FETCHED, "modeling_own.py"])
 
 
-def test_a_cut_download_goes_on_where_it_stopped(answers):
-    folder = Path(answers["org/cut"][0]["folder"])
-    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert gets("org/cut", "model.safetensors") == [(0, 12 * MIB), (10 * MIB, 4 * MIB)]
-
-
-def test_a_reset_connection_costs_that_file_only(answers):
-    folder = Path(answers["org/reset"][0]["folder"])
-    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert len(gets("org/reset", "config.json")) == 1
-
-
-def test_the_lock_of_a_dead_process_does_not_block(answers):
-    assert answers["org/locked"][1]["seconds"] < 10
-    assert files(answers["org/locked"][0]["folder"]) == FETCHED
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("org/gated", "model org/gated is gated (fix: accept its terms at http://127.0.0.1"),
-        ("org/missing", "model org/missing is neither a folder nor on the hub at http://127.0.0.1"),
-        ("org/pickle", "model org/pickle has no safetensors on the hub"),
-        ("./output/modle", "model ./output/modle is not a folder (did you mean output/model?)"),
+        (
+            "org/gated",
+            "org/gated is neither a folder nor can it be had from the hub: GatedRepoError",
+        ),
+        ("org/missing", "org/missing is neither a folder nor can it be had from the hub: Reposit"),
+        ("./output/modle", "./output/modle is not a folder (did you mean output/model?)"),
     ],
 )
 def test_what_cannot_be_fetched_is_one_line_on_all_ranks(answers, name, text):
     for answer in answers[name]:
-        assert answer["error"].startswith(text)
+        assert text in answer["error"]
         assert "\n" not in answer["error"]
         assert answer["agreed"]
         assert answer["seconds"] < 15
-
-
-def test_a_full_disk_is_one_line(hub, tmp_path):
-    small = ["bash", "-c", 'ulimit -f 4096 && exec "$@"', "bash"]  # no file above 4 MiB
-    ((answer,),) = fetch(["org/big"], hub, tmp_path, prefix=small)
-    assert answer["error"].startswith(f"model org/big cannot be stored in {tmp_path}/hub on ")
-    assert "File too large (fix: HF_HOME on another disk)" in answer["error"]
 
 
 def test_without_a_network_it_says_so_at_once_and_guesses_the_folder(tmp_path):
@@ -274,7 +238,7 @@ def test_without_a_network_it_says_so_at_once_and_guesses_the_folder(tmp_path):
     )
     assert answer["seconds"] < 15
     assert answer["error"].startswith(
-        "model output/modle is neither a folder (did you mean output/model?) nor reachable on the hub at http"
+        "output/modle is neither a folder (did you mean output/model?) nor can it be had from the hub"
     )
 
 
@@ -283,22 +247,21 @@ def test_offline_uses_the_cache_and_asks_nobody(answers, hub):
     before = list(Hub.served)
     ((cached, absent),) = fetch(["org/plain", "org/new"], hub, folder.parents[3], HF_HUB_OFFLINE=1)
     assert cached["folder"] == str(folder)
-    assert "nor in the cache" in absent["error"]
-    assert "HF_HUB_OFFLINE is set" in absent["error"]
+    assert "HF_HUB_OFFLINE" in absent["error"]
     assert Hub.served == before
 
 
 def _fetch_folder(world, name):
-    return fetch_model(name, world)
+    return find_model(name, world)
 
 
 def test_a_folder_is_returned_as_it_is(tmp_path):
-    assert run_ranks(_fetch_folder, 2, str(tmp_path)) == [tmp_path.resolve()] * 2
+    assert run_ranks(_fetch_folder, 2, str(tmp_path)) == [tmp_path] * 2
 
 
 def _fetch_own_folder(world, names):
     try:
-        return fetch_model(names[world.rank], world)
+        return find_model(names[world.rank], world)
     except ConfigError as error:
         return str(error), error.agreed
 
@@ -309,4 +272,4 @@ def test_a_folder_that_only_some_ranks_see_is_refused_by_all(tmp_path):
     )
     assert agreed
     assert first == second[0]
-    assert first.startswith("rank 1: model")
+    assert first.startswith("rank 1: ")

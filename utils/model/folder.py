@@ -12,6 +12,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -19,44 +20,17 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 
-from ..run.distributed import World, gather, together
-from ..run.errors import ConfigError, check, first_five, others_code
-from ..run.files import (
-    AGAIN,
-    CONFIG_BYTES,
-    INDEX_BYTES,
-    file_inside,
-    impostor,
-    read_small_json,
-)
-from .hub import fetch_model
-from .verify import check_hashes
+from ..run.distributed import World, gather, host_name, together
+from ..run.errors import ConfigError, check, first_five, others_code, reason_of_others
+from ..run.files import AGAIN, file_inside, impostor
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
-NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
-# What decides how much is allocated, and how long it takes; the limits are far above any model there is.
-# Families have names of their own for these (n_layer, d_model): their config class translates them.
-LIMITS = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 100_000_000)
-LIMITS |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10_000) | {
-    "num_hidden_layers": 1_000
-}
-# Other counts of modules, by the ends of their names; zero is a value that some have.
-MODULES = re.compile(r"(?:^|_)(layers?|blocks|depth|stages)$|^n_(layer|block|head)s?$")
-EXPERTS = re.compile(r"(^|_)(num|n)_.*experts?$|_experts?_num$")
-MOST_MODULES, MOST_EXPERTS, MOST_POSITIONS, MOST_LABELS = 1_000, 10_000, 1_000_000_000, 100_000
-POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-HEADER_BYTES, HEADER_VALUES, INDEX_VALUES = 100_000_000, 4_000_000, 2_000_000
 COSMETIC = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-COMPANIONS = (
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-    "*processor_config.json",
-)  # a save takes them along
+# What a hub id is fetched for, and the weights in other layouts.
+FILES = ["*.safetensors", "*.json", "tokenizer.*", "*.model", "*.jinja", "*.txt"]
+NOT_FILES = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]
 
 # What transformers lists as causal language models, and what cannot be trained as one: tests/test_families.py
 # finds the reasons again in tiny models.
@@ -92,12 +66,58 @@ class TensorInfo:
 
 
 def find_model(name: str, world: World, trust_remote_code: bool = False) -> Path:
-    """A folder as it is; anything else is a Hugging Face id, fetched once per machine. All ranks call it."""
-    # An adapter or a checkpoint may say it, and they come from anywhere.
-    check(isinstance(name, str), f"{str(name)[:40]} is no name of a model (fix: --model FOLDER)")
-    if all(gather(world, Path(name).is_dir())):
-        return Path(name)
-    return fetch_model(name, world, trust_remote_code)
+    """The folder of model `name`: a local folder as it is; anything else is a Hugging Face id, which the
+    first rank of each machine fetches: safetensors, tokenizer and configuration, and *.py if trusted.
+
+    Every rank calls it. Raises ConfigError on all ranks for what is neither a folder nor within reach.
+    huggingface_hub does the transfer, and where the hub is silent it takes its cache.
+    """
+    folder = Path(name).expanduser()
+    found = gather(world, folder.is_dir())
+    if all(found):
+        return folder
+    with together(world):
+        check(
+            not any(found) or folder.is_dir(),
+            f"{name} is no folder on {host_name()} (fix: a shared disk)",
+        )
+        known = folder.is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
+        check(known, f"{name} is not a folder{near_folder(folder)}, and no hub id like owner/name")
+    fetched = ""
+    with together(world, patient=True):
+        if world.local_rank == 0:
+            fetched = _fetch(name, trust_remote_code, near_folder(folder))
+    return Path(
+        gather(world, fetched)[world.rank - world.local_rank]
+    )  # of this machine's first rank
+
+
+def _fetch(name: str, trust_remote_code: bool, near: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    patterns = FILES + ["*.py"] * trust_remote_code
+    try:
+        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FILES)
+    except Exception as error:  # of the network, the hub, the disk
+        fix = "its name; HF_TOKEN where it is private or gated; HF_HOME on a disk with room"
+        what = f"{name} is neither a folder{near} nor can it be had from the hub"
+        raise ConfigError(f"{what}: {reason_of_others(error)} (fix: {fix})") from None
+
+
+def fetch_config(name: str, trust_remote_code: bool, fix: str) -> transformers.PretrainedConfig:
+    """The transformers config of a hub id, for what needs no weights."""
+    try:
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        what = f"--model {name} is no folder, and its config cannot be had from the hub"
+        raise ConfigError(f"{what}: {reason_of_others(error)} (fix: {fix})") from None
+
+
+def near_folder(folder: Path) -> str:
+    """A folder of almost the same name, as " (did you mean X?)"; else nothing."""
+    names = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    near = get_close_matches(folder.name, names, n=1)
+    return f" (did you mean {folder.with_name(near[0])}?)" if near else ""
 
 
 @dataclass(frozen=True)
@@ -113,16 +133,12 @@ class Source:
         return f"{(self.config.architectures or ['?'])[0]}, {len(self.weights)} tensors"
 
 
-def open_model(name: str, world: World, trust_remote_code: bool = False, sums: str = "") -> Source:
-    """find_model, read_config and open_weights; sums: a list of SHA-256 sums that the weights' files must
-    have. An error of any rank ends all of them.
-    """
+def open_model(name: str, world: World, trust_remote_code: bool = False) -> Source:
+    """find_model, read_config and open_weights. An error of any rank ends all of them."""
     folder = find_model(name, world, trust_remote_code)
     with together(world):
         config = read_config(folder, trust_remote_code)
         weights = open_weights(folder)
-        if sums:
-            check_hashes({info.file for info in weights.values()}, sums, world)
     return Source(folder, config, weights)
 
 
@@ -169,16 +185,14 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
 
 def read_json(file: Path) -> dict:
     """The object in a JSON file, a config or an index."""
-    index = Path(file).name.endswith(".index.json")
-    limits = (INDEX_BYTES, INDEX_VALUES) if index else (CONFIG_BYTES,)
+    text = file.read_bytes()
     try:
-        value = read_small_json(file, *limits)
-    except ValueError as error:
-        raise ConfigError(f"{file}: {str(error)[:100]} {AGAIN}") from None
-    check(
-        isinstance(value, dict),
-        f"{file}: expected a JSON object, got a {type(value).__name__} {AGAIN}",
-    )
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = impostor(text) or f"not JSON: {error}"
+        raise ConfigError(f"{file}: {reason} {AGAIN}") from None
+    kind = type(value).__name__
+    check(isinstance(value, dict), f"{file}: expected a JSON object, got a {kind} {AGAIN}")
     return value
 
 
@@ -191,7 +205,6 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
 
     file = file_inside(folder, "config.json")
     config = read_json(file)
-    check_values(file, config)
     for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):
         for field in RUNS_CODE if not trust_remote_code else ():
             fix = "--trust_remote_code if you have read it, or remove the field if transformers has the model"
@@ -247,110 +260,12 @@ def check_vocab(tokens: int, vocab_size: int) -> None:
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
-    """The config of a model folder, checked before transformers sees it; also checked is what else of the
-    folder a run will need at its end. ConfigError names the file.
-    """
+    """The config of a model folder, checked before transformers sees it. ConfigError names the file."""
     check_model_config(folder, trust_remote_code)
-    check_companions(folder)
     file = Path(folder) / "config.json"
     with others_code(str(file), "the config.json of a model that this transformers knows"):
         how = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        config = transformers.AutoConfig.from_pretrained(folder, **how)
-        vocab_size = config.get_text_config().vocab_size
-    check(type(vocab_size) is int, f"{file}: vocab_size: {vocab_size!r} is no whole number {AGAIN}")
-    return config
-
-
-def check_companions(folder: Path) -> None:
-    """Refuse files beside the weights that a save at the end of the run could not copy."""
-    for pattern in COMPANIONS:
-        for path in Path(folder).glob(pattern):
-            file_inside(folder, path.name)
-    if os.path.lexists(Path(folder) / "generation_config.json"):
-        file = file_inside(folder, "generation_config.json")
-        ends = read_json(file).get("eos_token_id")
-        for token in ends if isinstance(ends, list) else [ends]:
-            good = token is None or (type(token) is int and 0 <= token <= LIMITS["vocab_size"])
-            check(good, f"{file}: eos_token_id: {str(token)[:40]} is no token {AGAIN}")
-
-
-def check_values(file: Path, config: dict) -> None:
-    """Refuse values of a config that would cost minutes or gigabytes before anybody looks at a weight."""
-    sections = [config, *(value for value in config.values() if isinstance(value, dict))]
-    for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):
-        _check_sizes(file, section)
-        for name in ("dtype", "torch_dtype"):
-            value = section.get(name)
-            named = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
-            known = value is None or value == "auto" or isinstance(value, dict) or named
-            check(known, f"{file}: {name}: {str(value)[:40]} is no dtype of torch {AGAIN}")
-    for section in sections:
-        _check_counts(file, section)
-
-
-def _check_counts(file: Path, section: dict) -> None:
-    for name, value in section.items():
-        nan = isinstance(value, float) and value != value
-        check(not nan, f"{file}: {name}: NaN is no number {AGAIN}")
-        most = MOST_POSITIONS if name in POSITIONS else None
-        most = MOST_MODULES if MODULES.search(name) else most
-        most = MOST_EXPERTS if EXPERTS.search(name) else most
-        most = MOST_LABELS if name == "num_labels" else most
-        if most and isinstance(value, int | float):
-            check(value <= most, f"{file}: {name}: {str(value)[:40]} is more than {most:,} {AGAIN}")
-            some = value >= 0 or not EXPERTS.search(name)
-            check(some, f"{file}: {name}: {str(value)[:40]} is below 0 {AGAIN}")
-    for name in ("id2label", "label2id"):
-        labels = section.get(name)
-        good = labels is None or isinstance(labels, dict)
-        check(good, f"{file}: {name}: expected an object, got a {type(labels).__name__} {AGAIN}")
-
-
-def _check_sizes(file: Path, section: dict) -> None:
-    aliases = _aliases(section.get("model_type"))
-    for name, limit in LIMITS.items():
-        for key in (name, aliases.get(name)):
-            value = section.get(key)
-            # some models size each layer
-            for size in value if isinstance(value, list) else [value]:
-                good = size is None or (type(size) is int and 0 < size <= limit)
-                check(
-                    good,
-                    f"{file}: {key}: {str(size)[:40]} is not a whole number up to {limit} {AGAIN}",
-                )
-
-    def given(name: str) -> int:
-        value = section.get(name, section.get(aliases.get(name)))
-        return value if isinstance(value, int) else 0
-
-    hidden, heads, shared = map(
-        given, ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
-    fits = (
-        not heads
-        or hidden % heads == 0
-        or any("head_dim" in name and section[name] for name in section)
-    )
-    check(fits, f"{file}: hidden_size: {hidden} is no multiple of {heads} attention heads {AGAIN}")
-    fits = not heads or not shared or heads % shared == 0
-    check(
-        fits,
-        f"{file}: num_attention_heads: {heads} is no multiple of {shared} key-value heads {AGAIN}",
-    )
-    # rotary positions turn pairs of numbers
-    turns = any(name.startswith("rope_") for name in section)
-    width = given("head_dim") or (hidden // heads if heads else 0)
-    check(
-        not turns or width % 2 == 0,
-        f"{file}: head_dim: {width} is odd, and rope turns pairs {AGAIN}",
-    )
-
-
-def _aliases(kind: object) -> dict[str, str]:
-    """What the config class of a model type calls the fields of LIMITS."""
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        return {}
-    return dict(transformers.CONFIG_MAPPING[kind].attribute_map)
+        return transformers.AutoConfig.from_pretrained(folder, **how)
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
@@ -359,83 +274,32 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             pass  # RuntimeError: a file larger than memory, which safetensors would map whole
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            if size > HEADER_BYTES:
-                raise ValueError("a header that no model needs")
-            text = opened.read(size)
-            if text.count(b",") > HEADER_VALUES:
-                raise ValueError("more tensors than any model has")
-            header = json.loads(text)
-            header.pop("__metadata__", None)
-            end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            whole = os.fstat(opened.fileno()).st_size == end
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        what = error.strerror or error if isinstance(error, OSError) else damage(file)
-        raise ConfigError(f"{file}: {what} {AGAIN}") from None
-    check(whole, f"{file}: cut short, or longer than its header says {AGAIN}")
-    odd = [
-        f"{name} ({entry['dtype']})"
-        for name, entry in header.items()
-        if entry["dtype"] not in DTYPES
-    ]
-    check(
-        not odd,
-        f"{file}: dtypes that torch does not have: {first_five(odd)} (fix: another --model)",
-    )
-    entries = (
-        (n, DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"][0]) for n, e in header.items()
-    )
-    return {
-        name: TensorInfo(file, dtype, shape, 8 + size + at) for name, dtype, shape, at in entries
-    }
-
-
-def damage(file: Path) -> str:
-    """Why safetensors refused the file; its own words name neither the file nor the sizes."""
-    size = file.stat().st_size
-    with open(file, "rb") as raw:
-        start = raw.read(8)
-        needed = 8 + int.from_bytes(start, "little")
-        start += raw.read(min(needed, 10**8))
-    try:
-        tensors = json.loads(start[8:needed])
-        needed += max(
-            tensors[name]["data_offsets"][1] for name in tensors if name != "__metadata__"
-        )
-    except (ValueError, TypeError, LookupError, RecursionError):
-        if 8 <= size < needed <= 10**8:  # cut within the header
-            return f"damaged: its header alone needs {needed} bytes, the file has {size}"
-        return impostor(start) or f"not safetensors, in these {size} bytes"
-    return f"damaged: its header asks for {needed} bytes, the file has {size}"
+            header = json.loads(opened.read(size))
+            whole_bytes = os.fstat(opened.fileno()).st_size
+        header.pop("__metadata__", None)
+        infos = {}
+        for name, entry in header.items():
+            dtype = DTYPES[entry["dtype"]]
+            begin = 8 + size + entry["data_offsets"][0]
+            infos[name] = TensorInfo(file, dtype, tuple(entry["shape"]), begin)
+        end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        with open(file, "rb") as opened:
+            reason = impostor(opened.read(100)) or f"damaged, cut short or no safetensors: {error}"
+        raise ConfigError(f"{file}: {reason} {AGAIN}") from None
+    check(whole_bytes == end, f"{file}: cut short, or longer than its header says {AGAIN}")
+    return infos
 
 
 def nothing_to_read(folder: Path) -> str:
     """Why a folder without safetensors cannot be used, and how to make one of it that can."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    other = [
-        name for name in names if name.endswith(OTHER_FORMATS) and not name.startswith(NOT_WEIGHTS)
-    ]
+    other = [name for name in names if name.endswith(OTHER_FORMATS)]
     if not other:
-        held = first_five(names) or "nothing"
-        return (
-            f"{folder}: no model.safetensors and no index of one, but {held} (fix: another --model)"
-        )
-    readable = {".bin": "", ".gguf": f', gguf_file="{other[0]}"'}
-    fix = "another --model, or convert it with the tools of its format"
-    if (suffix := Path(other[0]).suffix) in readable:
-        load = f'from_pretrained("{folder}"{readable[suffix]})'
-        save = f'save_pretrained("{folder}-safetensors")'
-        both = "; ".join(
-            f"t.{auto}.{load}.{save}" for auto in ("AutoModelForCausalLM", "AutoTokenizer")
-        )
-        fix = f"if you trust this one, convert it: python -c 'import transformers as t; {both}'"
+        found = first_five(names) or "nothing"
+        return f"{folder}: no model.safetensors and no index of one, but {found} (fix: another --model)"
+    convert = f'AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW")'
+    fix = f"if you trust it, convert it with transformers: {convert}"
     return f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: {fix})"
 
 

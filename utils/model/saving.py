@@ -21,8 +21,11 @@ from ..run.disk import check_replaceable, check_space, disk_errors, publish, rem
 from ..run.distributed import World, all_reduce_sum, broadcast, together
 from ..run.errors import check
 from ..run.files import file_inside
-from .folder import COMPANIONS, INDEX, read_json
+from .folder import INDEX, read_json
 from .pieces import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
+
+# Files beside the weights that a save takes along.
+COMPANIONS = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*", "*processor_config.json")
 
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
 # (name of the file, first byte, the bytes as uint8, name of the tensor)
