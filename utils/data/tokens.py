@@ -161,12 +161,6 @@ def end_of_turn_ids(tokenizer) -> set[int]:
     return set(encode(tokenizer, end).ids[-1:]) & set(tokenizer.added_tokens_decoder)
 
 
-def generation_prompt_ids(tokenizer) -> list[int]:
-    """What add_generation_prompt adds after a user's turn."""
-    prompt, _ = _generation_prompt(tokenizer, tokenizer.get_chat_template())
-    return encode(tokenizer, prompt).ids
-
-
 def encode(tokenizer, text: str, special_as_text: bool = False) -> Encoding:
     """As tokenizer(text, add_special_tokens=False), without the lists that take a third of its time."""
     backend = tokenizer.backend_tokenizer
