@@ -101,6 +101,7 @@ def _prompt_of_row(row: Row, raw: bool) -> Prompt:
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     if last.get("role") != "assistant":
         messages = [*messages, {"role": "assistant", "content": "to come"}]
+    check(len(messages) > 1, f"{row.where}: no turn to answer; {FORMS}")
     try:
         messages, tools = to_messages(row.data | {"messages": messages}, "chat")
     except ValueError as error:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..run.errors import ConfigError, check, print0
-from ..run.files import impostor
+from ..run.files import file_inside, impostor
 from .templates import set_template
 
 # A folder without any of these has no tokenizer.
@@ -29,6 +29,8 @@ VOCABULARY_FILES = (
     "tekken.json",
     "tokenizer_config.json",
 )
+# What transformers may open for a tokenizer: nothing of it may lead out of the folder.
+OPENED = (*VOCABULARY_FILES, "*.json", "merges.txt", "*.jinja", "additional_chat_templates/*")
 MARK = "\ue0f0{}\ue0f1"  # stands for a text, to find out whether and where a template writes it
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HIDDEN = re.compile("[\U000f0000-\U000ffffd]\U000effff*")
@@ -51,6 +53,8 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         files,
         f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
     )
+    for path in (path for pattern in OPENED for path in Path(folder).glob(pattern)):
+        file_inside(Path(folder), str(path.relative_to(folder)))
     # Imported here because it imports torch, which the processes that tokenize do not need.
     from transformers import AutoTokenizer
 
