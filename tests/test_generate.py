@@ -255,7 +255,7 @@ def test_flags_that_cannot_work_are_refused_at_once(name):
 
 FILES = {
     "missing.txt": (None, "No such file"),
-    "missing.jsonl": (None, "No such file"),
+    "missing.jsonl": (None, "no such file"),
     "empty.txt": ("\n \n", "no prompts"),
     "long.txt": (
         "short\n" + "x" * 300,

@@ -134,22 +134,6 @@ def test_ranks_work_alike_in_tokens_and_in_attention(mean, packs):
         assert sum(ratios) / len(ratios) <= 1.02, power
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(2, 2), (7, 3), (64, 8), (130, 8), (4096, 8)])
-def test_rows_are_dealt_as_evenly_as_by_trying_every_exchange(rows, ranks):
-    costs = (torch.rand(rows, generator=torch.Generator().manual_seed(rows)) * 2**24).long()
-    shares = deal(costs, ranks)
-    assert sorted(chain.from_iterable(shares)) == list(range(rows))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert max(map(len, shares)) == -(-rows // ranks)
-    loads = [int(costs[share].sum()) for share in shares]
-    gap = max(loads) - min(loads)
-    expensive, cheap = (shares[loads.index(end)] for end in (max(loads), min(loads)))
-    moves = costs[expensive][:, None] - costs[cheap]  # of every exchange between the two
-    left = torch.minimum(moves, gap - moves).max()
-    assert left <= sum(loads) / ranks / 1000
-    assert rows < 8 * ranks or max(loads) <= 1.01 * sum(loads) / ranks
-
-
 # transformers refuses it: test_attention_that_its_class_cannot_is_refused
 WITHOUT_SDPA = ("gemma2",)
 ATTENTION = [(family, "eager") for family in KINDS]

@@ -17,7 +17,6 @@ from shell import shell
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
-from utils.data.show_data import histogram
 from utils.run.errors import ConfigError
 from utils.run.folder import claim_output
 
@@ -345,11 +344,3 @@ def test_masks_are_shown_and_nothing_else_happens(flags, tmp_path, capsys):
     assert "rows.jsonl:1\n" in shown
     assert shown.count("[[") == 1
     assert "[[yes" in shown
-
-
-def test_the_histogram_counts_every_row_once():
-    lengths = [1, 2, 3, 4, 5, 8, 9, 100]
-    lines = histogram(lengths)
-    assert [int(line.split()[4]) for line in lines] == [1, 1, 2, 2, 1, 0, 0, 1]
-    assert lines[2].split()[:4] == ["3", "-", "4", "tokens"]
-    assert histogram([7]) == ["        5 -       8 tokens         1 " + "#" * 40]

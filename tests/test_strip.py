@@ -68,16 +68,16 @@ OTHER_FLAG = [
 OTHER_FORM = [
     ("utils/data/formats.py", '    "text": "text",', '    "text": "text",\n    "question": "qa",'),
     (
-        "utils/data/messages.py",
+        "utils/data/formats.py",
         '    "text": read_text,',
         '    "text": read_text,\n    "qa": read_qa,',
     ),
     (
-        "utils/data/messages.py",
+        "utils/data/formats.py",
         "\n\nREADERS =",
         """
 
-def read_qa(row: dict, notes: Counter) -> tuple[list[dict], list | None]:
+def read_qa(row: dict, notes: Counter) -> Read:
     question, answer = text_of(row, "question"), text_of(row, "answer")
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None
 
@@ -141,14 +141,14 @@ def test_a_flag_is_added_in_two_files(files, tmp_path):
     assert losses(recipe, *files, "--beta2 0.95") == usual
 
 
-def test_a_data_format_is_added_in_two_files(files, tmp_path):
+def test_a_data_format_is_added_in_one_file(files, tmp_path):
     model, rows = files
     pairs = []
     for line in rows.read_text().splitlines():
         question, answer = (turn["content"] for turn in json.loads(line)["messages"])
         pairs.append(json.dumps({"question": question, "answer": answer}) + "\n")
     (tmp_path / "pairs.jsonl").write_text("".join(pairs))
-    recipe = edited(tmp_path, OTHER_FORM, most_files=2)
+    recipe = edited(tmp_path, OTHER_FORM, most_files=1)
     usual = losses(edited(tmp_path / "usual", [], most_files=0), *files)
     assert losses(recipe, model, tmp_path / "pairs.jsonl") == usual
     named = f"--model {model} --dataset {tmp_path}/pairs.jsonl --format qa --check"

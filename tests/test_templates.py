@@ -9,9 +9,8 @@ import pytest
 from templates import KINDS
 from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, trained_texts
 
-from utils.data.chats import prompt_ids
+from utils.data.chats import prompt_ids, render_chats
 from utils.data.formats import THOUGHTS
-from utils.data.template_check import prompt_problem
 from utils.data.tokens import end_of_turn_ids
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
@@ -50,7 +49,7 @@ def test_every_answer_is_trained_from_its_generation_prompt_to_its_end(tokenizer
     trained = [text for sequence in sequences for text in trained_texts(tokenizer, *sequence)]
     assert trained == [f"{kind.lead}blue{kind.end}", f"{kind.lead}grey{kind.end}"]
     assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids(kind.end)}
-    problem = prompt_problem(tokenizer, TWO, None, "assistant", sequences)
+    problem = render_chats(tokenizer, TWO, None, "assistant", Counter())[0].problem
     if kind.exact:
         check_prompts(tokenizer, in_parts(kind, TWO), sequences)
         assert problem == ""

@@ -22,12 +22,11 @@ from utils.data.chats import (
     SEVERAL,
     SHORTENED,
     SPELLED,
-    chat_text,
     encode_chats,
-    encode_rich,
-    places_of,
+    encode_plain,
+    render_chats,
 )
-from utils.data.tokens import end_of_turn_ids, literal_places, load_tokenizer, pad_id
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.run.errors import ConfigError
 
 SPECIAL = [
@@ -202,11 +201,16 @@ def trained_texts(tokenizer, ids, loss_mask) -> list[str]:
     return [tokenizer.decode(run) for run in runs if run]
 
 
-def encode_chat(tokenizer, messages):
-    chat = chat_text(tokenizer, messages)
-    if chat is None:
-        return None
-    (sequence,) = encode_chats(tokenizer, [chat])[0]
+def encode_all(tokenizer, messages, tools=None, train_on="assistant", notes=None):
+    """The sequences of a row, as load_examples makes them."""
+    if messages[0]["role"] == "text":
+        return [encode_plain(tokenizer, messages)]
+    notes = Counter() if notes is None else notes
+    return encode_chats(tokenizer, render_chats(tokenizer, messages, tools, train_on, notes))
+
+
+def encode(tokenizer, messages, *args, **options):
+    (sequence,) = encode_all(tokenizer, messages, *args, **options)
     return sequence
 
 
@@ -242,7 +246,7 @@ def test_taught_is_each_answer_and_its_end_token(tokenizer, name):
     template, end, strips, has_system = SHIPPED[name]
     tokenizer.chat_template = template
     talk = TALK if has_system else TALK[1:]
-    ids, loss_mask = encode_chat(tokenizer, talk)
+    ids, loss_mask = encode(tokenizer, talk)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
     check_prompts(tokenizer, talk, [(ids, loss_mask)])
     answers = [
@@ -262,7 +266,7 @@ def test_built_in_templates_teach_answers_and_render_bos_once(tokenizer, tmp_pat
     plain = name == "plain"
     loaded = load_tokenizer(saved(tokenizer, tmp_path), chat_template="" if plain else name)
     assert loaded.template_name == f"built-in {name}"
-    ids, loss_mask = encode_chat(loaded, TALK)
+    ids, loss_mask = encode(loaded, TALK)
     assert loaded.decode(ids) == loaded.apply_chat_template(TALK, tokenize=False)
     check_prompts(loaded, TALK, [(ids, loss_mask)])
     answers = [message["content"] for message in TALK if message["role"] == "assistant"]
@@ -296,16 +300,16 @@ def test_generation_marks_teach_what_the_search_teaches(tokenizer):
     )
     tokenizer.chat_template = marked
     talk = [{"role": m["role"], "content": m["content"].strip()} for m in TALK]
-    ids, loss_mask = encode_chat(tokenizer, talk)
+    ids, loss_mask = encode(tokenizer, talk)
     theirs = tokenizer.apply_chat_template(
         talk, return_dict=True, return_assistant_tokens_mask=True
     )
     assert list(loss_mask) == list(map(int, theirs["assistant_masks"]))
     tokenizer.chat_template = marked.replace(start, "").replace(end, "")
-    assert encode_chat(tokenizer, talk) == (ids, loss_mask)
+    assert encode(tokenizer, talk) == (ids, loss_mask)
     # Marks around the words alone: the end token follows directly, and is trained as well.
     tokenizer.chat_template = marked.replace("+ '<|im_end|>' }}" + end, "}}" + end + "<|im_end|>")
-    assert encode_chat(tokenizer, talk) == (ids, loss_mask)
+    assert encode(tokenizer, talk) == (ids, loss_mask)
 
 
 def test_marks_that_start_with_a_space_are_not_lost(tokenizer):
@@ -315,7 +319,7 @@ def test_marks_that_start_with_a_space_are_not_lost(tokenizer):
         "{% generation %}{{ ' ' + m.content }}{% endgeneration %}{{ eos_token }}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    ids, loss_mask = encode_chat(tokenizer, TALK)
+    ids, loss_mask = encode(tokenizer, TALK)
     assert trained_texts(tokenizer, ids, loss_mask) == [
         f" {TALK[2]['content']}</s>",
         f" {TALK[4]['content']}</s>",
@@ -329,7 +333,7 @@ def test_where_no_token_ends_a_turn_the_one_that_begins_the_next_does(tokenizer)
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     talk = [{"role": m["role"], "content": m["content"].strip()} for m in TALK]
-    ids, loss_mask = encode_chat(tokenizer, talk)
+    ids, loss_mask = encode(tokenizer, talk)
     ends = "\n<|im_start|>"
     assert trained_texts(tokenizer, ids, loss_mask) == [
         talk[2]["content"] + ends,
@@ -359,7 +363,7 @@ def test_without_any_token_to_end_a_turn_the_words_alone_are_trained():
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     )
-    ids, loss_mask = encode_chat(tokenizer, TALK[1:3])
+    ids, loss_mask = encode(tokenizer, TALK[1:3])
     assert end_of_turn_ids(tokenizer) == set()
     assert trained_texts(tokenizer, ids, loss_mask) == ["assistant: blue"]
 
@@ -372,7 +376,7 @@ def test_of_contents_that_a_template_rewrites_what_is_left_is_taught():
     ids, loss_mask = encode(tokenizer, talk("Is it no", "well no, yes"), notes=notes)
     assert tokenizer.decode(ids) == "</s>, yes</s>"
     assert trained_texts(tokenizer, ids, loss_mask) == [", yes</s>"]
-    assert notes == Counter({SHORTENED: 1})
+    assert +notes == Counter({SHORTENED: 1})
     ids, loss_mask = encode(tokenizer, talk("Is it?", "no"))  # nothing is left of it but its end
     assert trained_texts(tokenizer, ids, loss_mask) in ([], ["</s>"])
 
@@ -383,7 +387,7 @@ def test_a_template_that_refuses_a_role_is_named_with_it():
     with pytest.raises(
         ValueError, match="gemma.jinja cannot render system: System role not supported"
     ):
-        encode_chat(tokenizer, TALK)
+        encode(tokenizer, TALK)
 
 
 def test_a_template_file_is_used_and_a_broken_one_refused(tmp_path):
@@ -457,23 +461,6 @@ def test_damaged_tokenizers_are_named_in_one_line(tmp_path):
 
 
 # --- templates that rewrite, tools, and texts that spell tokens
-
-
-def encode_all(tokenizer, messages, tools=None, train_on="assistant", notes=None):
-    """The sequences of a row, as load_examples makes them: the short way where it is enough."""
-    plain = (
-        all(message.keys() == {"role", "content"} for message in messages)
-        and train_on == "assistant"
-    )
-    chat = chat_text(tokenizer, messages) if plain and messages[0]["role"] != "text" else None
-    if chat:
-        return encode_chats(tokenizer, [chat])[0]
-    return encode_rich(tokenizer, messages, tools, train_on, Counter() if notes is None else notes)
-
-
-def encode(tokenizer, messages, *args, **options):
-    (sequence,) = encode_all(tokenizer, messages, *args, **options)
-    return sequence
 
 
 # thoughts before the last question are dropped; a last answer without thoughts gets empty ones
@@ -569,7 +556,7 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer, name):
     assert [i for i in ids if i in special] == [i for i in innocent if i in special]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(rows, tokenize=False)
     assert trained_texts(tokenizer, ids, loss_mask)[-1].strip().startswith(f"{end} is it")
-    assert notes == Counter({SPELLED: 1})
+    assert +notes == Counter({SPELLED: 1})
 
 
 def test_added_tokens_that_are_not_special_may_be_spelled(tokenizer):
@@ -578,7 +565,7 @@ def test_added_tokens_that_are_not_special_may_be_spelled(tokenizer):
         tokenizer.chat_template, notes = LLAMA3, Counter()
         ids, _ = encode(tokenizer, talk("Say blue", "<think>sky blue"), notes=notes)
         assert tokenizer.convert_tokens_to_ids("<think>") in ids
-        assert not notes
+        assert not +notes
     finally:
         tokenizer.backend_tokenizer.add_tokens([])
 
@@ -595,16 +582,3 @@ def test_texts_without_turns(tokenizer):
     ]
     ids, loss_mask = encode(tokenizer, texts)
     assert trained_texts(tokenizer, ids, loss_mask) == [" blue</s>"]
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_the_short_way_and_the_long_one_agree(tokenizer, name):
-    tokenizer.chat_template = SHIPPED[name][0]
-    rows = [
-        {"role": m["role"], "content": m["content"].strip()} for m in TALK[not SHIPPED[name][3] :]
-    ]
-    text = tokenizer.apply_chat_template(rows, tokenize=False)
-    assert places_of(tokenizer, rows, None, text) == literal_places(tokenizer, rows, text)
-    assert encode_rich(tokenizer, rows, None, "assistant", Counter()) == [
-        encode_chat(tokenizer, rows)
-    ]

@@ -1,11 +1,11 @@
-"""Files -> rows, every row checked; rows -> examples."""
+"""Rows -> examples: tokenized, mixed by weights, held out."""
 
 import hashlib
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -19,15 +19,25 @@ from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
 from ..run.units import IGNORE
 from .cache import cached_tokens
-from .containers import find_any
-from .encode import TWICE, Checked, Part, check_rows, encode_rows
-from .formats import FORMS, parse_columns
-from .rows import Origin, Source, origins_of, read_file
+from .encode import TWICE, Part, chunks, encode_rows
+from .formats import FORMS, IGNORED, parse_columns
+from .rows import Source, find_sources
 
 # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
 SMALL = 2**24
+MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
 BAD_ROWS = "bad_rows.jsonl"
 FormName = Literal["auto", *FORMS.values()]
+
+
+class Origin(NamedTuple):
+    """A source and its examples, [first, last)."""
+
+    name: str
+    weight: float  # 0: none is set
+    forms: dict[str, int]  # form -> rows
+    first: int
+    last: int
 
 
 class Example(NamedTuple):
@@ -46,8 +56,8 @@ class Examples:
     trained_tokens: torch.Tensor  # (n,) int64: how many tokens of row i are trained
     keys: torch.Tensor  # (n,) int64: a hash of row i's ids
     where: Sequence[str]  # n
-    dropped: Counter = field(default_factory=Counter)  # reason -> rows
-    notes: Counter = field(default_factory=Counter)  # what else is worth knowing -> rows
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    notes: dict[str, int] = field(default_factory=dict)  # what else is worth knowing -> rows
     firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row that it is of
     # the first row that inference would ask for otherwise than it is trained, and how
     problem: str = ""
@@ -87,9 +97,15 @@ class Examples:
         """What the plan prints."""
         tokens, trained = int(self.lengths.sum()), int(self.of_rows(self.trained_tokens).sum())
         notes = [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        ignored = []
         for what, count in self.notes.items():
             first = f" (the first: {self.firsts[what]})" if what in self.firsts else ""
-            notes += [f"{count:,} {what}{first}"] if count else []
+            if what.startswith(IGNORED):
+                ignored.append(what.removeprefix(IGNORED))
+            elif count:
+                notes.append(f"{count:,} {what}{first}")
+        if ignored:
+            notes.append(f"ignored keys: {first_five(sorted(ignored))}")
         return ", ".join(
             [f"{len(self):,} rows, {tokens:,} tokens, {trained / tokens:.0%} trained", *notes]
         )
@@ -113,15 +129,10 @@ class Examples:
 
 
 def _forms(origin: Origin) -> str:
-    """The forms of a source's files: "chat", or "chat (a.jsonl, b.jsonl), alpaca (c.jsonl)"."""
-    files: dict[str, list[str]] = {}
-    for file, form in origin.forms.items():
-        files.setdefault(form, []).append(file)
-    if not files:
-        return "no rows"
-    if len(files) == 1:
-        return next(iter(files))
-    return ", ".join(f"{form} ({first_five(names)})" for form, names in files.items())
+    """The forms of a source's rows: "chat", or "chat (20 rows), alpaca (3 rows)"."""
+    if len(origin.forms) == 1:
+        return next(iter(origin.forms))
+    return ", ".join(f"{form} ({rows:,} rows)" for form, rows in origin.forms.items()) or "no rows"
 
 
 def print_data(dataset: str, summary: str, examples: Examples, held_out: Examples | None) -> None:
@@ -197,70 +208,93 @@ def load_examples(
     bad_rows="error",
 ) -> Examples:
     """The rows of a data set as token ids and labels. `progress`: a bar, if standard error is a terminal;
-    form: one of formats.FORMS, empty: told by each file's rows; train_on: see chats.encode_rich;
-    max_rows: of each source; columns: see formats.parse_columns.
+    form: one of formats.FORMS, empty: told by each row; train_on: see chats.render_chats; max_rows: of each
+    source; columns: see formats.parse_columns.
 
-    All rows are checked before the first one is tokenized. too_long, for rows of more than seq_len tokens:
-    truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. A row
-    in which no trained token is left is dropped and counted. ConfigError for bad rows (up to ten faults),
-    for two forms of rows in one file, and where all were dropped. bad_rows drop: those rows are left out,
-    counted and listed in Examples.bad.
+    too_long, for rows of more than seq_len tokens: truncate cuts them, and plain text into pieces; drop
+    leaves them out; error refuses them. A row in which no trained token is left is dropped and counted.
+    ConfigError for bad rows (up to ten, and how many more), and where all were dropped. bad_rows drop: those
+    rows are left out, counted and listed in Examples.bad.
     """
-    options = {"form": form, "columns": parse_columns(columns), "bad_rows": bad_rows}
-    checker = partial(check_rows, **options)
-    encode = partial(
-        encode_rows, tokenizer=tokenizer, seq_len=seq_len, train_on=train_on, **options
-    )
-    encode = partial(encode, too_long=too_long)
-    sources = find_sources(path)
-    files = [file for source in sources for file in source.files]
-    if (
-        sum(os.path.getsize(file) for file in files if os.path.isfile(file)) > SMALL
-        and not max_rows
-    ):
-        examples = Examples(**cached_tokens(path, sources, checker, encode))
+    settings = {"form": form, "columns": parse_columns(columns), "bad_rows": bad_rows}
+    settings |= {"seq_len": seq_len, "train_on": train_on, "too_long": too_long}
+    encode = partial(encode_rows, tokenizer=tokenizer, **settings)
+    sources = find_sources(str(path))
+    bar = tqdm(desc=f"tokenizing {escaped(path)}", unit=" rows", disable=None if progress else True)
+    collect = partial(gather, path, sources, settings["columns"], max_rows, bar)
+    files = [file for source in sources for file in source.files if os.path.isfile(file)]
+    if sum(map(os.path.getsize, files)) > SMALL and not max_rows:
+        arrays, said = cached_tokens(sources, encode, collect)
     else:
-        examples = tokenize(path, sources, max_rows, progress, checker, encode)
-    return draw(examples)
+        arrays, said = in_memory(encode, collect)
+    said["origins"] = [Origin(*origin) for origin in said["origins"]]
+    return draw(Examples(**arrays, **said))
 
 
-def tokenize(
-    path, sources: list[Source], max_rows: int, progress: bool, checker, encode
-) -> Examples:
-    """Examples in memory, by this process."""
-    checked, part, ends = Checked(), Part(), []
-    for source in sources:
-        checked.join(checker(islice(source.read(), max_rows or None)))
-        if checked.faults.stop(checked.rows):
-            break
-    checked.close(path, encode.keywords["columns"], encode.keywords["bad_rows"])
-    known = checked.file_forms()
-    bar = {"unit": " rows", "disable": None if progress else True}
-    for source in sources:
-        found = tqdm(
-            islice(source.read(), max_rows or None), f"tokenizing {escaped(source.name)}", **bar
-        )
-        more = encode(found, forms=known)
-        part.ids += more.ids
-        part.loss_mask += more.loss_mask
-        part.where += more.where
-        part.join(more)
-        ends.append(len(part.lengths))
-    part.close(path)
-    return Examples(
-        ids=torch.frombuffer(part.ids, dtype=torch.int32),
-        loss_mask=torch.frombuffer(part.loss_mask, dtype=torch.uint8),
-        bounds=torch.tensor([0, *part.lengths]).cumsum(0),
-        trained_tokens=torch.tensor(part.trained_tokens),
-        keys=torch.tensor(part.keys),
-        where=part.where,
-        dropped=part.dropped,
-        notes=part.notes,
-        firsts=part.firsts,
-        problem=part.problem,
-        origins=origins_of(sources, ends, known),
-        bad=part.bad,
+def gather(
+    path: object,
+    sources: list[Source],
+    columns: dict[str, str],
+    max_rows: int,
+    bar: tqdm,
+    run: Callable[[Iterable], Iterator[tuple[int, Part]]],
+    keep: Callable[[Part], None],
+) -> tuple[Part, dict]:
+    """(what the rows of all sources add up to, the fields of Examples that say something of them).
+
+    run: tokenizes (number of a source, some rows), see encode.processes; keep: is given each part, in order.
+    ConfigError for bad rows.
+    """
+    total = Part()
+    ends = [0] * len(sources)
+    forms = [Counter() for _ in sources]
+    last_row = math.inf
+    numbered = (
+        (number, rows)
+        for number, source in enumerate(sources)
+        for rows in chunks(islice(source.read(), max_rows or None))
     )
+    for number, part in run(numbered):
+        total.join(part)
+        keep(part)
+        forms[number].update(part.forms)
+        ends[number] = len(total.lengths)
+        bar.update(part.rows)
+        if total.faults:
+            last_row = min(last_row, total.rows + MORE_ROWS)
+        if total.rows >= last_row:
+            break
+    bar.close()
+    total.close(path, columns)
+    origins = []
+    for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False):
+        origins.append(Origin(source.name, source.weight, form, first, last))
+    fields = ("dropped", "notes", "firsts", "problem", "bad")
+    return total, {name: getattr(total, name) for name in fields} | {"origins": origins}
+
+
+def in_memory(encode: Callable, collect: Callable) -> tuple[dict, dict]:
+    """As cache.cached_tokens, by this process and in its memory."""
+    kept = Part()
+
+    def run(numbered: Iterable) -> Iterator[tuple[int, Part]]:
+        return ((number, encode(rows)) for number, rows in numbered)
+
+    def keep(part: Part) -> None:
+        kept.ids += part.ids
+        kept.loss_mask += part.loss_mask
+        kept.where += part.where
+
+    total, said = collect(run, keep)
+    arrays = {
+        "ids": torch.frombuffer(kept.ids, dtype=torch.int32),
+        "loss_mask": torch.frombuffer(kept.loss_mask, dtype=torch.uint8),
+        "bounds": torch.tensor([0, *total.lengths]).cumsum(0),
+        "trained_tokens": torch.tensor(total.trained_tokens),
+        "keys": torch.tensor(total.keys),
+        "where": kept.where,
+    }
+    return arrays, said
 
 
 def draw(examples: Examples) -> Examples:
@@ -301,14 +335,6 @@ def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:
         replace_file(out / BAD_ROWS, "".join(lines))
 
 
-def find_sources(name: str | Path) -> list[Source]:
-    """The sources that --dataset names, not yet read."""
-    name = str(name)
-    if name.endswith(".jsonl") and os.path.isfile(name):
-        return [Source(name, 0.0, [Path(name)], partial(read_file, Path(name)))]
-    return find_any(name)
-
-
 def load_held_out(load: Callable[[str], Examples], path: str, examples: Examples) -> Examples:
     """The held-out rows of a data set of their own, with a warning for those that are also trained on."""
     held_out = load(path)
@@ -331,4 +357,4 @@ def split_by_hash(examples, share: float) -> tuple:
     split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
     check(0 < held.sum() < len(held), f"{split}; choose another share, or name an --eval_dataset")
     train, held_out = (replace(examples, rows=rows[which]) for which in (~held, held))
-    return train, replace(held_out, dropped=Counter(), notes=Counter(), bad=())
+    return train, replace(held_out, dropped={}, notes={}, bad=())

@@ -1,14 +1,23 @@
-"""Rows -> messages: plain chat and alpaca rows. messages.py reads every other form, and says what is wrong
-with a row.
+"""Rows -> messages: which form a row has, its turns, and what is wrong with it.
 
-{"messages": [{"role": "user", "content": "..."}, ...]}
-{"instruction": "...", "input": "...", "output": "..."}
+{"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}                       chat (OpenAI)
+{"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}                  sharegpt
+{"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [...]}    alpaca
+{"prompt": "...", "completion": "..."}                                                        completion
+{"text": "..."}                                                                               text
+{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}                                              tokens
+
+Rows that would need another loss (pairs, labels, pictures, weights of rows) are refused by the key that
+shows it.
 """
 
-import re
+import json
 from collections import Counter
 
 from ..run.errors import check
+
+Messages = list[dict]
+Read = tuple[Messages, list | None]  # (messages, tools)
 
 FORMS = {  # key -> form; the first of these keys that a row has decides
     "messages": "chat",
@@ -18,91 +27,75 @@ FORMS = {  # key -> form; the first of these keys that a row has decides
     "text": "text",
     "input_ids": "tokens",
 }
-# Keys of a row that say something about its answer, or add to it: messages.check_keys handles each of them.
-# All other keys that a form does not know (id, source, score, ...) are ignored.
-PICTURES = frozenset("image images video videos audio audios".split())
-PREFERENCES = frozenset(
-    "chosen rejected chosen_messages rejected_messages label kto_tag kto_tags".split()
+KNOWN = (
+    "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text,"
+    " input_ids (tokens)"
 )
-WEIGHTS = frozenset("weight loss_weight sample_weight train training masked".split())
-OTHER_TEXTS = frozenset(
-    "system_prompt system_message reasoning reasoning_content thinking chat_template_kwargs documents".split()
-)
+COLUMNS = {*FORMS, "input", "output", "system", "history", "tools", "prompt", "labels"}
+ROLES = {  # role in a row -> ours
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+# The roles that may follow: nothing yet, or a role.
+NEXT = {
+    "": ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+RULE = "a conversation is at most one system turn, then user and assistant by turns"
 # Keys of a turn with the assistant's thoughts, beside its content.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-SPECIAL = PICTURES | PREFERENCES | WEIGHTS | OTHER_TEXTS | {"tools", "functions"}
-PLAIN_TURN = {"role", "content"}
-PLACEHOLDER = re.compile("<(?:image|video|audio)>")
-PLACEHOLDERS = "rows whose text has <image>, <video> or <audio>, which stays text"
-COLUMNS = (
-    "messages conversations instruction input output system history tools prompt completion".split()
-)
-COLUMNS += ["text", "input_ids", "labels"]
-LETTERS = {"system": "s", "user": "u", "assistant": "a"}
+TURN_KEYS = {
+    "role",
+    "content",
+    "from",
+    "value",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "weight",
+    "train",
+}
+LEADING = "turns of the assistant before the first of the user left out"
+IGNORED = "ignored key "
+
+ONE = "finetune.py trains rows with one text answer"
+REMEDY = "fix: remove these rows, or --bad_rows drop"
+PICTURES = set("image images video videos audio audios".split())
+LABELS = set("chosen rejected chosen_messages rejected_messages kto_tag kto_tags".split())
+WEIGHTS = set("weight loss_weight sample_weight train training masked".split())
+# Keys of a turn that mask it in other projects, or hold calls in an older form.
+FOREIGN = set("loss_weight training masked train_detail training_detail".split())
+FOREIGN |= set("mask loss_mask trainable loss function_call".split())
 JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
 
 
 def form_of(row: dict) -> str:
     """The form of a row by its keys; "" for any other row."""
-    for key, form in FORMS.items():
-        if key in row:
-            return form
-    return ""
-
-
-def plain_messages(row: dict, form: str) -> list[dict[str, str]] | None:
-    """[{"role": "system" | "user" | "assistant", "content": text}, ...]: at most one system turn, which is
-    first, then user and assistant by turns. None where the row is anything else.
-
-    A last turn of the user is kept: it is read and not trained. The user's turn of an alpaca row is the
-    instruction and, after an empty line, the input where there is one.
-    """
-    if not row.keys().isdisjoint(SPECIAL) or row.get("system"):
-        return None
-    if form == "alpaca" and not row.get("history"):
-        return _plain_alpaca(row)
-    if form == "chat":
-        return _plain_chat(row.get("messages"))
-    return None
-
-
-def _plain_alpaca(row: dict) -> list[dict[str, str]] | None:
-    instruction = row.get("instruction")
-    extra = row.get("input") or ""
-    output = row.get("output")
-    if not (isinstance(extra, str) and _has_words(instruction) and _has_words(output)):
-        return None
-    question = f"{instruction}\n\n{extra}" if _has_words(extra) else instruction
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-
-
-def _plain_chat(turns: object) -> list[dict[str, str]] | None:
-    if not isinstance(turns, list):
-        return None
-    letters = ""
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict) or not turn.keys() <= PLAIN_TURN:
-            return None
-        if not _has_words(turn.get("content")):
-            return None
-        letters += LETTERS.get(str(turn.get("role")), "?")
-        messages.append({"role": turn.get("role"), "content": turn["content"]})
-    return messages if re.fullmatch("s?(ua)+u?", letters) else None
+    return next((form for key, form in FORMS.items() if key in row), "")
 
 
 def parse_columns(text: str) -> dict[str, str]:
     """{our key: their column} of --columns prompt=question,completion=answer, or ConfigError."""
-    fix = "fix: --columns prompt=question,completion=answer"
     columns: dict[str, str] = {}
-    for pair in text.split(","):
-        if not pair:
-            continue
+    for pair in filter(None, text.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
-        check(equals and theirs, f"--columns {text!r}: {pair!r} is no KEY=COLUMN ({fix})")
-        known = ", ".join(COLUMNS)
-        check(ours in COLUMNS, f"--columns {text!r}: {ours!r} is none of {known} ({fix})")
-        check(ours not in columns, f"--columns {text!r}: {ours} is given twice ({fix})")
+        check(
+            equals and theirs and ours in COLUMNS and ours not in columns,
+            f"--columns {text!r}: {pair!r} is no KEY=COLUMN, its key given twice or none of"
+            f" {', '.join(sorted(COLUMNS))} (fix: --columns prompt=question,completion=answer)",
+        )
         columns[ours] = theirs
     return columns
 
@@ -110,18 +103,253 @@ def parse_columns(text: str) -> dict[str, str]:
 def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
     """(the row with our keys for its columns, its form: the renamed keys decide first)."""
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
-    unmapped = {key: value for key, value in row.items() if key not in columns.values()}
-    row = unmapped | mapped
-    return row, form_of(dict.fromkeys(columns)) or form_of(row)
+    row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
+    return row, form_of(columns) or form_of(row)
 
 
-def note_placeholders(messages: list[dict], notes: Counter) -> None:
-    """Count a row whose text has a place for a picture, though the row has none."""
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str) and PLACEHOLDER.search(content):
-            notes[PLACEHOLDERS] += 1
-            return
+def to_messages(row: dict, form: str = "", notes: Counter | None = None) -> Read:
+    """(messages, tools) of a row of any form. A message has role (system, user, assistant, tool; text and
+    tokens for rows without turns) and content, and where the row has them: tool_calls; reasoning_content, the
+    assistant's thoughts, also under the row's own key; name; tool_call_id; weight, 0 where the turn is not
+    trained.
+
+    notes: counts what was left out. ValueError names the first field that is wrong: "messages[2].content:
+    expected text, got number".
+    """
+    form = form or form_of(row)
+    notes = Counter() if notes is None else notes
+    check_one_answer(row, form)
+    for key in row.keys() - COLUMNS:
+        notes[f"{IGNORED}{key[:40]!r}"] += 1
+    return READERS[form](row, notes)
+
+
+def check_one_answer(row: dict, form: str) -> None:
+    """Raise ValueError for rows without exactly one text answer, naming the key that shows it."""
+    present = {
+        key for key, value in row.items() if value is False or value not in (None, "", [], {})
+    }
+    for key in sorted(present & PICTURES):
+        raise ValueError(f"{key}: rows with pictures, videos or sounds; {ONE} ({REMEDY})")
+    if present & {"chosen", "chosen_messages"} and present & {"rejected", "rejected_messages"}:
+        raise ValueError(f"these are preference pairs; {ONE} ({REMEDY})")
+    if str(row.get("label")).lower() in ("true", "false", "0", "1") and form not in (
+        "text",
+        "tokens",
+    ):
+        raise ValueError(f"label: these are answers with a label (KTO); {ONE} ({REMEDY})")
+    for key in sorted(present & LABELS):
+        raise ValueError(f"{key}: these are answers with a label (KTO); {ONE} ({REMEDY})")
+    for key in sorted(present & WEIGHTS if form else ()):
+        if row[key] != (key != "masked"):
+            raise ValueError(f"{key}: {row[key]!r:.40}: whole rows cannot be weighted ({REMEDY})")
+    if "functions" in present:
+        raise ValueError("functions: tools under another name (fix: --columns tools=functions)")
+    if not form and "prompt" in row:
+        raise ValueError(f"these are prompts without an answer; {ONE}")
+    if not form:
+        raise ValueError(
+            f"its keys are {_keys(row)}; the rows that can be read have {KNOWN}"
+            " (fix: --columns prompt=THEIRS,completion=THEIRS)"
+        )
+
+
+def read_chat(row: dict, notes: Counter) -> Read:
+    """OpenAI: messages, and tools. A system text may stand beside them."""
+    return conversation(row, "messages", ("role", "content"), notes)
+
+
+def read_sharegpt(row: dict, notes: Counter) -> Read:
+    """ShareGPT, and what LLaMA-Factory adds: calls, observations, a system text and tools beside them."""
+    return conversation(row, "conversations", ("from", "value"), notes)
+
+
+def read_alpaca(row: dict, notes: Counter) -> Read:
+    """The user's turn is the instruction and, after an empty line, the input where there is one. history:
+    [question, answer] pairs before it.
+    """
+    question = text_of(row, "instruction")
+    if row.get("input") not in (None, ""):
+        question += "\n\n" + typed(row, "input", str)
+    pairs = [*(row.get("history") or []), [question, text_of(row, "output")]]
+    turns = []
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"history[{i}]: expected two texts, a question and its answer")
+        question, answer = pair
+        turns.append({"role": "user", "content": question})
+        turns.append({"role": "assistant", "content": answer})
+    return conversation(row | {"turns": turns}, "turns", ("role", "content"), notes)
+
+
+def read_completion(row: dict, notes: Counter) -> Read:
+    """Two texts, or two lists of messages. The prompt is not trained."""
+    if isinstance(row["completion"], list):
+        prompt = typed(row, "prompt", list)
+        turns = prompt + row["completion"]
+        messages, tools = conversation(row | {"turns": turns}, "turns", ("role", "content"), notes)
+        answers = [message for message in messages if message["role"] == "assistant"]
+        kept = sum(ROLES[turn["role"]] == "assistant" for turn in row["completion"])
+        for message in answers[: len(answers) - kept]:
+            message["weight"] = 0
+        return messages, tools
+    if row.get("tools"):
+        raise ValueError("tools: a prompt and a completion of plain text have no place for them")
+    return [
+        {"role": "text", "content": typed(row, "prompt", str), "weight": 0},
+        {"role": "text", "content": text_of(row, "completion"), "weight": 1},
+    ], None
+
+
+def read_text(row: dict, notes: Counter) -> Read:
+    """Plain text, all of it trained. White space alone is not trained, and such a row is dropped for it."""
+    text = typed(row, "text", str)
+    return [{"role": "text", "content": text, "weight": int(bool(text.strip()))}], None
+
+
+def read_tokens(row: dict, notes: Counter) -> Read:
+    """Token ids; labels, of the same number, are -100 for tokens that are not trained."""
+    ids = typed(row, "input_ids", list)
+    labels = typed(row, "labels", list) if "labels" in row else ids
+    if len(labels) != len(ids):
+        raise ValueError(f"labels: {len(labels)} of them for {len(ids)} input_ids")
+    loss_mask = bytes(label != -100 for label in labels)
+    return [{"role": "tokens", "content": ids, "loss_mask": loss_mask}], None
+
+
+READERS = {
+    "chat": read_chat,
+    "sharegpt": read_sharegpt,
+    "alpaca": read_alpaca,
+    "completion": read_completion,
+    "text": read_text,
+    "tokens": read_tokens,
+}
+
+
+def conversation(row: dict, key: str, keys: tuple[str, str], notes: Counter) -> Read:
+    """(messages, tools) of a row with turns under row[key]. keys: those of a turn's role and content."""
+    messages: Messages = []
+    if row.get("system"):
+        messages.append({"role": "system", "content": text_of(row, "system")})
+    last = messages[-1]["role"] if messages else ""
+    for i, turn in enumerate(typed(row, key, list)):
+        at = f"{key}[{i}]"
+        if not isinstance(turn, dict):
+            raise ValueError(f"{at}: expected object, got {json_name(turn)}")
+        name = typed(turn, keys[0], str, f"{at}.")
+        role = ROLES.get(name)
+        if not role:
+            known = ", ".join(ROLES)
+            raise ValueError(f"{at}.{keys[0]}: {name[:40]!r} is not one of {known}")
+        if role == "assistant" and last in ("", "system"):
+            notes[LEADING] += 1
+            continue
+        if role not in NEXT[last]:
+            expected = " or ".join(NEXT[last])
+            raise ValueError(f"{at}.{keys[0]}: expected {expected}, got {name}; {RULE}")
+        messages.append(read_turn(turn, role, keys[1], f"{at}.", notes))
+        last = role
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{key}: no assistant turn, so there is nothing to learn")
+    return messages, tools_of(row)
+
+
+def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
+    """One turn as a message. role: in our words; key: of its content; at: its place in the row."""
+    for foreign in sorted(FOREIGN & turn.keys()):
+        raise ValueError(
+            f'{at}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls for'
+            " calls)"
+        )
+    message: dict = {"role": role}
+    if turn.get("from") == "function_call":
+        calls = parsed(turn, key, at)
+        calls = calls if isinstance(calls, list) else [calls]
+        turn = turn | {key: None, "tool_calls": calls}
+    if calls := turn.get("tool_calls"):
+        if role != "assistant" or not isinstance(calls, list):
+            raise ValueError(f"{at}tool_calls: expected a list, in a turn of an assistant")
+        message["tool_calls"] = [call_of(c, f"{at}tool_calls[{i}].") for i, c in enumerate(calls)]
+    text = content_of(turn, key, at)
+    if not text.strip() and not calls and role != "tool":
+        raise ValueError(f"{at}{key}: empty")
+    message["content"] = text if text.strip() else ""
+    for name in THOUGHTS:
+        if turn.get(name):
+            message["reasoning_content"] = message[name] = typed(turn, name, str, at)
+    for name in ("name", "tool_call_id"):
+        if turn.get(name) is not None:
+            message[name] = typed(turn, name, str, at)
+    for name in ("weight", "train"):
+        weight = turn.get(name)
+        if weight not in (None, 0, 1):
+            raise ValueError(f"{at}{name}: expected 0 or 1, got {weight!r:.40}")
+        if weight is not None and role == "assistant":
+            message["weight"] = min(int(weight), message.get("weight", 1))
+    for name in turn.keys() - TURN_KEYS - {*THOUGHTS}:
+        notes[f"{IGNORED}{name[:40]!r}"] += 1
+    return message
+
+
+def content_of(turn: dict, key: str, at: str) -> str:
+    """The text of a turn, or all texts of its parts. It may be missing where the turn has calls."""
+    content = turn.get(key)
+    if content is None and turn.get("tool_calls"):
+        return ""
+    if not isinstance(content, list):
+        return typed(turn, key, str, at)
+    text = ""
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(
+                f"{at}{key}[{i}].type: {str(kind)[:40]!r} is no text but perhaps a picture, video or sound;"
+                f" {ONE} ({REMEDY})"
+            )
+        text += typed(part, "text", str, f"{at}{key}[{i}].")
+    return text
+
+
+def call_of(call: object, at: str) -> dict:
+    """A call of a tool, its arguments as an object, which is what chat templates expect."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(function, dict):
+        raise ValueError(f"{at}function: expected object, got {json_name(function)}")
+    name = text_of(function, "name", f"{at}function.")
+    arguments = parsed({"arguments": {}} | function, "arguments", f"{at}function.")
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"{at}function.arguments: expected an object as JSON, got {json_name(arguments)}"
+        )
+    message = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return message | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+
+
+def tools_of(row: dict) -> list | None:
+    """The tools of a row, a list or JSON text of one, each as {"type": "function", "function": {"name":
+    ...}}, which is what chat templates expect.
+    """
+    tools = parsed(row, "tools") if row.get("tools") else []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools: expected a list of objects, or JSON text of one")
+    wrapped = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        text_of(function, "name", f"tools[{i}].")
+        wrapped.append({"type": "function", "function": function})
+    return wrapped or None
+
+
+def parsed(holder: dict, key: str, path: str = "") -> object:
+    """holder[key], and where that is text, the JSON in it."""
+    value = holder.get(key)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{path}{key}: not JSON: {str(error)[:80]}") from None
 
 
 def json_name(value: object) -> str:
@@ -132,8 +360,9 @@ def json_name(value: object) -> str:
 def typed(holder: dict, key: str, kind: type, path: str = ""):
     """holder[key], if it has that type. path: of the holder within the row, "messages[2].", for errors."""
     if key not in holder and not path:  # the holder is the row itself
-        keys = ", ".join(repr(known[:40]) for known in list(holder)[:8])
-        raise ValueError(f"{key}: missing; the row has {keys} (fix: --columns {key}=THEIRS)")
+        raise ValueError(
+            f"{key}: missing; the row has {_keys(holder)} (fix: --columns {key}=THEIRS)"
+        )
     if key not in holder:
         raise ValueError(f"{path}{key}: missing")
     if not isinstance(holder[key], kind):
@@ -149,5 +378,5 @@ def text_of(holder: dict, key: str, path: str = "") -> str:
     return text
 
 
-def _has_words(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _keys(row: dict) -> str:
+    return ", ".join(repr(key[:40]) for key in list(row)[:8]) or "none"

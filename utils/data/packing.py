@@ -134,8 +134,7 @@ def deal(costs: Tensor, ranks: int) -> list[list[int]]:
     """Each rank's rows, of which costs (n,) int64 are known: equal sums as far as possible, and numbers of
     rows that differ by at most one.
 
-    Greedy: the most expensive row goes first, to the rank with the lowest sum so far. Then the ranks with the
-    highest and the lowest sum exchange rows, as long as that helps. The work is that of sorting.
+    Greedy: the most expensive row goes first, to the rank with the lowest sum so far.
     """
     most_rows = math.ceil(len(costs) / ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -146,37 +145,7 @@ def deal(costs: Tensor, ranks: int) -> list[list[int]]:
         shares[rank].append(row)
         if len(shares[rank]) < most_rows:
             heapq.heappush(open_ranks, (load + cost, rank))
-    loads = [int(costs[share].sum()) for share in shares]
-    for _ in range(4 * ranks):
-        low = min(range(ranks), key=loads.__getitem__)
-        high = max(range(ranks), key=loads.__getitem__)
-        gap = loads[high] - loads[low]
-        expensive = shares[high]
-        cheap = shares[low]
-        if not (gap and cheap):
-            break
-        i, j = _best_exchange(costs[expensive], costs[cheap], gap)
-        moved = int(costs[expensive[i]] - costs[cheap[j]])
-        if not 0 < moved < gap:
-            break
-        expensive[i], cheap[j] = cheap[j], expensive[i]
-        loads[high] -= moved
-        loads[low] += moved
     return shares
-
-
-def _best_exchange(expensive: Tensor, cheap: Tensor, gap: int) -> tuple[int, int]:
-    """(i, j): the exchange of the rows with the costs expensive[i] and cheap[j] that moves most nearly half
-    of the gap between the sums of their ranks.
-    """
-    by_cost, order = cheap.sort()
-    wanted = expensive - gap // 2  # (n,): the partner of each expensive row
-    above = torch.searchsorted(by_cost, wanted).clamp(max=len(cheap) - 1)
-    below = (above - 1).clamp(min=0)
-    partners = torch.stack([above, below])  # (2, n)
-    distances = (by_cost[partners] - wanted).abs()
-    which, i = divmod(int(distances.argmin()), len(expensive))
-    return i, int(order[partners[which, i]])
 
 
 def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:

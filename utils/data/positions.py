@@ -4,8 +4,6 @@ from torch import nn
 
 from ..run.errors import check, print0
 
-ROPE_SCALES = ("linear", "dynamic", "yarn", "longrope", "su")
-
 
 def check_positions(model: nn.Module, seq_len: int, *parts) -> None:
     """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than rotary
@@ -37,18 +35,10 @@ def check_positions(model: nn.Module, seq_len: int, *parts) -> None:
 
 
 def known_positions(config) -> int:
-    """The most tokens that the model is made for, with scaled rotary positions; 0 where that is unknown."""
-    known = getattr(config, "max_position_embeddings", None)
-    if type(known) is not int or known <= 0:
-        return 0
+    """The most tokens that the model is made for; 0 where unknown, or rotary positions are scaled."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    for kind in kinds:
-        if kind.get("rope_type") in ROPE_SCALES:
-            original = kind.get("original_max_position_embeddings") or known
-            factor = kind.get("factor") or 1.0
-            known = max(known, int(original * factor))
-    return known
+    scaled = rope.get("rope_type", "default") not in ("default", "llama3")
+    return 0 if scaled else getattr(config, "max_position_embeddings", None) or 0
 
 
 def position_table(model: nn.Module, config) -> str:

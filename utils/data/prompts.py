@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 
 from ..run.errors import ConfigError, check
-from ..run.files import TEXT_BYTES, read_small_text
 from .chats import prompt_ids
-from .containers import Row, read_rows
-from .messages import to_messages
+from .formats import to_messages
+from .rows import Row, read_rows
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
@@ -77,11 +76,11 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _read_lines(path: Path) -> list[Prompt]:
-    text = read_small_text(path, TEXT_BYTES, f"--prompts {path}", "utf-8-sig")
-    prompts = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            prompts.append(Prompt(f"{path}:{number}", line))
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: {error}") from None
+    prompts = [Prompt(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
     check(prompts, f"--prompts {path}: no prompts (fix: one prompt on each line)")
     return prompts
 
@@ -98,10 +97,9 @@ def _prompt_of_row(row: Row, raw: bool) -> Prompt:
         not raw,
         f"{row.where}: these are messages, and --raw completes texts (fix: without --raw)",
     )
-    for message in messages:
-        check(isinstance(message, dict), f"{row.where}: a message is no object; {FORMS}")
     # to_messages asks for an answer
-    if not messages or messages[-1].get("role") != "assistant":
+    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    if last.get("role") != "assistant":
         messages = [*messages, {"role": "assistant", "content": "to come"}]
     check(len(messages) > 1, f"{row.where}: no turn to answer; {FORMS}")
     try:

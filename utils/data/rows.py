@@ -1,33 +1,32 @@
-"""A .jsonl file -> rows, every line checked."""
+"""What --dataset names -> rows, one by one: files, folders, patterns, data sets of the hub, and mixtures of
+several with weights. A .jsonl file is read line by line, so that each fault has its line.
 
-import codecs
+CSV: https://docs.python.org/3/library/csv.html. Data sets: https://huggingface.co/docs/datasets
+"""
+
+import csv
+import glob
+import gzip
+import io
 import itertools
+import json
 import re
-import stat
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ..run.errors import ConfigError, check
 from ..run.files import did_you_mean, impostor
-from .formats import json_name
-from .strict_json import parse_json
+from .formats import form_of, json_name
 
-LONGEST = 2**26  # bytes of a line
-MOST_ERRORS = 10  # different faults of rows; then reading ends
-MORE_ROWS = 100_000  # rows that are read after the first fault, to count others with the same fault
+KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
+LONGEST = 2**26  # bytes of a line, or of a text
 NO_ROWS = "no rows; a .jsonl file holds one object a line, a .json file an array of objects"
 
-# (where, the row as an object, as bytes of JSON, or as the ValueError that says what is wrong)
+# (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
 Found = Iterator[tuple[str, object]]
-
-
-class BadRows(ConfigError):
-    """Rows that are wrong. The text is the same for the same bytes, on every rank."""
-
-
-class Unreadable(ValueError):
-    """A fault after which the file cannot be read further, so that the row alone cannot be left out."""
 
 
 class Source(NamedTuple):
@@ -39,97 +38,139 @@ class Source(NamedTuple):
     read: Callable[[], Found]  # (where, row) one by one, from the first
 
 
-class Faults:
-    """What is wrong with some rows. The same fault of many rows is one line: the first row, and how many."""
+class Row(NamedTuple):
+    where: str
+    data: dict
 
-    def __init__(self):
-        # kind of fault -> [number of its first row, the line about that row, number of rows]
-        self.found: dict[str, list] = {}
 
-    def __len__(self) -> int:
-        return len(self.found)
-
-    def add(self, number: int, where: str, fault: object, rows: int = 1) -> None:
-        """number: of the row, so that the lines are in the order of the rows."""
-        without_quotations = re.sub(r"'[^']*'|\"[^\"]*\"", "''", str(fault))
-        kind = re.sub(r"\d[\d,]*", "0", without_quotations)
-        self._count(kind, number, f"{where}: {fault}", rows)
-
-    def join(self, faults: "Faults", rows_before: int) -> None:
-        """Add the faults of later rows. rows_before: the number of rows before those."""
-        for kind, (number, line, rows) in faults.found.items():
-            self._count(kind, rows_before + number, line, rows)
-
-    def _count(self, kind: str, number: int, line: str, rows: int) -> None:
-        counted = self.found.setdefault(kind, [number, line, 0])
-        counted[2] += rows
-        first_number, _, _ = counted
-        if number < first_number:
-            counted[:2] = number, line
-
-    def first(self) -> int:
-        """The number of the first row with a fault."""
-        return min(number for number, _, _ in self.found.values())
-
-    def lines(self) -> list[str]:
-        """Up to ten, in the order of the rows."""
-        lines = []
-        for _, line, rows in sorted(self.found.values())[:MOST_ERRORS]:
-            if rows == 2:
-                line += " (and 1 more row)"
-            elif rows > 2:
-                line += f" (and {rows - 1:,} more rows)"
-            lines.append(line)
-        return lines
-
-    def stop(self, rows: int) -> bool:
-        """Whether to stop reading. rows: read so far."""
-        if len(self) >= MOST_ERRORS:
-            return True
-        return bool(self.found) and rows - self.first() > MORE_ROWS
-
-    def raise_all(self, rows: int = 0) -> None:
-        """Raise BadRows if there is any fault. rows: read so far."""
-        if not self.found:
-            return
-        lines = self.lines()
-        if self.stop(rows):
-            lines.append("and perhaps more: nothing was read after that")
-        raise BadRows(lines)
+def read_rows(name: str | Path) -> list[Row]:
+    """All rows of the data that a flag names, unchanged. ConfigError names the first that is wrong."""
+    rows = []
+    for where, value in chain.from_iterable(source.read() for source in find_sources(str(name))):
+        try:
+            rows.append(Row(where, as_object(value)))
+        except ValueError as fault:
+            raise ConfigError(f"{where}: {fault}") from None
+    return rows
 
 
 def as_object(value: object) -> dict:
     """The row in a value of Found. ValueError where it is none."""
     if isinstance(value, bytes):
         try:
-            value = parse_json(value.decode())
+            value = json.loads(value.decode())
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8: {error}") from None
-    if isinstance(value, ValueError):
-        raise value
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected object, got {json_name(value)}")
+    if None in value:  # by csv
+        raise ValueError("it has more fields than the first line names columns")
     return value
 
 
+def find_sources(name: str) -> list[Source]:
+    """The sources in a name: a file, a folder, a pattern, a data set; or several of them, separated by
+    commas, each with a weight: a.jsonl:0.7,b.parquet:0.3.
+    """
+    parts = [name] if Path(name).exists() else name.split(",")
+    matches = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in parts]
+    check(all(matches), f"--dataset {name}: one of the names is empty")
+    weights = [float(match[2] or 0) for match in matches]
+    check(
+        all(weights) or not any(match[2] for match in matches),
+        f"--dataset {name}: give every one a weight above 0, or none"
+        " (fix: a.jsonl:0.7,b.jsonl:0.3)",
+    )
+    sources = []
+    for match, weight in zip(matches, weights, strict=True):
+        files = files_of(match[1])
+        if files is None:
+            files, read = open_data_set(match[1])
+        else:
+            read = partial(read_files, match[1], files)
+        sources.append(Source(match[1], weight, files, read))
+    return sources
+
+
+def files_of(name: str) -> list[Path] | None:
+    """The files that a name means: a file, or those of a folder or a pattern. None for a data set of the hub
+    or of datasets' save_to_disk.
+
+    ConfigError for a folder or a pattern without files, or with files of several kinds.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return None  # datasets' save_to_disk wrote it
+        found = [p for p in sorted(path.iterdir()) if kind_of(p) in KINDS and p.name[0] != "."]
+    elif glob.has_magic(name) and not path.exists():
+        found = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+    elif path.exists() or path.suffix or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        found = [path]
+    else:
+        return None
+    kinds = sorted({kind_of(p) for p in found})
+    check(
+        found and {*kinds} <= {*KINDS},
+        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them",
+    )
+    check(
+        len(kinds) == 1,
+        f"{name}: files of several kinds, {', '.join(kinds)} (fix: name those of one kind)",
+    )
+    return found
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says how to read a file, without .gz."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def read_files(name: str, files: list[Path]) -> Found:
+    """The rows of some files. ConfigError for a file that cannot be read, and where there are no rows."""
+    found = False
+    for path in files:
+        check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
+        try:
+            for row in read_file(path):
+                found = True
+                yield row
+        except ConfigError:
+            raise
+        except Exception as error:  # of gzip, zlib, csv, json, pyarrow
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"{path}: cannot be read: {reason[:200]}") from None
+    check(found, f"{name}: {NO_ROWS}")
+
+
 def read_file(path: Path) -> Found:
-    """(where, bytes) of each line that is not blank."""
-    check_file(path)
-    with path.open("rb") as file:
-        yield from read_lines(file, path)
-
-
-def check_file(path: Path) -> None:
-    """Refuse what is no data file, without opening what would block (a FIFO) or never end (a device)."""
-    try:
-        check(stat.S_ISREG(path.stat().st_mode), f"{path}: is not a regular file")
-        with path.open("rb") as file:
-            head = file.read(100).lstrip()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}{did_you_mean(path)}") from None
-    if head[:1] not in (b"[", b"{", b""):
-        reason = impostor(head)
+    """The rows of one file."""
+    open_file = gzip.open if path.suffix == ".gz" else open
+    kind = kind_of(path)
+    with open_file(path, "rb") as file:
+        reason = impostor(file.read(100))
         check(not reason, f"{path}:1: {reason}")
+        file.seek(0)
+        if kind == ".jsonl":
+            yield from read_lines(file, path)
+        elif kind == ".parquet":
+            yield from _numbered(path, _parquet(file), 1)
+        elif kind == ".csv":
+            csv.field_size_limit(LONGEST)
+            rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+            yield from _numbered(path, map(without_nulls, rows), 2)
+        elif kind == ".json":
+            yield from _numbered(path, _json(file.read()), 1)
+        else:
+            content = file.read(LONGEST + 1)
+            check(
+                len(content) <= LONGEST,
+                f"{path}: a text of more than {LONGEST >> 20} MiB (fix: a .jsonl file, a text a line)",
+            )
+            if content.strip():
+                yield str(path), {"text": content.decode("utf-8-sig")}
 
 
 def read_lines(file: BinaryIO, path: Path) -> Found:
@@ -138,35 +179,65 @@ def read_lines(file: BinaryIO, path: Path) -> Found:
         line = file.readline(LONGEST + 1)
         where = f"{path}:{number}"
         check(len(line) <= LONGEST, f"{where}: a line of more than {LONGEST >> 20} MiB")
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8) or b" "[: len(line)]
-            if line.strip() == b"{" or line.startswith(b"["):
-                raise ConfigError(
-                    f"{where}: not one object a line; an array belongs in a .json file"
-                )
         if not line:
             return
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+            check(
+                line.strip() != b"{" and not line.startswith(b"["),
+                f"{where}: not one object a line; an array belongs in a .json file",
+            )
         if line.strip():
             yield where, line
 
 
-class Origin(NamedTuple):
-    """A source and its examples, [first, last)."""
-
-    name: str
-    weight: float  # 0: none is set
-    forms: dict[str, str]  # of its files
-    first: int
-    last: int
+def _numbered(path: Path, rows: Iterator, first: int) -> Found:
+    for number, row in enumerate(rows, start=first):
+        yield f"{path} row {number}", row
 
 
-def origins_of(sources: list[Source], ends: list[int], forms: dict[str, str]) -> list[Origin]:
-    """The sources with their examples. ends[i]: the end of source i's examples; forms: of all files."""
-    origins = []
-    for source, first, last in zip(sources, [0, *ends], ends, strict=False):
-        names = [str(file) for file in source.files]
-        forms_of_files = {name: forms[name] for name in names if name in forms}
-        if not forms_of_files and source.name in forms:  # a data set without files of its own
-            forms_of_files = {source.name: forms[source.name]}
-        origins.append(Origin(source.name, source.weight, forms_of_files, first, last))
-    return origins
+def _json(content: bytes) -> Iterator:
+    """The rows of a .json file: an array, one object, or an object with one list of rows, {"data": [...]}."""
+    value = json.loads(content.decode("utf-8-sig") or "[]")
+    if isinstance(value, dict) and not form_of(value):
+        lists = [rows for rows in value.values() if isinstance(rows, list)]
+        value = lists[0] if len(lists) == 1 else [value]
+    return iter(value if isinstance(value, list) else [value])
+
+
+def _parquet(file: BinaryIO) -> Iterator[dict]:
+    import pyarrow.parquet
+
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024):
+        yield from map(without_nulls, batch.to_pylist())
+
+
+def open_data_set(name: str) -> tuple[list[Path], Callable[[], Found]]:
+    """(files, a function that reads the rows) of a data set of the hub, its split "train", or of one that
+    save_to_disk wrote.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        is_folder = Path(name).is_dir()
+        found = datasets.load_from_disk(name) if is_folder else datasets.load_dataset(name)
+    except Exception as error:  # files, network, repositories: anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(
+            f"--dataset {name}: neither a file nor a data set that can be read: {reason}"
+        ) from None
+    if isinstance(found, datasets.DatasetDict):
+        check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
+        found = found["train"]
+    files = [Path(file["filename"]) for file in found.cache_files]
+    return files, lambda: _numbered(Path(name), map(without_nulls, found), 0)
+
+
+def without_nulls(value: object) -> object:
+    """A row of a table without its nulls and empty texts: a table has every column in every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item not in (None, "")}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

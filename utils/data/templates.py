@@ -1,9 +1,10 @@
 """Chat templates for tokenizers that have none, or should have another: plain, chatml, alpaca, or a file."""
 
 import re
+from functools import lru_cache
+from pathlib import Path
 
 from ..run.errors import ConfigError, check
-from ..run.files import TEMPLATE_BYTES, read_small_text
 
 # What the built-in templates share. Tools and their calls are written as Hermes and Qwen write them,
 # https://huggingface.co/NousResearch/Hermes-2-Pro-Mistral-7B#prompt-format-for-function-calling
@@ -103,14 +104,20 @@ def set_template(tokenizer, name: str) -> None:
                 "not resized; leave the flag out, or write alpaca",
             )
         # What a template renders is encoded as it stands: a BOS token that the tokenizer adds must be in it.
-        bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = MACROS + ("{{- bos_token -}}\n" if bos else "") + BUILT_IN[name]
+        bos = "{{- bos_token -}}\n" if adds_bos(tokenizer) else ""
+        tokenizer.chat_template = MACROS + bos + BUILT_IN[name]
         tokenizer.template_name = f"built-in {name}"
     else:
         try:
-            tokenizer.chat_template = read_small_text(
-                name, TEMPLATE_BYTES, f"--chat_template {name}"
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{error}; give a file, chatml or alpaca") from None
+            tokenizer.chat_template = Path(name).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--chat_template {name}: {error}; give a file, chatml or alpaca"
+            ) from None
         tokenizer.template_name = name
+
+
+@lru_cache(maxsize=8)
+def adds_bos(tokenizer) -> bool:
+    """Whether the tokenizer begins every text with a BOS token."""
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
