@@ -36,7 +36,6 @@ from utils.model.saving import save_model
 from utils.model.sharding import DTYPES, decoder_layers, settle_dtype, shard_model, sync_gradients
 from utils.plan.memory import plan_memory
 from utils.plan.planned import Knobs, Workload, estimate_disk, fitted_before
-from utils.run.disk import check_space
 from utils.run.distributed import (
     agree,
     all_reduce_sum,
@@ -46,7 +45,7 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import act, check, print0, report_errors
-from utils.run.folder import claim_output, releases_output, start_run, write_plan
+from utils.run.folder import check_space, claim_output, releases_output, start_run, write_plan
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
 from utils.run.mesh import build_mesh, data_place, mesh_axes, mesh_sentence

@@ -549,7 +549,7 @@ def test_each_hint_is_a_flag_of_finetune_or_a_sentence_with_a_remedy():
 def test_each_flag_of_the_llama_recipes_table_works_or_is_answered(capsys):
     for name, meaning in foreign_flags.TABLES["llama_recipes"].items():
         for text in meaning if isinstance(meaning, dict) else ["4"]:
-            text = "adamw" if name == "optimizer" else text
+            text = {"optimizer": "adamw", "use_wandb": "true"}.get(name, text)
             argv = [f"--{name}={text}", f"--lora_rank={0 if name == 'pure_bf16' else 4}"]
             parse_cli(finetune.Config, argv, aliases="foreign_flags")
             assert name == "optimizer" or capsys.readouterr().out.startswith(f"--{name}")

@@ -34,10 +34,9 @@ from utils.model.pieces import Piece, local_box
 from utils.model.saving import save_model
 from utils.plan import reserve
 from utils.plan.reserve import room
-from utils.run.disk import check_space
 from utils.run.distributed import together
 from utils.run.errors import ConfigError
-from utils.run.folder import check_seen, claim_output, releases_output
+from utils.run.folder import check_seen, check_space, claim_output, releases_output
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

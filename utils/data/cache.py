@@ -21,8 +21,8 @@ import tokenizers
 import torch
 import transformers
 
-from ..run.disk import sync_path
 from ..run.errors import ConfigError, print0
+from ..run.files import sync_path
 from .encode import Part, processes
 from .rows import Source
 

@@ -28,7 +28,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..run.distributed import World, gather
 from ..run.errors import ConfigError, check, first_five, print0
-from ..run.files import check_not_linked
 from .folder import SINGLE, TensorInfo
 from .options import Lora, Quant
 from .pieces import Piece, is_writer, lay_out, local_box
@@ -316,7 +315,6 @@ def save_adapter(
     def prepare(temp: Path, rank: int) -> int:
         if rank:
             return 0
-        check_not_linked(out)
         free = not out.exists() or (out / "adapter_config.json").exists()
         check(free, f"{out} is no adapter, and a save would replace it (fix: another --output_dir)")
         config.save_pretrained(temp)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ..run.disk import check_replaceable, check_space, disk_errors, publish, remove_siblings
 from ..run.distributed import World, all_reduce_sum, broadcast, together
 from ..run.errors import check
-from ..run.files import file_inside
+from ..run.files import check_replaceable, disk_errors, file_inside, publish, remove_siblings
+from ..run.folder import check_space
 from .folder import INDEX, read_json
 from .pieces import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
 

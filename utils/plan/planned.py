@@ -11,7 +11,6 @@ import yaml
 from ..model.options import Lora, Quant
 from ..run.distributed import World, gather
 from ..run.errors import ConfigError, advise_on_memory, end_act, print0, reason_of_others
-from ..run.files import CONFIG_BYTES, read_small_text
 from ..run.memory import peaks, reserved_peaks
 from ..run.units import GIB
 
@@ -145,7 +144,7 @@ def fitted_before(out: Path) -> dict[str, object]:
     if not file.exists():
         return {}
     try:
-        settings = yaml.safe_load(read_small_text(file, CONFIG_BYTES))
+        settings = yaml.safe_load(file.read_text())
         was_fitted = settings.get("fit")
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
         reason = reason_of_others(error)

@@ -1,190 +1,18 @@
-"""Files that others may have prepared: opened only where that cannot hang, eat memory or reach elsewhere.
-
-What is read whole must be a regular file (a pipe waits for ever, /dev/zero never ends) and not larger than
-its kind has any reason to be. What a run writes is opened without following links: one that somebody planted
-in a run folder would lead the run to a file of the user's outside of it.
-"""
+"""Files from elsewhere, opened only inside their folder; files that are written whole or not at all."""
 
 import difflib
 import errno
-import json
 import os
 import re
 import secrets
-import stat
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
-from .errors import ConfigError, check
-from .units import MIB
+from .errors import ConfigError, check, say
 
 AGAIN = "(fix: download the folder again)"
-
-# Bytes of what is read whole. Published configs have up to 2 MB (21,000 labels), tokenizers up to 60 MB, and
-# indexes of the largest models 20 MB.
-CONFIG_BYTES, INDEX_BYTES, TOKENIZER_BYTES, TEXT_BYTES = 4 * MIB, 64 * MIB, 128 * MIB, 256 * MIB
-TEMPLATE_BYTES = MIB
-# Values of a JSON file, since an empty list of three bytes takes a hundred in memory.
-CONFIG_VALUES, MOST_VALUES, DEEPEST = 200_000, 8_000_000, 60
-LINK = "is a link, which could lead a run to overwrite what it means"
-UNLINK = "(fix: remove it, or another --output_dir)"
-
-# What a run writes into its folder. A folder named in DEEP is looked through: all in it is the run's.
-OWN_FILES = re.compile(
-    r"\.lock|config(_[0-9]{3})?\.yaml|metrics\.jsonl|plan\.json|bad_rows\.jsonl|hang_rank_.*"
-)
-OWN_FOLDERS, DEEP = ("checkpoints", "model", "adapter", "profile", "tensorboard", "wandb"), 3
-
-
-def open_regular(path: Path | str, name: str = "") -> IO[bytes]:
-    """A regular file, links followed, open to be read. ConfigError for anything else, without waiting for it;
-    OSError where it is not there or may not be read. name: what the error calls it.
-    """
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        regular = stat.S_ISREG(mode)  # to open a device may already do something
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if regular else -1
-    except ValueError as error:  # a NUL in a name that stands in a file
-        raise ConfigError(f"{name or path}: {error}") from None
-    check(regular, f"{name or path}: not a regular file (fix: a plain file in its place)")
-    file = os.fdopen(fd, "rb")
-    if not stat.S_ISREG(os.fstat(fd).st_mode):  # it was changed meanwhile
-        file.close()
-        raise ConfigError(f"{name or path}: not a regular file (fix: a plain file in its place)")
-    return file
-
-
-def read_small_file(path: Path | str, limit: int, name: str = "") -> bytes:
-    """All bytes of a regular file. ConfigError names the file, or `name`, where it cannot be read, or has
-    more than `limit` bytes.
-    """
-    try:
-        with open_regular(path, name) as file:
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise ConfigError(f"{name or path}: {error.strerror}") from None
-    check(len(content) <= limit, f"{name or path}: more than {_size(limit)} (fix: the right file)")
-    return content
-
-
-def read_small_text(path: Path | str, limit: int, name: str = "", encoding: str = "utf-8") -> str:
-    """The text of a file, as read_small_file reads it, with \\n for every line's end."""
-    try:
-        text = read_small_file(path, limit, name).decode(encoding)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name or path}: no text in {encoding}: {error}") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def read_small_json(path: Path | str, limit: int, values: int = CONFIG_VALUES) -> object:
-    """The value in a JSON file, as read_small_file reads it. ValueError, with the words for the user, where
-    it is not JSON, nested too deeply, or holds more than `values` values.
-    """
-    text = read_small_file(path, limit)
-    if text.count(b",") + text.count(b"[") + text.count(b"{") > values:
-        raise ValueError(f"more than {values:,} values")
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("not JSON: nested too deeply") from None
-    except UnicodeDecodeError:
-        raise ValueError(impostor(text) or "not JSON: not UTF-8") from None
-    except ValueError as error:
-        raise ValueError(impostor(text) or f"not JSON: {error}") from None
-    if depth(value) > DEEPEST:
-        raise ValueError(f"nested more than {DEEPEST} deep")
-    return value
-
-
-def depth(value: object) -> int:
-    """How many lists and objects stand in each other, at most."""
-    level, deep = [value], 0
-    while level := [v for v in level if isinstance(v, dict | list)]:
-        deep += 1
-        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
-    return deep
-
-
-def own_opener(name: str, flags: int) -> int:
-    """For open(): the last part of the name may not be a link, and nothing is waited for."""
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-
-
-def open_own(path: Path | str, mode: str) -> IO:
-    """As open(path, mode), for a file of a run folder: it is never reached through a link, and is regular."""
-
-    try:
-        encoding = None if "b" in mode else "utf-8"
-        file = open(path, mode, opener=own_opener, encoding=encoding)  # noqa: SIM115 - the caller closes it
-    except OSError as error:
-        check(error.errno != errno.ELOOP, f"{path} {LINK} {UNLINK}")
-        check(
-            error.errno not in (errno.ENXIO, errno.ENODEV), f"{path}: not a regular file {UNLINK}"
-        )
-        raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ConfigError(f"{path}: not a regular file {UNLINK}")
-    return file
-
-
-def replace_file(path: Path, text: str, sync: Callable[[Path], None] = lambda _: None) -> None:
-    """Write a file of a run folder in one go: it is complete, as it was, or absent. sync: called with the
-    temporary file, whose name nobody can guess, before it is renamed.
-    """
-    check_not_linked(path)
-    temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
-    try:
-        with open_own(temporary, "x") as file:
-            file.write(text)
-        sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def check_not_linked(path: Path) -> None:
-    """Raise ConfigError where a link stands in the place of something that a run will write."""
-    check(not path.is_symlink(), f"{path} {LINK} {UNLINK}")
-
-
-def check_own_files(out: Path) -> None:
-    """Refuse a run folder in which a link, or anything else but a file or a folder, stands where the run
-    writes. `out` itself may be a link: the user chose it.
-    """
-    for entry in os.scandir(out):
-        if entry.name in OWN_FOLDERS:
-            check(not entry.is_symlink(), f"{entry.path} {LINK} {UNLINK}")
-            check(entry.is_dir(), f"{entry.path}: not a folder {UNLINK}")
-            # these are replaced whole; wandb has links
-            if entry.name not in ("model", "adapter", "wandb"):
-                _check_tree(entry.path, DEEP)
-        elif OWN_FILES.fullmatch(entry.name):
-            _check_file(entry)
-
-
-def _check_tree(folder: str, deep: int) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            if deep:
-                _check_tree(entry.path, deep - 1)
-        else:
-            _check_file(entry)
-
-
-def _check_file(entry: os.DirEntry) -> None:
-    check(not entry.is_symlink(), f"{entry.path} {LINK} {UNLINK}")
-    check(entry.is_file(follow_symlinks=False), f"{entry.path}: not a regular file {UNLINK}")
-
-
-def _size(limit: int) -> str:
-    return f"{limit // MIB} MiB" if limit >= MIB else f"{limit:,} bytes"
 
 
 def did_you_mean(path: Path) -> str:
@@ -194,21 +22,15 @@ def did_you_mean(path: Path) -> str:
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
-def start_of(file: Path) -> bytes:
-    """The first bytes of a regular file."""
-    with open_regular(file) as opened:
-        return opened.read(100)
-
-
 def impostor(start: bytes) -> str:
     """What a download often leaves in place of a file."""
-    pointer = start.startswith(b"version https://git-lfs")
-    page = start.lstrip()[:1] == b"<" and "an HTML page, not the file itself"
-    return "a git-lfs pointer, not the file itself; try `git lfs pull`" if pointer else page or ""
+    if start.startswith(b"version https://git-lfs"):
+        return "a git-lfs pointer, not the file itself; try `git lfs pull`"
+    return "an HTML page, not the file itself" if start.lstrip()[:1] == b"<" else ""
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """folder/name, if that is a regular file within the folder. Opens nothing: a pipe would wait forever.
+    """folder/name, if that is a file within the folder.
 
     In the Hugging Face cache, files in models--x--y/snapshots/<revision> link to models--x--y/blobs: inside.
     """
@@ -218,9 +40,77 @@ def file_inside(folder: Path, name: str) -> Path:
     cached = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
     written = not os.path.isabs(name) and Path(os.path.normpath(root / name)).is_relative_to(root)
     inside = written and (cached or real.is_relative_to(root))
-    check(
-        inside,
-        f"{folder}: {name!r} leads out of the folder, and was not opened (fix: a copy inside it)",
-    )
+    fix = "(fix: a copy inside it)"
+    check(inside, f"{folder}: {name!r} leads out of the folder, and was not opened {fix}")
     check(real.is_file(), f"{folder}: {name} is missing, or not a regular file {AGAIN}")
     return Path(folder) / name
+
+
+def replace_file(path: Path, text: str, sync: Callable[[Path], None] = lambda _: None) -> None:
+    """Write a file in one go: it is complete, as it was, or absent. sync: called with the temporary file
+    before it is renamed.
+    """
+    temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
+    try:
+        temporary.write_text(text, "utf-8")
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Say in one line what the file system refused while `path` was written, and what helps against it."""
+    try:
+        yield
+    except Exception as error:
+        # tokenizers raises a bare Exception.
+        full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+        full = full or "(os error 28)" in str(error)
+        if not full and not isinstance(error, OSError):
+            raise
+        reason = "no space left" if full else error.strerror or error
+        room = ", or make room" if full else ""
+        raise ConfigError(f"{path}: {reason} (fix: another --output_dir{room})") from None
+
+
+def sync_path(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def publish(temp: Path, out: Path) -> None:
+    """Put temp in the place of out: never half a folder, and the old one goes when the new one is there."""
+    for path in (*temp.iterdir(), temp):
+        sync_path(path)
+    old = out.with_name(temp.name.replace(".tmp", ".old", 1))
+    if out.exists():
+        os.rename(out, old)
+    os.rename(temp, out)
+    sync_path(out.parent)
+    remove_siblings(out, ".old")
+
+
+def remove_siblings(out: Path, kind: str) -> None:
+    """Temporary folders (.tmp) that killed saves left beside `out`; models (.old) that they had set aside."""
+    ours = re.compile(re.escape(f"{kind}_{out.name}_") + "[0-9a-f]{8}")
+    for path in out.parent.glob(".*"):
+        if ours.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+            if kind == ".tmp":
+                say(f"removed {path}, which a run that died left behind")
+
+
+def check_replaceable(out: Path, source: Path | None) -> None:
+    """Raise ConfigError unless a save may replace the whole folder: it is absent, empty or a model's, and not
+    the source of this model.
+    """
+    fix = "another --output_dir"
+    written = (os.path.realpath(out), os.path.realpath(out.parent))
+    is_source = source is not None and os.path.realpath(source) in written
+    check(not is_source, f"{source} is the folder that the model is read from (fix: {fix})")
+    empty = out.is_dir() and not any(out.iterdir())
+    replaceable = not os.path.lexists(out) or empty or (out / "config.json").exists()
+    check(replaceable, f"{out} is no model folder, and a save would replace it (fix: {fix})")

@@ -7,8 +7,8 @@ A run is finished when its plan.json says what was measured. Nothing that a fold
 
 import fcntl
 import json
+import math
 import os
-import re
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import datetime
@@ -16,14 +16,13 @@ from functools import wraps
 from itertools import count
 from pathlib import Path
 
-from .disk import check_replaceable, disk_errors
 from .distributed import ALONE, World, broadcast, gather, host_name, together
 from .errors import ConfigError, check
-from .files import check_own_files, open_own, replace_file
+from .files import check_replaceable, disk_errors, replace_file
 from .settings import save_config
+from .units import GIB
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "adapter")
-LOCK_BYTES = 1000
 _claims = ExitStack()  # closing it gives back what this process has claimed
 
 
@@ -32,15 +31,12 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     output/STEM-NNN; else the next free one, taken by making it, so no two runs share one.
 
     Raises ConfigError on all ranks where it cannot be made or written, a rank sees another folder there,
-    another run is at work in it, a link stands where the run would write, or OUT/model could not be replaced:
-    it is `source`, which the model is read from, or no model.
+    another run is at work in it, or OUT/model could not be replaced: it is `source`, which the model is read
+    from, or no model.
     """
     restarted = any(gather(world, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
     out, who = Path(output_dir).absolute() if output_dir else None, ""
     with together(world), disk_errors(out or Path("output")):
-        fix = "(fix: another folder, or LC_ALL=C.UTF-8)"
-        text = not re.search("[\udc80-\udcff]", output_dir)
-        check(text, f"--output_dir {ascii(output_dir)} is no text in this locale {fix}")
         if world.rank == 0:
             numbered = sorted(Path("output").glob(f"{stem}-[0-9][0-9][0-9]")) if restarted else []
             out = out or (numbered[-1].absolute() if numbered else None)
@@ -60,8 +56,7 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
 def check_seen(out: Path, who: str) -> None:
     """Raise ConfigError unless this rank sees the folder that `who` has locked."""
     try:
-        with open_own(out / ".lock", "rb") as lock:
-            seen = lock.read(LOCK_BYTES).decode(errors="replace") == who
+        seen = (out / ".lock").read_text(errors="replace") == who
     except FileNotFoundError:
         seen = False
     fix = "(fix: an --output_dir that all machines share)"
@@ -110,6 +105,29 @@ def write_plan(
     replace_file(out / "plan.json", json.dumps(content, indent=2) + "\n")
 
 
+def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
+    """Raise ConfigError unless the disk has room.
+
+    Where all ranks of a `world` call it, rank 0 reads the free space for all of them: two readings of a busy
+    disk differ, and the error would be printed once for each.
+    """
+    free_bytes = _free_bytes(folder) if world.rank == 0 else 0
+    free_bytes = broadcast(world, free_bytes)
+    sizes = f"need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB"
+    text = f"no space left: {sizes} at {folder} (fix: another --output_dir, or make room)"
+    if needed_bytes > free_bytes:
+        raise ConfigError(text, agreed=world is not ALONE)
+
+
+def _free_bytes(folder: Path) -> float:
+    """Infinite where the file system does not tell, as some network file systems do not."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return math.inf
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
+
+
 def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
     """(the folder, what its lock says of this process)"""
     for free in [out] if out else (Path("output", f"{stem}-{n:03d}").absolute() for n in count(1)):
@@ -122,8 +140,7 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
         except FileExistsError:
             if out:
                 raise
-    check_own_files(free)
-    lock = open_own(free / ".lock", "a+b")
+    lock = open(free / ".lock", "a+b")  # noqa: SIM115 - closed with the claim
     _claims.enter_context(lock)
     try:
         # the kernel undoes it, however the process ends
@@ -132,7 +149,7 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
             raise BlockingIOError  # who had it has just removed it
     except BlockingIOError:
         lock.seek(0)
-        who = lock.read(LOCK_BYTES).decode(errors="replace") or "another run"
+        who = lock.read().decode(errors="replace") or "another run"
         raise ConfigError(
             f"--output_dir {out} is in use by {who} (fix: wait, or another folder)"
         ) from None

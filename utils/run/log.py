@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .disk import disk_errors
-from .files import open_own
+from .files import disk_errors
 from .trackers import open_trackers
 
 LINE = {
@@ -49,8 +48,8 @@ class RunLog:
         if self.folder is None:
             return
         # a last line that a kill cut would spoil the next
-        if os.path.lexists(folder / "metrics.jsonl"):
-            with open_own(folder / "metrics.jsonl", "r+b") as file:
+        if (folder / "metrics.jsonl").exists():
+            with open(folder / "metrics.jsonl", "r+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         if any(trackers):
             self.trackers = open_trackers(folder, *trackers, done)
@@ -70,7 +69,7 @@ class RunLog:
                 finite[old] = finite[new]
         with (
             disk_errors(self.folder / "metrics.jsonl"),
-            open_own(self.folder / "metrics.jsonl", "a") as file,
+            open(self.folder / "metrics.jsonl", "a") as file,
         ):
             file.write(json.dumps({"run": self.run, **finite}) + "\n")
         step = numbers.pop("step")

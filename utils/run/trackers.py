@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import print0
-from .files import check_not_linked
 
 
 class TensorBoard:
@@ -14,7 +13,6 @@ class TensorBoard:
     def __init__(self, folder: Path, done: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        check_not_linked(folder / "tensorboard")
         log_dir = str(folder / "tensorboard")
         self.writer = SummaryWriter(log_dir, purge_step=done + 1)
 
@@ -32,7 +30,6 @@ class WeightsAndBiases:
     def __init__(self, folder: Path):
         import wandb
 
-        check_not_linked(folder / "wandb")
         self.run = wandb.init(dir=folder, name=folder.name)
 
     def log(self, numbers: dict[str, float], step: int) -> None:

@@ -32,9 +32,10 @@ from torch import nn
 from torch.utils.serialization import config as serialization
 
 from ..model.pieces import local
-from ..run.disk import check_space, sync_path
 from ..run.distributed import World, all_reduce_sum, broadcast
 from ..run.errors import ConfigError, check, print0
+from ..run.files import sync_path
+from ..run.folder import check_space
 from .async_save import Background
 
 Optimizer = torch.optim.Optimizer
