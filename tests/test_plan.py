@@ -224,7 +224,7 @@ def test_ranks_that_see_different_files_are_told_so_together(flags, tmp_path):
     folders, seen = (tmp_path / "a", tmp_path / "b"), {**flags, "dataset": "rows.jsonl"}
     texts = run_ranks(from_own_folder, 2, folders, seen)
     assert texts[0] == texts[1]
-    assert texts[0][0].startswith("rank 1: rows.jsonl: No such file")
+    assert texts[0][0].startswith("rank 1: rows.jsonl: no such file")
     write_chats(tmp_path / "b" / "rows.jsonl", "no")
     texts = run_ranks(from_own_folder, 2, folders, seen)
     assert texts[0] == texts[1]

@@ -4,15 +4,13 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 [k G, (k + 1) G) of the epoch's permutation, however many ranks and micro-batches share it.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from ..run.units import IGNORE
-from .examples import Example
+from .examples import Example, permutation
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,6 @@ def collate(items: list[Example], pad_id: int) -> Batch:
         labels[row, 1:size] = item.labels[1:]  # nothing before the first token predicts it
         mask[row, :size] = True
     return Batch(ids, labels, mask, [item.where for item in items])
-
-
-@lru_cache(maxsize=4)
-def permutation(rows: int, key: str) -> torch.Tensor:
-    """The numbers below `rows`, (rows,), in an order that depends only on `key`, on every machine."""
-    digest = hashlib.sha256(key.encode()).digest()
-    seed = int.from_bytes(digest[:8], "little") >> 1
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(rows, generator=generator)
 
 
 class GlobalBatches:

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -297,6 +297,15 @@ def in_memory(encode: Callable, collect: Callable) -> tuple[dict, dict]:
     return arrays, said
 
 
+@lru_cache(maxsize=4)
+def permutation(rows: int, key: str) -> torch.Tensor:
+    """The numbers below `rows`, (rows,), in an order that depends only on `key`, on every machine."""
+    digest = hashlib.sha256(key.encode()).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(rows, generator=generator)
+
+
 def draw(examples: Examples) -> Examples:
     """The examples that count: all, or of weighted sources as many of each as its weight says, none twice,
     all of the one that is scarcest for its weight.
@@ -314,10 +323,7 @@ def draw(examples: Examples) -> Examples:
         total = min((origin.last - origin.first) / origin.weight for origin in examples.origins)
         parts = []
         for origin in examples.origins:
-            seed = int.from_bytes(hashlib.sha256(origin.name.encode()).digest()[:8], "little") >> 1
-            order = torch.randperm(
-                origin.last - origin.first, generator=torch.Generator().manual_seed(seed)
-            )
+            order = permutation(origin.last - origin.first, origin.name)
             parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
         drawn = torch.cat(parts)
         check(len(drawn), "of all sources nothing is drawn: one has almost no rows for its weight")

@@ -18,7 +18,6 @@ from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate, permutation
 from .examples import Example
 
-SUMMARY_STEPS = 32  # global batches from which the plan says how evenly the ranks work
 Pack = list[int]  # the numbers of its documents
 
 
@@ -105,18 +104,11 @@ class PackedBatches(GlobalBatches):
         )
 
     def summary(self) -> str:
-        """What the plan prints: also how full the packs are, and how evenly the ranks' work is divided."""
+        """What the plan prints: also how full the packs are."""
         tokens = int(self.examples.lengths.sum())
         packs = len(self._begins) - 1
-        ratios = []
-        for step in range(min(self.per_epoch, SUMMARY_STEPS)):
-            shares = self.deal(self.rows_of(step))
-            loads = [int(self.attention_costs(share).sum()) for share in shares]
-            mean_load = sum(loads) / len(loads)
-            ratios.append(max(loads) / mean_load)
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
-        ratio = sum(ratios) / len(ratios)
-        return f"{super().summary()}; {fill}, busiest rank's attention / mean {ratio:.3f}"
+        return f"{super().summary()}; {fill}"
 
 
 def joined(examples: list[Example]) -> Example:
