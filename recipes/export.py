@@ -37,18 +37,14 @@ from utils.model.lora import save_adapter
 from utils.model.merge import allocate, plan_merge, save_merged
 from utils.model.saving import save_model
 from utils.model.sharding import DTYPES, shard_model
-from utils.plan.parts import plan_parts
-from utils.plan.planned import MemoryPlan
-from utils.plan.states import estimate_states
 from utils.run.disk import check_space
-from utils.run.distributed import World, init_distributed, stop_distributed, together
+from utils.run.distributed import init_distributed, stop_distributed, together
 from utils.run.errors import act, check, print0, report_errors
 from utils.run.files import file_inside
 from utils.run.folder import releases_output
 from utils.run.mesh import build_mesh
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
-from utils.run.units import MIB
 from utils.train.trained_run import add_run_adapter, check_weights, find_run, load_weights
 
 WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -68,8 +64,6 @@ class Config:
     adapter: str = ""  # folder of a LoRA adapter, as peft writes it
     checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
     trust_remote_code: bool = False  # run Python code that comes with the model
-
-    force: bool = False  # begin though the plan says that it does not fit
 
     # Where
     output_dir: str = ""  # the new folder
@@ -133,13 +127,6 @@ def main(cfg: Config) -> Path:
     parent = next(path for path in out.parents if path.is_dir())
     check_space(parent, disk_bytes, world)
     print0(f"model     {base}: {len(weights)} tensors")
-    with together(world):
-        if cfg.adapter:
-            plan = plan_merging(model, world, cfg.force)
-        elif is_lora_run:
-            plan = plan_adapter(model, world, cfg.force)
-        else:
-            plan = plan_saving(model, world, cfg.force)
 
     if cfg.adapter:
         # --- merge: each rank its own files, one tensor at a time ---------------------------------
@@ -174,36 +161,8 @@ def main(cfg: Config) -> Path:
             eos_ids=end_of_turn_ids(tokenizer),
             source=folder,
         )
-    plan.compare(world)
     print0(f"finished  {out}")
     return out
-
-
-def plan_merging(model: nn.Module, world: World, force: bool) -> MemoryPlan:
-    """What a merge needs of the host; its adapter is in memory already, its base on meta."""
-    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.is_meta]
-    parts = {"the largest weight, read and merged": 3 * max(sizes, default=0), "buffers": 32 * MIB}
-    return plan_parts("merge", parts, world, fewer_ranks(world), force)
-
-
-def plan_adapter(model: nn.Module, world: World, force: bool) -> MemoryPlan:
-    """What an adapter needs of the host: every rank holds all of it, and nothing of its base."""
-    adapter_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    parts = {"adapter": adapter_bytes, "buffers": 32 * MIB}
-    return plan_parts("adapter", parts, world, fewer_ranks(world), force)
-
-
-def plan_saving(model: nn.Module, world: World, force: bool) -> MemoryPlan:
-    """What a model in shards needs of the host."""
-    parts = {"weights": estimate_states(model, world.size).weights, "buffers": 32 * MIB}
-    return plan_parts("save", parts, world, "a machine with more memory", force)
-
-
-def fewer_ranks(world: World) -> str:
-    """What helps where each rank needs the same memory."""
-    if world.size == 1:
-        return "a machine with more memory"
-    return f"--nproc_per_node {world.size // 2}"
 
 
 def copy_companions(folder: Path, adapter: Path, temp: Path) -> None:

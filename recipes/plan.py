@@ -31,7 +31,7 @@ from utils.plan.largest import largest_batch, longest
 from utils.plan.planned import Knobs
 from utils.plan.reserve import CARDS, FITS, TIGHT, TOO_LARGE, WHY_TIGHT, check_card
 from utils.plan.speed import LINK
-from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
+from utils.run.errors import check, escaped, others_code, report_errors, say
 from utils.run.settings import check_least, parse_cli
 from utils.run.units import GIB
 
@@ -70,7 +70,6 @@ class Config:
 
     # Where
     json: bool = False  # print one JSON object in place of tables
-    plot: str = ""  # also draw the table as bars into this file
 
     def __post_init__(self):
         fix = "--gpu_memory 24"
@@ -91,8 +90,6 @@ class Config:
         check(
             has_frozen, f"--quantization {self.quantization} trains nothing (fix: --lora_rank 16)"
         )
-        if self.plot:
-            check_plot(Path(self.plot))
 
     @property
     def gpu_gib(self) -> float:
@@ -155,8 +152,6 @@ def main(cfg: Config) -> dict:
             plan["command"] = command(cfg, best)
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
-    if cfg.plot:
-        plot(plan["strategies"], cfg)
     return plan
 
 
@@ -355,43 +350,6 @@ def cells(row: dict) -> tuple[str, ...]:
         tokens,
         f"{row['speed']:.2f}",
     )
-
-
-def check_plot(file: Path) -> None:
-    """What --plot needs, asked for at the start: a plan takes up to a minute."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs a package (fix: pip install matplotlib)") from None
-    endings = Figure().canvas.get_supported_filetypes()
-    fix = "plan.png, .pdf or .svg"
-    check(file.suffix[1:] in endings, f"--plot {file}: no ending of a picture (fix: {fix})")
-    is_new = not os.path.lexists(file)
-    check(is_new, f"--plot {file} exists, and is not overwritten (fix: another name)")
-    folder = file.absolute().parent
-    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
-    problem = f"{folder} is no folder that may be written"
-    check(is_writable, f"--plot {file}: {problem} (fix: another one)")
-
-
-def plot(rows: list[dict], cfg: Config) -> None:
-    """The table as stacked bars: what each row needs of a GPU, by part, and what there is."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.5 + 0.22 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    names = [" ".join(cells(row)[:4]) for row in rows]
-    left = [0.0] * len(rows)
-    parts = dict.fromkeys(part for row in rows for part in row["parts"])
-    for part in parts:
-        sizes = [row["parts"].get(part, 0) / GIB for row in rows]
-        axes.barh(names, sizes, left=left, label=part)
-        left = [before + size for before, size in zip(left, sizes, strict=True)]
-    axes.axvline(cfg.gpu_gib, color="black", linestyle="--")
-    axes.invert_yaxis()
-    axes.set(xlabel="GiB of a GPU", title="method, recompute, offload, reshard")
-    axes.legend()
-    figure.savefig(cfg.plot)
 
 
 if __name__ == "__main__":

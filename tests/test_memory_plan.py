@@ -438,32 +438,3 @@ def test_a_model_of_pictures_is_refused_with_what_to_take_instead(tmp_path):
         ConfigError, match=r"qwen2_5_vl has a vision_config, .* \(fix: a text-only causal"
     ):
         plan.main(plan.Config(model=str(tmp_path)))
-
-
-def test_plan_draws_its_table(tmp_path):
-    cfg = plan.Config(model="llama", plot=str(tmp_path / "bars.png"))
-    plan.plot([ROW | {"parts": {"weights": GIB}}], cfg)
-    assert (tmp_path / "bars.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_what_a_plot_needs_is_asked_for_at_the_start(tmp_path, monkeypatch):
-    (tmp_path / "old.png").touch()
-    answers = {
-        "old.png": "old.png exists, and is not overwritten (fix: another name)",
-        "new.xyz": "new.xyz: no ending of a picture (fix: plan.png, .pdf or .svg)",
-        "new": "new: no ending of a picture",
-        "nowhere/new.png": "nowhere is no folder that may be written (fix: another one)",
-    }
-    for name, answer in answers.items():
-        with pytest.raises(ConfigError, match=re.escape(answer)):
-            parse_cli(plan.Config, ["--model", "7B", "--plot", str(tmp_path / name)])
-    assert parse_cli(plan.Config, ["--plot", str(tmp_path / "new.svg")]).plot == str(
-        tmp_path / "new.svg"
-    )
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
-    with pytest.raises(
-        ConfigError, match=r"--plot needs a package \(fix: pip install matplotlib\)"
-    ):
-        parse_cli(plan.Config, ["--model", "7B", "--plot", str(tmp_path / "new.png")])
