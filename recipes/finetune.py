@@ -45,13 +45,13 @@ from utils.run.distributed import (
     stop_distributed,
     together,
 )
-from utils.run.errors import act, check, fault, print0, report_errors
+from utils.run.errors import act, check, print0, report_errors
 from utils.run.folder import claim_output, releases_output, start_run, write_plan
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
 from utils.run.mesh import build_mesh, data_place, mesh_axes, mesh_sentence
 from utils.run.settings import BatchSizes, check_least, parse_cli, pick
-from utils.run.signals import stop_after_step, stop_asked, stop_at_once, warn_of_grace
+from utils.run.signals import stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.flops import mfu
@@ -190,7 +190,7 @@ def main(cfg: Config) -> Path | None:
         model = build_model(*structure)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
     if not cfg.show_masks:
-        out = claim_output(cfg.output_dir, "finetune", world, source.folder, watch=not cfg.check)
+        out = claim_output(cfg.output_dir, "finetune", world, source.folder)
         with together(world):
             fitted = fitted_before(out) if cfg.fit else {}  # what --fit found, stays
             cfg = replace(cfg, **fitted)
@@ -211,10 +211,16 @@ def main(cfg: Config) -> Path | None:
     act("plan")
     with together(world):
         workload = pick(
-            Workload, cfg, structure=structure, dtype=DTYPES[cfg.dtype], shards=axes["shard"],
-            ranks=world.ranks, seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
-            lora=pick(Lora, cfg), quant=pick(Quant, cfg),
-        )  # fmt: skip
+            Workload,
+            cfg,
+            structure=structure,
+            dtype=DTYPES[cfg.dtype],
+            shards=axes["shard"],
+            ranks=world.ranks,
+            seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
+            lora=pick(Lora, cfg),
+            quant=pick(Quant, cfg),
+        )
         plan = plan_memory(workload, pick(Knobs, cfg), world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
     lora, quant = pick(Lora, cfg), pick(Quant, cfg)
@@ -303,7 +309,6 @@ def main(cfg: Config) -> Path | None:
     if checkpoint:
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
         scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
-        warn_of_grace(earlier.state["step_seconds"], earlier.state["save_seconds"])
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
@@ -320,7 +325,6 @@ def main(cfg: Config) -> Path | None:
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
             started = time.monotonic()
-            fault("step", step)
             set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
@@ -332,18 +336,25 @@ def main(cfg: Config) -> Path | None:
                 scaler.scale(loss * world.size / trained_tokens).backward()  # FSDP takes the mean
                 losses.append(loss.detach())
             loss = all_reduce_sum(torch.stack(losses).sum(), world) / trained_tokens
-            peak_bytes = peak_memory_bytes(world.device)  # where most is alive
+            peak_bytes = peak_memory_bytes()  # where most is alive
             lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
             guard = partial(stop_if_not_finite, step, loss, losses, batches, world)
             norm, skipped = take_step(model, optimizer, scaler, lr, cfg.clip_norm, skipped, guard)
             done, seconds = step + 1, time.monotonic() - started
             tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
             log.step(
-                step=done, loss=loss, grad_norm=norm, lr=lr, trained_tokens=int(trained_tokens),
-                tokens=int(tokens), skipped=int(skipped > 0), seconds=seconds,
-                tokens_per_second=tokens / seconds, peak_memory_gib=peak_bytes / GIB,
+                step=done,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                trained_tokens=int(trained_tokens),
+                tokens=int(tokens),
+                skipped=int(skipped > 0),
+                seconds=seconds,
+                tokens_per_second=tokens / seconds,
+                peak_memory_gib=peak_bytes / GIB,
                 mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
-            )  # fmt: skip
+            )
             if profiler:
                 profiler.step()
             if held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0)):
@@ -369,9 +380,15 @@ def main(cfg: Config) -> Path | None:
         print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
     elif cfg.save_model:
         save_model(
-            result, model, pieces, world, save_dtype=DTYPES[cfg.save_dtype], tokenizer=tokenizer,
-            source=source.folder, eos_ids=end_of_turn_ids(tokenizer),
-        )  # fmt: skip
+            result,
+            model,
+            pieces,
+            world,
+            save_dtype=DTYPES[cfg.save_dtype],
+            tokenizer=tokenizer,
+            source=source.folder,
+            eos_ids=end_of_turn_ids(tokenizer),
+        )
     measured = plan.compare(world) | {"steps": steps, "global_batch_size": global_batch}
     write_plan(out, plan.planned, measured, world)
     print0(f"finished  {steps} steps; {result if cfg.save_model else out}")

@@ -4,7 +4,6 @@ The named function ends its process, or misbehaves as KIND says, at its CALL-th 
 """
 
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -14,8 +13,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "recipes")]
 
 import finetune
 
-from utils.model import saving  # noqa: F401 - explain: while it may be read
-from utils.run import distributed
+from utils.model import saving
 from utils.run.errors import report_errors
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
@@ -34,19 +32,10 @@ def fail(*_, **__):
     raise RuntimeError("row 7 is corrupt")
 
 
-def no_threads(*args, **options):
-    """From here on this process may start none. Root may always, so it becomes someone else."""
-    if os.geteuid() == 0:
-        os.setuid(64999)
-    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-    return distributed.init_distributed(*args, **options)
-
-
 FAULTS = {  # kind -> (where, name, what happens instead)
     "retire": (checkpoint.shutil, "rmtree", die),  # half of an old checkpoint's removal
     "export": (saving, "verify_chunks", die),  # the final model is written, and not yet renamed
     "collective": (finetune, "all_reduce_sum", leave_out),
-    "threads": (finetune, "init_distributed", no_threads),
     "data": (finetune.GlobalBatches, "batches", fail),
 }
 

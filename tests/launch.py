@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import faults
 import torch.distributed as dist
 from ranks import _context
 from shell import ROOT
@@ -195,6 +196,7 @@ def _run_rank(words: list[str], env: dict[str, str], cwd: Path, output: Path) ->
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     sys.argv = words
+    faults.install()
     sys.path.insert(0, str((cwd / words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
 

@@ -27,7 +27,6 @@ from utils.data.encode import TWICE, check_rows, encode_rows
 from utils.data.examples import load_examples
 from utils.data.rows import Source
 from utils.data.tokens import load_tokenizer
-from utils.run import distributed
 from utils.run.distributed import set_timeout, together
 from utils.run.errors import ConfigError
 
@@ -215,13 +214,6 @@ def test_who_tokenizes_for_long_says_so(monkeypatch, capsys):
     progress.bar.disable = True
     progress.add(1200)
     assert capsys.readouterr().out == "tokens    tokenizing rows.jsonl: 1,200 rows so far\n"
-
-
-def test_who_waits_for_other_ranks_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(distributed, "SAY_SECONDS", 0.05)
-    with distributed.saying_so("waiting for the other ranks"):
-        time.sleep(0.3)
-    assert capsys.readouterr().out.startswith("waiting for the other ranks, for 0 s now\n")
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(files, monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ import time
 from contextlib import contextmanager, suppress
 from functools import partial
 
+import faults
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -494,17 +495,6 @@ def test_a_model_in_more_files_than_may_be_open_trains(whole, tmp_path):
 
 
 @slow
-def test_a_user_who_may_start_no_more_threads_is_told_so(whole, tmp_path):
-    """Row 56."""
-    ended = shell(f"python tests/inject.py threads 0 1 {words(whole[0], tmp_path / 'out')}")
-    assert ended.stderr == (
-        "error: no more threads for this user in act 'world': ulimit -u is 1 "
-        "(fix: raise it, or start fewer ranks)\n"
-    )
-    assert ended.returncode == 1
-
-
-@slow
 def test_a_closed_pipe_and_a_deleted_log_do_not_end_the_run(whole, tmp_path):
     """Row 57: nobody reads after the first line, and metrics.jsonl goes in the third step."""
     flags, out = whole[0], tmp_path / "out"
@@ -538,6 +528,7 @@ def test_words_of_every_script_train_where_the_locale_knows_none(whole, tmp_path
 def train_and_die(world, flags, out, point):
     """Die at a point of the save of a checkpoint, or in that of the adapter."""
     os.environ["FAULT"] = point
+    faults.install()
     pwritev, rename, calls = os.pwritev, os.rename, []
     die = partial(os.kill, os.getpid(), signal.SIGKILL)
 

@@ -38,7 +38,6 @@ from utils.run.files import open_own, read_small_file, replace_file
 from utils.run.folder import claim_output, releases_output, write_plan
 from utils.run.log import RunLog
 from utils.run.settings import parse_cli, save_config
-from utils.run.watch import newest_run
 from utils.train.checkpoint import point_to
 from utils.train.resume import Reader, damage, finished_at, read_state
 
@@ -674,7 +673,7 @@ def test_a_small_file_is_read_to_its_limit_and_no_further(tmp_path):
 
 
 OWN = [
-    ".lock", "config.yaml", "config_002.yaml", "metrics.jsonl", "acts.jsonl", "plan.json", "bad_rows.jsonl",
+    ".lock", "config.yaml", "config_002.yaml", "metrics.jsonl", "plan.json", "bad_rows.jsonl",
     "hang_rank_0", "checkpoints", "model", "adapter", "profile", "tensorboard", "wandb", "checkpoints/latest",
     "checkpoints/step_00000002", "checkpoints/.tmp_step_00000002_0123abcd",
     "checkpoints/step_00000002/state.json", "checkpoints/step_00000002/manifest.json",
@@ -727,7 +726,7 @@ def test_a_link_planted_during_the_run_is_not_followed(tmp_path):
     """What is opened by name after the folder was claimed."""
     outside = tmp_path / "outside"
     outside.write_text("mine\n")
-    for name in ("metrics.jsonl", "plan.json", "acts.jsonl", "config.yaml"):
+    for name in ("metrics.jsonl", "plan.json", "config.yaml"):
         (tmp_path / name).symlink_to(outside)
     log = RunLog.__new__(RunLog)
     log.folder, log.run, log.trackers = tmp_path, 1, []
@@ -737,9 +736,8 @@ def test_a_link_planted_during_the_run_is_not_followed(tmp_path):
     assert "config.yaml is a link" in refusal(
         save_config, finetune.Config(), tmp_path / "config.yaml"
     )
-    assert "acts.jsonl is a link" in refusal(newest_run, tmp_path)
     for mode in ("ab", "wb", "r+b", "a+b", "rb"):
-        assert "is a link" in refusal(open_own, tmp_path / "acts.jsonl", mode)
+        assert "is a link" in refusal(open_own, tmp_path / "plan.json", mode)
     assert outside.read_text() == "mine\n"
     (tmp_path / "checkpoints").symlink_to(tmp_path)
     (tmp_path / "latest").symlink_to(outside)

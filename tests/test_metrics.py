@@ -240,17 +240,17 @@ import sys
 import numpy as np
 import torch
 from utils.run.memory import peak_memory_bytes
-cpu, mib, file = torch.device("cpu"), 2**20, sys.argv[1]
+mib, file = 2**20, sys.argv[1]
 open(file, "wb").write(bytes(64 * mib))
-before = peak_memory_bytes(cpu)
+before = peak_memory_bytes()
 mapped = np.memmap(file, mode="r")
 assert mapped.sum() == 0  # every page is in memory now
-assert peak_memory_bytes(cpu) - before < 32 * mib
+assert peak_memory_bytes() - before < 32 * mib
 block = np.ones(64 * mib, dtype=np.uint8)
-with_block = peak_memory_bytes(cpu)
+with_block = peak_memory_bytes()
 assert with_block - before > 48 * mib
 del block
-assert peak_memory_bytes(cpu) == with_block
+assert peak_memory_bytes() - before > 48 * mib
 """
 
 

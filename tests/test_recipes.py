@@ -149,7 +149,6 @@ def test_the_output_loads_with_from_pretrained_and_stops_by_itself(files, tmp_pa
 def test_the_run_folder_holds_what_the_house_says(files, tmp_path):
     out = run(files, tmp_path, save_every=1, keep=1)
     assert {p.name for p in out.iterdir()} == {
-        "acts.jsonl",
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",

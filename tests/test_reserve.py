@@ -3,6 +3,7 @@
 python -m pytest tests/test_reserve.py
 """
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,8 @@ from utils.plan.fit import Planner
 from utils.plan.planned import Knobs, MemoryPlan
 from utils.plan.reserve import FITS, TIGHT, TOO_LARGE, answer_of, must_and_comfortable
 from utils.plan.trace import trace_step
-from utils.run.allocator import use_expandable_segments
-from utils.run.distributed import ALONE
+from utils.run.distributed import use_expandable_segments
 from utils.run.units import GIB
-from utils.run.watch import PeaksByAct
 
 PLENTY = 10**15  # bytes of a host
 
@@ -127,33 +126,20 @@ def test_other_kernels_than_flash_attention_are_taken_as_they_are(how):
 # --- the allocator of GPU memory
 
 
-def test_expandable_segments_are_set_where_the_user_has_set_nothing_and_cuda_has_not_begun():
-    environment = {}
-    line = use_expandable_segments(environment, started=False)
-    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert (
-        line == "allocator PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, since it was not set"
-    )
-    assert use_expandable_segments(environment, started=False) == ""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
-        theirs = {name: ""}
-        assert use_expandable_segments(theirs, started=False) == ""
-        assert theirs == {name: ""}
-    begun = {}
-    assert use_expandable_segments(begun, started=True) == ""
-    assert begun == {}
+def test_expandable_segments_are_left_alone_without_a_gpu(monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    use_expandable_segments(torch.device("cpu"))
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
 def test_what_the_allocator_reserved_is_compared_with_what_was_called_comfortable(capsys):
-    peaks = PeaksByAct(torch.device("cpu"))
-    peaks.close()
-    peaks.reserved = {"plan": GIB, "train": 5 * GIB}
     planned = {"comfortable_bytes": 4 * GIB, "acts": {"plan": GIB}}
-    found = MemoryPlan(peaks, "", planned=planned).compare(ALONE)
+    plan = MemoryPlan("", planned=planned)
+    acts = {"plan": {}, "train": {}}
+    found = plan.compare_reserved(({"plan": GIB, "train": 5 * GIB},), acts)
     assert found["peak_reserved_bytes"] == [5 * GIB]
     assert found["reserved_error"] == 0.25
-    assert found["acts"]["plan"]["reserved_bytes"] == GIB
+    assert acts["plan"]["reserved_bytes"] == GIB
     said = "memory    GiB reserved 5.00 of 4.00 that were called comfortable (+25.0%)"
     assert said in capsys.readouterr().out
-    peaks.reserved = {}  # as on a CPU
-    assert "peak_reserved_bytes" not in MemoryPlan(peaks, "", planned=planned).compare(ALONE)
+    assert plan.compare_reserved(({},), acts) == {}  # as on a CPU

@@ -713,7 +713,7 @@ def test_free_space_that_differs_between_two_readings_is_told_once(tmp_path):
 def readings_of_memory(world):
     """The sentence of the plan, where each rank reads other figures of the host's memory."""
     original = reserve.host_memory
-    reserve.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank, 0)
+    reserve.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank)
     try:
         return room(replace(world, device=torch.device("cpu")))
     finally:

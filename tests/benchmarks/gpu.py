@@ -92,7 +92,7 @@ def contend(worker: Worker) -> dict[str, float]:
     share = mfu(model, seq_len, speed, device, 1)  # None on a CPU
     numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
     return numbers | {
-        "peak_bytes": peak_memory_bytes(device),
+        "peak_bytes": peak_memory_bytes(),
         "host_peak_bytes": host["peak_bytes"],
     }
 

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
 from ..run.errors import ConfigError
-from ..run.process import die_with_parent
+from ..run.signals import die_with_parent
 
 # What a process gets at a time, at most: so many rows, and of rows that are lines also so many bytes.
 ROWS = 256

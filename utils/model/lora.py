@@ -112,9 +112,17 @@ def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized
 
 
 def add_lora(
-    model: nn.Module, rank: int, alpha: float, targets: str, *, dropout: float = 0.0, use_rslora=False,
-    use_dora=False, modules_to_save: str = "", init: str = "default",
-) -> LoraConfig:  # fmt: skip
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: str,
+    *,
+    dropout: float = 0.0,
+    use_rslora=False,
+    use_dora=False,
+    modules_to_save: str = "",
+    init: str = "default",
+) -> LoraConfig:
     """Put adapters beside the target layers, in place, and freeze everything else but modules_to_save.
 
     targets: all-linear (all but the head and the routers of experts), names separated by commas, or one

@@ -4,9 +4,8 @@ from dataclasses import asdict, replace
 
 from ..run.distributed import World
 from ..run.errors import ConfigError
-from ..run.memory import peak_memory_bytes
+from ..run.memory import memory_bytes
 from ..run.units import GIB
-from ..run.watch import PeaksByAct
 from .fit import Need, Planner
 from .planned import Knobs, MemoryPlan, Workload
 from .reserve import TIGHT, TOO_LARGE, WHY_TIGHT, room
@@ -19,10 +18,9 @@ def decide(
     fit: str,
     fitted: bool,
     force: bool,
-    peaks: PeaksByAct,
     flags: dict[str, object],
 ) -> MemoryPlan:
-    """See memory.plan_memory. peaks: what measures the run; flags: for the remedies of errors.
+    """See memory.plan_memory. flags: for the remedies of errors.
 
     Raises ConfigError with the smallest change that helps where the run does not fit, unless force.
     """
@@ -66,11 +64,10 @@ def decide(
         return change
 
     return MemoryPlan(
-        peaks,
         "\n".join(lines),
         chosen,
         planned_facts(need, device_bytes, answer),
-        base=0 if planner.gpu else peak_memory_bytes(world.device),
+        base=0 if planner.gpu else memory_bytes(),
         largest=need.most(),
         change=smallest_change,
         flags=flags | asdict(knobs),

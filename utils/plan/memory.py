@@ -2,12 +2,9 @@
 
 from dataclasses import asdict
 
-from ..run.allocator import MAPPED_BYTES_IF_TIGHT, give_back_freed_memory
 from ..run.distributed import World
 from ..run.errors import is_ours
-from ..run.folder import at_end
-from ..run.watch import PeaksByAct
-from .planned import Knobs, MemoryPlan, Workload, is_tight, remember
+from .planned import Knobs, MemoryPlan, Workload, remember
 
 
 def plan_memory(
@@ -19,8 +16,6 @@ def plan_memory(
     has found them, and they stay. Raises ConfigError where it does not fit, unless force. A copy of utils
     without fit.py plans nothing.
     """
-    peaks = PeaksByAct(world.device)
-    at_end(peaks.close)
     flags = asdict(knobs) | {
         "async_save": workload.async_save,
         "low_cpu_fsdp": workload.low_cpu_fsdp,
@@ -32,8 +27,6 @@ def plan_memory(
         if fit or not is_ours(error):
             raise
         text = "memory    not planned: utils/plan/fit.py or a file that it needs is not here"
-        return remember(MemoryPlan(peaks, text, flags=flags))
-    plan = decide(workload, knobs, world, fit, fitted, force, peaks, flags)
-    if world.device.type != "cuda" and is_tight(plan.planned):
-        give_back_freed_memory(MAPPED_BYTES_IF_TIGHT)
+        return remember(MemoryPlan(text, flags=flags))
+    plan = decide(workload, knobs, world, fit, fitted, force, flags)
     return remember(plan)

@@ -5,14 +5,11 @@ import math
 import torch
 from torch import nn
 
-from ..run.allocator import MAPPED_BYTES_IF_TIGHT, give_back_freed_memory
 from ..run.distributed import World
 from ..run.errors import check, print0
-from ..run.folder import at_end
-from ..run.memory import peak_memory_bytes
+from ..run.memory import memory_bytes
 from ..run.units import GIB
-from ..run.watch import PeaksByAct
-from .planned import MemoryPlan, is_tight
+from .planned import MemoryPlan
 from .replay import units_of
 from .reserve import TIGHT, WHY_TIGHT, answer_of, must_and_comfortable, room
 from .states import Setting, estimate_states, sum_of
@@ -22,8 +19,6 @@ def plan_parts(act: str, parts: dict[str, int], world: World, fix: str, force: b
     """For a recipe that trains nothing: print what a rank needs by part, at most, in an act, and what there
     is. ConfigError with `fix` where that is less, unless force.
     """
-    peaks = PeaksByAct(world.device)
-    at_end(peaks.close)
     (need, comfortable), (there, _, what) = needed(parts, world), room(world)
     answer = answer_of(need, comfortable, there)
     print0(f"memory    {sum_of(parts)} on the fullest rank, in the act {act}")
@@ -40,10 +35,8 @@ def plan_parts(act: str, parts: dict[str, int], world: World, fix: str, force: b
     check(force or need <= there, f"this does not fit: {why} (fix: {fix}; or --force to try)")
     planned = {"acts": {act: sum(parts.values())}, "device_bytes": need, "room_bytes": there}
     if world.device.type == "cuda":
-        return MemoryPlan(peaks, "", planned=planned)
-    if is_tight(planned):
-        give_back_freed_memory(MAPPED_BYTES_IF_TIGHT)
-    return MemoryPlan(peaks, "", planned=planned, base=peak_memory_bytes(world.device))
+        return MemoryPlan("", planned=planned)
+    return MemoryPlan("", planned=planned, base=memory_bytes())
 
 
 def needed(parts: dict[str, int], world: World) -> tuple[int, int]:

@@ -10,10 +10,10 @@ import yaml
 
 from ..model.options import Lora, Quant
 from ..run.distributed import World, gather
-from ..run.errors import ConfigError, print0, reason_of_others
+from ..run.errors import ConfigError, advise_on_memory, end_act, print0, reason_of_others
 from ..run.files import CONFIG_BYTES, read_small_text
+from ..run.memory import peaks, reserved_peaks
 from ..run.units import GIB
-from ..run.watch import PeaksByAct
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,11 @@ class Workload:
 class MemoryPlan:
     """What the act `plan` found: the lines to print, the flags to go on with, what plan.json keeps.
 
-    peaks: what is measured. base: bytes that a process on a CPU had before the model came, which its measured
+    base: bytes that a process on a CPU had before the model came, which its measured
     peaks also hold.
     largest: which part of the planned peak is. change: finds the smallest change of flags that needs less.
     """
 
-    peaks: PeaksByAct
     text: str
     chosen: dict[str, object] = field(default_factory=dict)
     planned: dict[str, object] = field(default_factory=dict)
@@ -82,12 +81,18 @@ class MemoryPlan:
     change: Callable[[], str] | None = None
     flags: dict[str, object] = field(default_factory=dict)  # those that change what is needed
 
+    def advice(self) -> str:
+        """What was planned, and the smallest change that needs less."""
+        need_gib, room_gib = (self.planned[f"{name}_bytes"] / GIB for name in ("device", "room"))
+        fix = self.change() if self.change else "fewer ranks, or more memory"
+        return f"planned {need_gib:.2f} of {room_gib:.2f} GiB a rank (fix: {fix})"
+
     def compare(self, world: World) -> dict:
         """What plan.json keeps of the measured peaks; prints those of the fullest rank beside the plan. All
         ranks call it, in the last act.
         """
-        self.peaks.note("")
-        ranks, reserved = zip(*gather(world, (self.peaks.found, self.peaks.reserved)), strict=True)
+        end_act()
+        ranks, reserved = zip(*gather(world, (peaks, reserved_peaks)), strict=True)
         acts, told = (
             {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]},
             [],
@@ -98,13 +103,15 @@ class MemoryPlan:
                 acts[act] |= {"planned_bytes": planned, "error": most / planned - 1}
                 both = f"planned {planned / GIB:.2f}, measured {most / GIB:.2f}"
                 told.append(f"{act} {both} ({most / planned - 1:+.1%})")
-        peaks = [max(rank.values()) for rank in ranks]
+        most_of_rank = [max(rank.values()) for rank in ranks]
         note = "; with what a process on a CPU had before" if self.base else ""
         if self.base and not is_tight(self.planned):
             note += ", and what glibc keeps where there is room"
-        told = told or [f"measured {max(peaks) / GIB:.2f}"]
+        told = told or [f"measured {max(most_of_rank) / GIB:.2f}"]
         print0(f"memory    GiB on the fullest rank: {', '.join(told)}{note}")
-        return {"peak_memory_bytes": peaks, "acts": acts} | self.compare_reserved(reserved, acts)
+        return {"peak_memory_bytes": most_of_rank, "acts": acts} | self.compare_reserved(
+            reserved, acts
+        )
 
     def compare_reserved(self, ranks: tuple[dict[str, int], ...], acts: dict) -> dict:
         """The same of what the allocator of a GPU had reserved by act; {} on a CPU. Adds it to `acts`."""
@@ -121,13 +128,12 @@ class MemoryPlan:
         return found
 
 
-current: MemoryPlan | None = None  # of this process, for what errors advise (run/remedies.py)
-
-
 def remember(plan: MemoryPlan) -> MemoryPlan:
-    """Make it the plan of this process."""
-    global current
-    current = plan
+    """Let errors advise by this plan, where memory runs out; its peaks are measured from here on."""
+    peaks.clear()
+    reserved_peaks.clear()
+    if "device_bytes" in plan.planned:
+        advise_on_memory(plan.advice)
     return plan
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..run.distributed import World, gather
 from ..run.errors import ConfigError, check
-from ..run.memory import host_memory, peak_memory_bytes
+from ..run.memory import host_memory, memory_bytes
 from ..run.units import GIB
 
 FITS, TIGHT, TOO_LARGE = "fits", "fits tightly", "does not fit"
@@ -68,9 +68,9 @@ def check_card(name: str) -> None:
 
 def room(world: World) -> tuple[float, float, str]:
     """(bytes for each rank's device, bytes of the host for this machine's ranks, the sentence for both)."""
-    used, limit, _ = host_memory()
+    used, limit = host_memory()
     # What the other ranks of this machine take is in use already; of a check, which is alone, it is to come.
-    used += (world.local_ranks - world.local_size) * peak_memory_bytes(torch.device("cpu"))
+    used += (world.local_ranks - world.local_size) * memory_bytes()
     # All ranks must come to one answer and one text: those of the rank that has least.
     host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_ranks)))
     if world.device.type != "cuda":

@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
 
-from .allocator import give_back_freed_memory, use_expandable_segments
 from .errors import ConfigError, check, print0
-from .lost import remember_ranks, who_am_i
-from .process import die_with_parent
+from .signals import die_with_parent
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_SECONDS = 600  # that ranks wait for each other
 # and while another machine tokenizes data that this one has tokenized before
 PATIENT_SECONDS = 7 * 24 * 3600
-SAY_SECONDS = 30  # between two lines of a rank that waits
+# What torch reads when it first allocates on a GPU, the first that is set (c10/cuda/CUDAAllocatorConfig.h of
+# torch 2.13; before 2.9 the second alone): names of variables.
+CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ def init_distributed(alone: bool = False) -> World:
         if _env_int("RANK"):
             sys.exit(0)  # torchrun started several: the first one does the work, and prints it once
         return ALONE
-    give_back_freed_memory()
     rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
     store = None
     if rank is None and size is None:
@@ -82,20 +81,16 @@ def init_distributed(alone: bool = False) -> World:
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
     local_rank, local_size = _env_int("LOCAL_RANK", rank), _env_int("LOCAL_WORLD_SIZE", size)
     device = _device(local_rank, local_size)
-    if device.type == "cuda" and (
-        line := use_expandable_segments(os.environ, torch.cuda.is_initialized())
-    ):
-        print0(line)
-    _die_with_launcher()
+    use_expandable_segments(device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # a killed torchrun would leave its ranks running
     world = World(rank, size, local_rank, local_size, device)
     if dist.is_initialized():  # main() called from a program that has its own group
-        remember_ranks(rank, gather(world, who_am_i()))
         return world
     wait = timedelta(seconds=START_SECONDS)
     try:
         # torchrun's, which outlives restarts
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _warn_of_shared_store(size, local_size)
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait
             )
@@ -107,7 +102,6 @@ def init_distributed(alone: bool = False) -> World:
         reason = str(error).splitlines()[0][:200]
         fix = "another --master_port, or torchrun --standalone"
         raise ConfigError(f"the ranks cannot meet at {where}: {reason} (fix: {fix})") from None
-    remember_ranks(rank, gather(world, who_am_i()))
     return world
 
 
@@ -176,9 +170,7 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     said: dict[str, list[str]] = {}
     if patient and world is not ALONE:
         _set_timeouts(PATIENT_SECONDS)
-    with saying_so("waiting for the other ranks" if patient else ""):
-        answers = gather(world, mine)
-    for rank, lines in enumerate(answers):
+    for rank, lines in enumerate(gather(world, mine)):
         for line in lines or []:
             said.setdefault(line, []).append(str(rank))
     if patient and world is not ALONE:
@@ -188,24 +180,6 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     }
     if said:
         raise ConfigError([whose[line] + line for line in said], agreed=True)
-
-
-@contextmanager
-def saying_so(what: str) -> Iterator[None]:
-    """Print a line now and then on rank 0 while a block lasts, so that waiting is not taken for a hang."""
-    over = Event()
-
-    def look() -> None:
-        started = time.monotonic()
-        while not over.wait(SAY_SECONDS):
-            print0(f"{what}, for {time.monotonic() - started:.0f} s now")
-
-    if what:
-        Thread(target=look, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def host_name() -> str:
@@ -229,17 +203,15 @@ def _env_int(name: str, default: int | None = None) -> int | None:
     return default if value is None else int(value)
 
 
-def _warn_of_shared_store(size: int, local_size: int) -> None:
-    """With it, agents on several machines do not meet again after one has died (torch 2.13)."""
-    if size > local_size and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as configs/launch/ does"
-        print0(f"warning: after a failure these machines may not meet again (fix: {fix})")
-
-
-def _die_with_launcher() -> None:
-    """Let Linux kill this process when torchrun dies; else a killed launcher leaves its ranks running."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+def use_expandable_segments(device: torch.device) -> None:
+    """Have torch's allocator of GPU memory map pages as it needs them, in place of blocks of fixed sizes, of
+    which it loses 10 to 25 % between them in published runs of FSDP2. What the user has set stays.
+    """
+    if device.type != "cuda" or torch.cuda.is_initialized():
+        return
+    if not any(name in os.environ for name in CUDA_SETTINGS):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
+        print0(f"allocator PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}, since it was not set")
 
 
 def _device(local_rank: int, local_size: int) -> torch.device:

@@ -7,23 +7,21 @@ Names and texts from files and flags are escaped here, in every line that is pri
 moves the cursor, colours the terminal or begins a line that looks like one of ours.
 """
 
+import errno
 import gc
-import logging
 import os
 import re
 import signal
 import sys
 import time
-import traceback
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from .faults import break_at
+from .memory import note_peak
 
 _act = "parse"
-# told of every act: watch.py's, which keeps them, and the one that measures peaks
-watchers: list = []
+_memory_advice: Callable[[], str] | None = None  # of the plan
 
 
 # What a terminal obeys or breaks a line at: C0 and C1 but the tab, separators of lines, marks that turn the
@@ -31,7 +29,11 @@ watchers: list = []
 CONTROL = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-LONGEST_LINE = 4000  # characters of an error: a name may be a book
+LONGEST_LINE = 4000  # characters of an error: names in error texts can be very long
+LOST = re.compile(
+    "[Tt]imed? ?out|[Cc]onnection (closed|refused|reset)|[Bb]roken pipe|remote process|aborted"
+)
+REFUSED = "can't allocate memory"  # of torch's CPU allocator
 
 
 def escaped(text: object, keep: str = "") -> str:
@@ -80,16 +82,20 @@ def check(condition: object, message: str | list[str]) -> None:
 def act(name: str) -> None:
     """Announce an act of the recipe's story, so that a log, a hang or a crash tells where it was."""
     global _act
+    note_peak(_act)
     _act = name
     print0(f"--- {name}")
-    for watcher in watchers:
-        watcher.note(name)
-    fault(name, 0)
 
 
-def current_act() -> str:
-    """The act that was announced last."""
-    return _act
+def end_act() -> None:
+    """The peak of the act that goes on is known so far."""
+    note_peak(_act)
+
+
+def advise_on_memory(advice: Callable[[], str]) -> None:
+    """What errors say where memory ran out or a rank was killed: the plan, and what needs less."""
+    global _memory_advice
+    _memory_advice = advice
 
 
 @contextmanager
@@ -137,68 +143,107 @@ def print0(*parts: object, ready: bool = False) -> None:
 @contextmanager
 def report_errors() -> Iterator[None]:
     """Turn what escapes a recipe into one line and an exit code: 2 for bad input, 128 and its number for a
-    signal, 1 for no space left and for a rank that is missing.
+    signal, 1 for no space left, no memory and a rank that is missing. Other errors keep their traceback.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - closed by who started us
-    _escape_others()
     try:
         yield
-        _leave_word()
-    except BaseException as error:
-        try:
-            _say(error)
-        except KeyboardInterrupt as late:  # torchrun's, while the error was looked into
-            _say(late)
+    except ConfigError as error:
+        print_once(error.lines, error.agreed)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if not is_ours(error):
+            raise
+        file = error.name.replace(".", "/") + ".py"
+        print_once(f"{file} is not here, and these flags need it (fix: copy it too)", agreed=True)
+        sys.exit(2)
+    except KeyboardInterrupt as error:  # utils/run/signals.py says by which signal
+        name = str(error) or "SIGINT"
+        if name == "SIGTERM":  # torchrun sends it to the others when a rank has ended
+            say_who_is_gone()
+        print_once(f"stopped by {name} in act '{_act}'", agreed=True)
+        sys.exit(128 + getattr(signal, name))
+    except Exception as error:
+        explain(error)  # returns where it knows nothing of it
+        sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
         raise
     finally:
         # else Python visits every object of torch and transformers once more, for a second
         gc.freeze()
 
 
-def _say(error: BaseException) -> None:
-    """Say what a user needs to know of an error, and end the process; return where a traceback must tell."""
-    if isinstance(error, ConfigError):
-        _leave_word()
-        print_once(error.lines, error.agreed)
-        sys.exit(2)
-    if isinstance(error, ModuleNotFoundError) and is_ours(error):
-        _leave_word()
-        file = error.name.replace(".", "/") + ".py"
-        print_once(f"{file} is not here, and these flags need it (fix: copy it too)", agreed=True)
-        sys.exit(2)
-    if isinstance(error, KeyboardInterrupt):  # utils/run/signals.py says by which
-        name = str(error) or "SIGINT"
-        # and with it torch, which the processes that tokenize do without
-        from .explain import explain_signal
+def explain(error: Exception) -> None:
+    """Say in one line what a full disk, a lack of memory or a missing rank is, and end the process. Return
+    where it is something else.
+    """
+    text = str(error)
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        reason = os.strerror(code)  # safetensors and torch keep the system's words
+        if reason in text:
+            filename = getattr(error, "filename", None)
+            file = f" for {filename}" if filename else ""
+            print_once(
+                f"{reason}{file} in act '{_act}': free space, or choose another --output_dir"
+            )
+            _leave()
+    first_line = (text or "MemoryError").splitlines()[0][:300]
+    if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or REFUSED in text:
+        advice = _memory_advice() if _memory_advice else "(fix: fewer ranks, or more memory)"
+        write_errors([f"rank {rank()} is out of memory in act '{_act}': {first_line}; {advice}"])
+        _leave()
+    if LOST.search(text):
+        say_who_is_gone()
+        waits = f"rank {rank()} waited in vain for the others in act '{_act}': {first_line}"
+        fix = "see what they say; one that says nothing hangs: py-spy dump shows where"
+        print_once(f"{waits} (fix: {fix})")
+        _leave()
 
-        explain_signal(name, _act, write_errors)  # returns if nobody is missing
-        _leave_word()
-        print_once(f"stopped by {name} in act '{_act}'", agreed=True)
-        sys.exit(128 + getattr(signal, name))
-    if isinstance(error, Exception):
-        from .explain import explain
 
-        # returns where it knows nothing of it
-        explain(error, _act, rank(), print_once, write_errors)
-        _leave_word()
-        sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
+def say_who_is_gone() -> None:
+    """Where ranks of this machine are gone, the first of the others says so; and the process ends."""
+    if gone := ranks_gone():
+        if rank() == min(ranks_present()):
+            advice = f"; {_memory_advice()}" if _memory_advice else ""
+            names = ", ".join(map(str, gone[:5]))
+            killed = "if it said nothing itself, it was killed, most likely by the kernel for lack of memory"
+            write_errors([f"rank {names} is gone in act '{_act}': {killed}{advice}"])
+        _leave()
+
+
+def ranks_gone() -> list[int]:
+    """The ranks that this one's launcher has started, and that do not run any more."""
+    present = ranks_present()
+    if rank() not in present:  # nothing is known
+        return []
+    first = rank() - int(os.environ.get("LOCAL_RANK", "0"))
+    expected = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return [other for other in expected if other not in present]
+
+
+def ranks_present() -> set[int]:
+    """The ranks among the processes that this one's launcher has started and that still run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(parent) != os.getppid() or state in "ZX":
+                continue
+            environment = (stat.parent / "environ").read_bytes()
+        except OSError:  # it has just ended, or is another user's
+            continue
+        found |= {int(number) for number in re.findall(rb"\0RANK=(\d+)\0", environment)}
+    return found
+
+
+def _leave() -> None:
+    """End this process, without waiting for a thread that saves and waits for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def is_ours(error: ModuleNotFoundError) -> bool:
     """Whether a module of this package is missing: who copies it may leave some out."""
     return bool(error.name) and error.name.split(".")[0] == __package__.split(".")[0]
-
-
-def _leave_word() -> None:
-    """Tell the other ranks that this one ends by itself, if there are any."""
-    if lost := sys.modules.get(f"{__package__}.lost"):
-        lost.leave_word()
-
-
-def fault(point: str, step: int) -> None:
-    """Where tests break a run; see faults.py."""
-    if "FAULT" in os.environ:
-        break_at(point, step, rank())
 
 
 def first_five(names: list[str]) -> str:
@@ -231,32 +276,3 @@ def write_errors(lines: list[str]) -> None:
     """Write each as a line on stderr."""
     sys.stderr.write("".join(f"error: {escaped(line)}\n" for line in lines))
     sys.stderr.flush()
-
-
-def _escape_others() -> None:
-    """Warnings, log records and tracebacks of other packages quote names from files too. Their line breaks
-    stay, and what follows one is indented: it cannot pass for a line of ours.
-    """
-    warnings.formatwarning = _format_warning
-    logging.setLogRecordFactory(_Record)
-    sys.excepthook = _print_traceback  # torch.distributed puts its own around it
-
-
-def _indented(text: str) -> str:
-    return escaped(text, keep="\n").replace("\n", "\n    ")
-
-
-def _format_warning(message, category, filename, lineno, line=None) -> str:
-    return f"{escaped(filename)}:{lineno}: {category.__name__}: {_indented(str(message))}\n"
-
-
-class _Record(logging.LogRecord):
-    def getMessage(self) -> str:  # noqa: N802 - the name that logging calls
-        return _indented(super().getMessage())
-
-
-def _print_traceback(kind: type[BaseException], error: BaseException, trace) -> None:
-    for part in traceback.format_exception(kind, error, trace):
-        frame = part.startswith("  ")
-        text = part.removesuffix("\n")
-        sys.stderr.write((escaped(text, keep="\n") if frame else _indented(text)) + "\n")

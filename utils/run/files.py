@@ -33,7 +33,7 @@ UNLINK = "(fix: remove it, or another --output_dir)"
 
 # What a run writes into its folder. A folder named in DEEP is looked through: all in it is the run's.
 OWN_FILES = re.compile(
-    r"\.lock|config(_[0-9]{3})?\.yaml|metrics\.jsonl|acts\.jsonl|plan\.json|bad_rows\.jsonl|hang_rank_.*"
+    r"\.lock|config(_[0-9]{3})?\.yaml|metrics\.jsonl|plan\.json|bad_rows\.jsonl|hang_rank_.*"
 )
 OWN_FOLDERS, DEEP = ("checkpoints", "model", "adapter", "profile", "tensorboard", "wandb"), 3
 

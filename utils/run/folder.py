@@ -1,6 +1,6 @@
 """The run folder: which one, whose it is while a run uses it, what it already holds, and its plan.json.
 
-    OUT/config.yaml  OUT/metrics.jsonl  OUT/checkpoints/  OUT/model/  OUT/plan.json  OUT/acts.jsonl
+    OUT/config.yaml  OUT/metrics.jsonl  OUT/checkpoints/  OUT/model/  OUT/plan.json
 
 A run is finished when its plan.json says what was measured. Nothing that a folder holds is overwritten.
 """
@@ -21,19 +21,15 @@ from .distributed import ALONE, World, broadcast, gather, host_name, together
 from .errors import ConfigError, check
 from .files import check_own_files, open_own, replace_file
 from .settings import save_config
-from .watch import watch_acts
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "adapter")
 LOCK_BYTES = 1000
 _claims = ExitStack()  # closing it gives back what this process has claimed
 
 
-def claim_output(
-    output_dir: str, stem: str, world: World, source: Path | None = None, watch: bool = True
-) -> Path:
+def claim_output(output_dir: str, stem: str, world: World, source: Path | None = None) -> Path:
     """The folder of this run, made and locked by rank 0: --output_dir; after an elastic restart the newest
-    output/STEM-NNN; else the next free one, taken by making it, so no two runs share one. watch: keep
-    acts.jsonl; false where nothing will run.
+    output/STEM-NNN; else the next free one, taken by making it, so no two runs share one.
 
     Raises ConfigError on all ranks where it cannot be made or written, a rank sees another folder there,
     another run is at work in it, a link stands where the run would write, or OUT/model could not be replaced:
@@ -58,8 +54,6 @@ def claim_output(
     flights = {"BUFFER_SIZE": "2000", "DUMP_TEMP_FILE": f"{out}/hang_rank_"}
     os.environ.update({f"TORCH_FR_{key}": value for key, value in flights.items()})
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-    if watch:
-        _claims.enter_context(watch_acts(out, world, holds_run))
     return out
 
 

@@ -36,9 +36,8 @@ from torch.utils.serialization import config as serialization
 from ..model.pieces import local
 from ..run.disk import check_space, sync_path
 from ..run.distributed import World, all_reduce_sum, broadcast
-from ..run.errors import ConfigError, check, fault
+from ..run.errors import ConfigError, check, print0
 from ..run.files import check_not_linked, open_own, open_regular, own_opener
-from ..run.signals import warn_of_grace
 from .async_save import Background
 
 Optimizer = torch.optim.Optimizer
@@ -75,7 +74,6 @@ class CheckpointSaver:
         written, in the background from the next save or wait; older ones stay, and nothing half remains.
         """
         self.wait()
-        fault("begin", step)
         final = self.folder / f"step_{step:08d}"
         state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
         state |= {"save_seconds": self.seconds, "ranks": self.world.size, "versions": VERSIONS}
@@ -130,7 +128,7 @@ class CheckpointSaver:
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
         if not self.seconds:
-            warn_of_grace(self.writer.step_seconds, self.writer.seconds)
+            _warn_of_grace(self.writer.step_seconds, self.writer.seconds)
         self.seconds = self.writer.seconds
 
 
@@ -239,7 +237,6 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata, results: list[list[dcp.storage.WriteResult]]) -> None:
         """On rank 0, when all have written: each file, then the folder, on disk before the rename."""
-        fault("metadata", self.step)
         digests = [r.storage_data for rank in results for r in rank if r.index == DIGESTS]
         files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
         super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
@@ -251,10 +248,8 @@ class _Writer(dcp.FileSystemWriter):
             self.path / "manifest.json", json.dumps({"step": self.step, "files": files}, indent=1)
         )
         sync_path(self.path)
-        fault("rename", self.step)
         os.rename(self.path, self.final)
         sync_path(self.final.parent)
-        fault("pointer", self.step)
         point_to(self.final)
         self.seconds = time.monotonic() - self.started
         self.removal = threading.Thread(target=_retire, args=(self.final, self.keep), daemon=True)
@@ -287,8 +282,18 @@ class _HashingFile(io.BufferedWriter):
             self.files.failed = error
             raise
         self.digest.update(data)
-        fault("data", self.files.step)
         return len(data)
+
+
+def _warn_of_grace(step_seconds: float, save_seconds: float) -> None:
+    """Say so where a stop takes longer than torchrun waits, from SIGTERM to SIGKILL."""
+    grace = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    seconds = step_seconds + save_seconds
+    if seconds > grace:
+        times = f"a step of {step_seconds:.0f} s and a save of {save_seconds:.0f} s"
+        leaves = f"more than the {grace} s that a SIGTERM leaves; then the checkpoint before stands"
+        fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the scheduler"
+        print0(f"warning: {times} are {leaves} (fix: {fix})")
 
 
 def _write(path: Path, text: str) -> None:
