@@ -30,7 +30,7 @@ from utils.data.tokens import load_tokenizer
 from utils.model.folder import find_model, open_weights, read_config, read_json
 from utils.model.loading import build_model
 from utils.model.verify import check_hashes
-from utils.plan.planned import fitted_before
+from utils.plan.fit import fitted_before
 from utils.run.disk import check_replaceable
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
