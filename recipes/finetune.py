@@ -111,7 +111,7 @@ class Config:
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
-    optimizer: OptimizerName = "adamw"  # 8-bit and paged: bitsandbytes'; 8-bit: 2 bytes, not 8
+    optimizer: OptimizerName = "adamw"  # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
     lora_alpha: float = 16.0  # what adapters add counts alpha / rank
     lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression

@@ -91,7 +91,7 @@ class Config:
     packing: bool = False  # rows hold several documents, which a mask keeps apart
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # to compute in
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer
-    optimizer: Literal["adamw", "adamw_8bit", "lion_8bit"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     attn: Literal["auto", "sdpa", "eager"] = "auto"
     lora_rank: int = 0  # adapters of this rank beside frozen weights; 0: train the weights
     quantization: Literal["none", "8bit", "4bit"] = "none"  # of what is frozen

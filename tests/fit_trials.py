@@ -45,7 +45,7 @@ def draw(number: int) -> dict:
     size = dice.choice([100, 250, 450] if lora else [100, 100, 250])
     flags = {"batch_size": dice.choice([1, 2, 3]), "grad_accum": dice.choice([1, 1, 2])}
     flags["activation_checkpointing"] = dice.choice(["none", "none", "selective", "full"])
-    flags["optimizer"] = dice.choice(["adamw", "adamw", "adamw_8bit", "lion_8bit"])
+    flags["optimizer"] = dice.choice(["adamw", "adamw", "adamw_8bit"])
     if not lora:
         flags["param_dtype"] = dice.choice(["bf16"] if size > 150 else ["fp32", "bf16"])
     if lora:

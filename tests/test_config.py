@@ -4,7 +4,6 @@ python -m pytest tests/test_config.py
 """
 
 import dataclasses
-import itertools
 import os
 import resource
 import subprocess
@@ -13,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import finetune
 import pytest
 import yaml
 
+from utils.run import foreign_flags
 from utils.run.errors import ConfigError
-from utils.run.foreign_flags import project
 from utils.run.settings import help_text, load_config, parse_cli, save_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @dataclass
 class Config:
     # What
-    model: str = ""  # folder or id; "#" is no comment here
+    model: str = ""  # folder or id
     name: str = "a # b"  # a name
 
     # How much
@@ -46,9 +46,8 @@ class Config:
     wandb: bool = False  # log there
     attn: Literal["auto", "sdpa", "eager"] = "auto"  # attention
     dtype: Literal["auto", "bf16", "fp32"] = "auto"  # compute dtype
-    quantization: Literal["none", "8bit", "4bit"] = field(
-        default="none", metadata={"bare": "8bit"}
-    )  # frozen base
+    # frozen base
+    quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
 
     # Where
     output_dir: str = ""  # run folder
@@ -183,77 +182,47 @@ def test_a_choice_may_be_a_switch_too(argv, expected):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        # row 77: names
+        # names
         (["--learing_rate", "1"], "unknown flag --learing_rate (did you mean --lr?)"),
-        (["--batch", "0"], "unknown flag --batch (did you mean --batch_size?)"),
-        (["--LR", "1"], "did you mean --lr?"),
-        (["-lr", "1"], "unknown flag -lr (did you mean --lr?)"),
-        (["---lr", "1"], "unknown flag ---lr (did you mean --lr?)"),
-        (["-l", "1"], "unknown flag -l"),
+        (["--batch", "0"], "--batch is --batch_size here"),
+        (["--lrr", "1"], "did you mean --lr?"),
         (["--zzzzzz"], "unknown flag --zzzzzz (--help lists them all)"),
-        (["--save_model_every", "1"], "unknown flag --save_model_every (--help lists them all)"),
-        (["--conifg", "x"], "did you mean --config?"),
-        (["--nolow_cpu_fsdp"], "did you mean --low_cpu_fsdp false?"),
-        (["--no_low_cpu_fsdp"], "did you mean --low_cpu_fsdp false?"),
-        (["--=x"], "unknown flag --"),
-        # row 78: numbers
+        (["--outputdir", "x"], "did you mean --output_dir?"),
+        # numbers
         (["--lr", "abc"], "--lr takes a finite number such as 0.001 or 1e-3, not 'abc'"),
         (["--lr", "nan"], "--lr takes a finite number"),
-        (["--lr", "inf"], "--lr takes a finite number"),
         (["--lr=-inf"], "not '-inf'"),
         (["--lr", "1e999"], "not '1e999'"),
-        (["--lr", "1_0.0"], "not '1_0.0'"),
         (["--lr="], "not ''"),
-        (["--lr", "True"], "not 'True'"),
-        (
-            ["--steps", "3.7"],
-            "--steps takes a whole number in plain digits such as 1000, not '3.7'",
-        ),
+        (["--lr"], "--lr needs a value"),
+        (["--steps", "3.7"], "--steps takes a whole number such as 1000, not '3.7'"),
         (["--steps", "1e3"], "not '1e3'"),
-        (["--steps", "1_000"], "not '1_000'"),
-        (["--steps", "0x10"], "not '0x10'"),
-        (["--steps", "007"], "not '007'"),
-        (["--steps", " 5"], "not ' 5'"),
-        (["--steps", "5\n"], "not '5\\n'"),
-        # row 91: digits of other scripts, numbers that fit nowhere
-        (["--steps", "１２"], "not '１２'"),
-        (["--lr", "１"], "not '１'"),
-        (["--steps", "1" + "0" * 400], "--steps takes a whole number"),
-        (["--lr", "1" + "0" * 400], "--lr takes a finite number"),
         (["--steps", "1" * 5000], "--steps takes a whole number"),
-        # row 79: switches
+        # switches
         (["--wandb", "maybe"], "--wandb takes true or false, not 'maybe'"),
-        (["--wandb", "2"], "--wandb takes true or false, not '2'"),
         (["--attn", "flash"], "--attn takes one of auto, sdpa, eager; not 'flash'"),
         (["--quantization", "false"], "--quantization takes one of none, 8bit, 4bit; not 'false'"),
-        # row 81: twice, no value, stray words, separators
-        (["--lr", "1", "--lr", "1"], "--lr is given twice"),
-        (
-            ["--batch_size", "1", "--batch-size=2"],
-            "--batch_size is given twice (--batch_size, --batch-size)",
-        ),
-        (["--wandb", "--wandb"], "--wandb is given twice"),
+        # no value, stray words, separators
         (["--model"], "--model needs a value"),
         (["--model", "--lr", "1"], "--model needs a value"),
         (["--attn"], "--attn needs a value"),
-        (["--config"], "--config needs a value"),
-        (["stray"], "'stray' belongs to no flag"),
-        (["--model", "X", "stray"], "'stray' belongs to no flag"),
-        ([""], "'' belongs to no flag"),
-        (["–lr", "1"], "belongs to no flag"),
+        (["stray"], "'stray'"),
+        (["--model", "X", "stray"], "belongs to no flag"),
         (["-"], "a lone - has no meaning"),
-        (["--model", "-"], "a lone - has no meaning"),
         (["--model", "X", "-", "--lr", "1"], "a lone - has no meaning"),
-        # row 82: fire's own flags
+        # fire's own flags
         (["--", "--interactive"], "a lone -- has no meaning"),
-        (["--lr", "1", "--", "--trace"], "a lone -- has no meaning"),
-        (["--", "--completion"], "a lone -- has no meaning"),
         (["--interactive"], "unknown flag --interactive"),
-        (["--trace"], "unknown flag --trace"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(argv, words):
     assert words in refusal(*argv)
+
+
+def test_of_a_flag_that_is_given_twice_the_last_one_counts_with_a_line(capsys):
+    """Launch scripts append theirs."""
+    assert parse_cli(Config, ["--lr", "1", "--wandb", "--lr", "2"]).lr == 2
+    assert capsys.readouterr().out == "--lr is given 2 times: the last one counts\n"
 
 
 def test_nothing_of_main_runs_before_the_command_line_is_understood(tmp_path):
@@ -305,7 +274,7 @@ def test_help_is_the_comments_in_their_groups():
     ]
     rows = {line.split()[0]: line for line in text.splitlines() if line.startswith("  --")}
     assert set(rows) == {f"--{f.name}" for f in dataclasses.fields(Config)} | {"--config"}
-    assert 'folder or id; "#" is no comment here (default: empty)' in rows["--model"]
+    assert "folder or id (default: empty)" in rows["--model"]
     assert "told above it; peak (default: 2e-05)" in rows["--lr"]
     assert "auto|sdpa|eager" in rows["--attn"]
     assert "[none|8bit|4bit]" in rows["--quantization"]
@@ -349,6 +318,7 @@ def test_only_rank_0_prints_help(capsys, monkeypatch):
         ("low_cpu_fsdp: no\nwandb: 'yes'", {"low_cpu_fsdp": False, "wandb": True}),
         ("batch-size: 3", {"batch_size": 3}),
         ("quantization: true", {"quantization": "8bit"}),
+        ("model:", {}),
         ("\ufefflr: 1\r\nsteps: 2\r\n", {"lr": 1.0, "steps": 2}),
     ],
 )
@@ -358,55 +328,31 @@ def test_yaml_is_read_as_its_words_stand(text, expected, tmp_path):
     assert changed(parse_cli(Config, ["--config", str(path)])) == expected
 
 
-BOMB = "a: &a [x, x]\n" + "".join(
-    f"{c}: &{c} [*{p}, *{p}, *{p}, *{p}]\n" for p, c in itertools.pairwise("abcdefghi")
-)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("lr: 1\nlr: 2", "a.yaml:2: lr is set twice"),
         ("batch-size: 1\nbatch_size: 2", "a.yaml:2: batch_size is set twice"),
-        ("learing_rate: 1", "a.yaml:1: learing_rate is no setting (did you mean lr?)"),
+        ("lrr: 1", "a.yaml:1: lrr is no setting (did you mean --lr?)"),
         ("config: b.yaml", "config is no setting"),
-        ("lr:\t1", "a.yaml:1: found character '\\t'"),
-        ("\tlr: 1", "a.yaml:1: found character '\\t'"),
-        ("lr: 1\nmodel: a: b", "a.yaml:2: mapping values are not allowed here"),
-        ("model: !!python/object/apply:os.system [touch hacked]", "model takes one value"),
-        (
-            "model: !!python/name:os.system x",
-            "model takes a plain value, not python/name:os.system",
-        ),
-        ("model: !mine x", "model takes a plain value, not !mine"),
-        (BOMB, "a is no setting"),
-        (BOMB.replace("a:", "model:", 1), "model takes one value"),
-        ("[" * 20000, "recursion"),
+        ("lr:\t1", "found character '\\t'"),
+        ("lr: 1\nmodel: a: b", "mapping values are not allowed here"),
+        ("model: !!python/object/apply:os.system [touch hacked]", "no lists and no mappings"),
         ("attn: no", "attn takes one of auto, sdpa, eager; not 'no'"),
-        ("lr: [1]", "a.yaml:1: lr takes one value, not a list or a mapping"),
-        ("lr: {a: 1}", "lr takes one value"),
+        ("lr: [1]", "a.yaml:1: lr: one `name: value` a line, no lists and no mappings"),
+        ("lr: {a: 1}", "no lists and no mappings"),
         ("lr: yes", "lr takes a finite number such as 0.001 or 1e-3, not 'yes'"),
-        ("lr: .inf", "not '.inf'"),
-        ("steps: 010", "not '010'"),  # 8 to YAML
-        ("steps: 1:30", "not '1:30'"),  # 90 to YAML
+        ("lr:", "lr takes a finite number"),
         ("steps: 1.0", "not '1.0'"),
-        ("steps: 1" + "0" * 400, "steps takes a whole number"),
-        ("model:", 'model takes a plain value, not null; the empty text is ""'),
-        ("model: ~", "not null"),
-        ("? [a]\n: 1", "is no setting"),
-        ("<<: {lr: 1}", "<< is no setting"),
         ("- lr", "expected lines such as `lr: 1e-4`"),
         ("lr 1", "expected lines such as `lr: 1e-4`"),
         ("lr: 1\n---\nlr: 2", "another document"),
-        ('model: "\\UFFFFFFFF"', "a.yaml"),
-        ('model: "\\0"', "cannot hold a NUL"),
-        ("model: \x00", "a.yaml"),
     ],
 )
 def test_yaml_that_cannot_be_meant_names_file_and_line(text, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(text)
-    message = refusal("--config", "a.yaml", lines=9 if text is BOMB else 1)
+    message = refusal("--config", "a.yaml")
     assert "a.yaml" in message
     assert words in message
     assert os.listdir() == ["a.yaml"]
@@ -420,7 +366,6 @@ def test_a_config_file_that_cannot_be_read_is_told_from_one_that_is_not_there(tm
     assert "No such file" in refusal("--config", "/no/such/folder/a.yaml")
     assert "Is a directory" in refusal("--config", str(tmp_path))
     assert "can't decode" in refusal("--config", str(tmp_path / "latin.yaml"))
-    assert "--config is given twice" in refusal("--config", str(good), "--config", str(good))
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
@@ -480,12 +425,10 @@ def test_a_path_is_saved_as_text(tmp_path):
     assert load_config(Config, tmp_path / "config.yaml").model == str(tmp_path)
 
 
-def test_no_field_is_lost_where_the_source_does_not_show_it(tmp_path):
-    typed_at_a_prompt = dataclasses.make_dataclass("Config", [("steps", int, 0)])
-    for cfg in WithLora(lora_rank=4, steps=2), typed_at_a_prompt(3):
-        save_config(cfg, tmp_path / "config.yaml")
-        assert load_config(type(cfg), tmp_path / "config.yaml") == cfg
-        assert "--steps int" in help_text(type(cfg))
+def test_inherited_fields_are_saved_and_described(tmp_path):
+    save_config(WithLora(lora_rank=4, steps=2), tmp_path / "config.yaml")
+    assert load_config(WithLora, tmp_path / "config.yaml") == WithLora(lora_rank=4, steps=2)
+    assert "--steps int" in help_text(WithLora)
 
 
 def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
@@ -501,7 +444,7 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert load_config(Config, tmp_path / "config.yaml").steps == 1
 
 
-# --- llama-recipes ---
+# --- other projects ---
 
 
 def llama(*argv: str, cls=Config):
@@ -515,21 +458,21 @@ def test_a_llama_recipes_command_runs_in_our_words(capsys):
     command += " --num_epochs 3 --gradient_accumulation_steps 4 --output_dir ./output --save_model"
     command += " --mixed_precision --use_wandb"
     assert llama(*command.split()) == {
-        "model": "DIR", "seq_len": 512, "epochs": 3, "grad_accum": 4, "output_dir": "./output", "wandb": True
-    }  # fmt: skip
-    assert capsys.readouterr().out.splitlines() == [
+        "model": "DIR",
+        "seq_len": 512,
+        "epochs": 3,
+        "grad_accum": 4,
+        "output_dir": "./output",
+        "wandb": True,
+    }
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == [
         "--enable_fsdp has no meaning here: every run is sharded",
         "--model_name is --model here",
         "--batch_size_training is --batch_size here",
-        "--context_length is --seq_len here",
-        "--num_epochs is --epochs here",
-        "--gradient_accumulation_steps is --grad_accum here",
-        "--mixed_precision is what happens here",
-        "--use_wandb is --wandb here",
-        "llama-recipes itself would take lr 1e-4, warmup 0, clip_norm 0, AdamW's second beta 0.999 "
-        "in place of 0.95, and a rate that gamma lowers to 0.85 of it after each epoch; here it is lr 2e-05, "
-        "warmup -1, clip_norm 1.0 (to match: --lr 1e-4 --warmup 0 --clip_norm 0)",
     ]
+    assert len(said) == 9  # one for each use, and the defaults of llama-recipes
+    assert said[-1].endswith("(to come near: --lr 1e-4 --warmup 0 --clip_norm 0)")
 
 
 def test_only_rank_0_tells_what_a_flag_is_here(capsys, monkeypatch):
@@ -561,72 +504,55 @@ def test_llama_recipes_values_become_ours(argv, expected):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (
-            "--use_peft --peft_method lora",
-            "--use_peft needs --lora_rank, which is not here yet (fix: ",
-        ),
-        ("--batching_strategy packing", "--batching_strategy packing needs --packing"),
-        ("--use_fp16", "--use_fp16 needs --dtype"),
-        ("--fsdp_config.pure_bf16", "--fsdp_config.pure_bf16 needs --param_dtype"),
-        ("--sharding_strategy NO_SHARD", "--sharding_strategy no_shard is not possible here"),
-        (
-            "--peft_method prefix",
-            "--peft_method prefix is not possible here: leave it out, or write lora",
-        ),
-        ("--freeze_layers", "--freeze_layers is not possible here"),
-        ("--model_name a --model b", "--model is given twice (--model_name, --model)"),
-        ("--model_name", "--model_name needs a value"),
-        ("--num_epochs 1.5", "--num_epochs takes a whole number"),
-        ("--use_wandb maybe", "--use_wandb takes true or false"),
-        ("--modle_name x", "unknown flag --modle_name (did you mean --model?)"),
-        ("--fsdp_config.nothing 1", "unknown flag --fsdp_config.nothing"),
+        ("--use_peft", "--use_peft True needs --lora_rank, which is not here (fix: leave it out)"),
+        ("--sharding_strategy NO_SHARD", "--sharding_strategy NO_SHARD: works with full_shard"),
+        ("--peft_method prefix", "--peft_method prefix: works with lora only (fix: leave it out)"),
+        ("--freeze_layers", "--freeze_layers True: works with false only"),
+        ("--num_epochs 1.5", "--epochs takes a whole number"),
+        ("--modle_name x", "unknown flag --modle_name"),
+        ("--per_device_train_batch_size 4", "--batch_size here"),
+        ("--max_length 4", "--max_length is --seq_len here (fix: write --seq_len)"),
+        ("--deepspeed ds.json", "--deepspeed: there is no DeepSpeed here (fix: "),
     ],
 )
-def test_llama_recipes_flags_that_cannot_work_say_so(argv, words):
+def test_flags_of_others_that_cannot_be_followed_are_answered(argv, words):
     assert words in refusal(*argv.split())
 
 
+LORA = {"lora_rank": 8, "lora_alpha": 32.0, "lora_targets": "q_proj,v_proj", "lora_dropout": 0.05}
+
+
 def test_use_peft_means_rank_8_unless_the_rank_is_set_elsewhere(tmp_path):
-    lora = {
-        "lora_rank": 8,
-        "lora_alpha": 32.0,
-        "lora_targets": "q_proj,v_proj",
-        "lora_dropout": 0.05,
-    }
-    assert llama("--use_peft", "--peft_method", "lora", cls=WithLora) == lora
-    assert llama("--r", "16", "--use_peft", cls=WithLora) == lora | {"lora_rank": 16}
-    assert llama("--use_peft", "--lora_alpha", "64", cls=WithLora) == lora | {"lora_alpha": 64.0}
+    assert llama("--use_peft", "--peft_method", "lora", cls=WithLora) == LORA
+    assert llama("--lora_rank", "16", "--use_peft", cls=WithLora) == LORA | {"lora_rank": 16}
+    assert llama("--use_peft", "--lora_alpha", "64", cls=WithLora) == LORA | {"lora_alpha": 64.0}
     (tmp_path / "a.yaml").write_text("lora_rank: 4")
-    assert llama("--use_peft", "--config", str(tmp_path / "a.yaml"), cls=WithLora) == lora | {
+    assert llama("--use_peft", "--config", str(tmp_path / "a.yaml"), cls=WithLora) == LORA | {
         "lora_rank": 4
     }
 
 
-def test_flags_of_later_versions_work_where_the_recipe_has_the_setting():
+def test_pure_bf16_is_the_dtype_of_weights_and_beside_adapters_that_of_compute():
     both = llama("--fsdp_config.pure_bf16", "--fsdp_cpu_offload", cls=WithLora)
     assert both == {"param_dtype": "bf16", "cpu_offload": True}
+    adapters = llama("--use_peft", "--fsdp_config.pure_bf16", cls=WithLora)
+    assert adapters == LORA | {"dtype": "bf16"}
 
 
-ITS_VALUES = [
-    (n, v)
-    for n, ours in project("llama_recipes").names.items()
-    for v in (ours if isinstance(ours, dict) else ["1"])
-]
-ITS_DEFAULTS = "llama-recipes itself would take"
-OURS_TOO = ("quantization", "name")  # flags of this Config as well
+def test_each_hint_is_a_flag_of_finetune_or_a_sentence_with_a_remedy():
+    names = {field.name for field in dataclasses.fields(finetune.Config)}
+    for name, ours in foreign_flags.HINTS.items():
+        assert ours in names or "(fix: " in ours, name
+        assert name not in names
 
 
-@pytest.mark.parametrize(("name", "text"), [pair for pair in ITS_VALUES if pair[0] not in OURS_TOO])
-def test_every_llama_recipes_flag_has_one_line_for_the_user(name, text, capsys):
-    try:
-        parse_cli(Config, [f"--{name}={text}"], aliases="foreign_flags")
-        lines = capsys.readouterr().out.splitlines()
-    except ConfigError as refused:
-        lines = str(refused).splitlines()
-    if ITS_DEFAULTS in lines[-1]:  # where a model is named
-        lines.pop()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"--{name}")
+def test_each_flag_of_the_llama_recipes_table_works_or_is_answered(capsys):
+    for name, meaning in foreign_flags.TABLES["llama_recipes"].items():
+        for text in meaning if isinstance(meaning, dict) else ["4"]:
+            text = "adamw" if name == "optimizer" else text
+            argv = [f"--{name}={text}", f"--lora_rank={0 if name == 'pure_bf16' else 4}"]
+            parse_cli(finetune.Config, argv, aliases="foreign_flags")
+            assert name == "optimizer" or capsys.readouterr().out.startswith(f"--{name}")
 
 
 def test_a_copy_without_the_table_still_refuses_unknown_flags():

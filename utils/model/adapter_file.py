@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..run.errors import ConfigError, check, first_five
-from ..run.fields import shown
 from ..run.files import AGAIN
 from ..run.units import MIB
 from .folder import read_json
@@ -193,7 +192,7 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     given = {name: stored[name] for name in read if stored.get(name) is not None}
     for name, value in given.items():
         is_good, wanted = read[name]
-        what = shown(json.dumps(value, ensure_ascii=False))
+        what = json.dumps(value, ensure_ascii=False)[:200]
         check(
             is_good(value),
             f"{file}: {name}: {what} is not {wanted} (fix: correct it, or {ANOTHER})",
@@ -293,4 +292,4 @@ def _is_regular(file: Path) -> bool:
 
 def _value(value: object) -> str:
     """A setting's value in a message: text and numbers as they are, but not a whole list."""
-    return "" if isinstance(value, list | dict) else shown(str(value))
+    return "" if isinstance(value, list | dict) else str(value)[:200]

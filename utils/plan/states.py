@@ -172,8 +172,8 @@ def estimate_states(
         weights += most * row_bytes
         if parameter.requires_grad:
             gradients += most * row_bytes
-            adamw = 2 * own_rows * row_bytes + 4  # and the count of steps, one fp32 per parameter
-            moments += (
-                adamw if optimizer == "adamw" else state_bytes(parameter, optimizer, shards, rank)
-            )
+            # AdamW's two moments, and the count of steps, one fp32 per parameter.
+            adamw = 2 * own_rows * row_bytes + 4
+            elements = own_rows * parameter[0].numel()
+            moments += adamw if optimizer == "adamw" else state_bytes(parameter, elements)
     return States(weights, gradients, moments)

@@ -11,16 +11,15 @@ from torch import nn
 from ..run.distributed import World, gather
 from ..run.errors import ConfigError, check
 
-OptimizerName = Literal[
-    "adamw", "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"
-]
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
+BETAS = (0.9, 0.95)
 
 
 def build_optimizer(
     model: nn.Module, lr: float, weight_decay: float, name="adamw"
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over what trains, fused; norms and biases, the 1-D
-    parameters, do not decay. Or one of optim_8bit's CLASSES by name.
+    parameters, do not decay. Or its 8-bit kind.
 
     Works on plain and on sharded (DTensor) parameters; AdamW's state has the parameters' dtype and sharding.
     """
@@ -29,10 +28,10 @@ def build_optimizer(
     others = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (decayed, others) if group["params"]]
     if name != "adamw":
-        from .optim_8bit import ShardedBnb
+        from .optim_8bit import ShardedAdamW8bit
 
-        return ShardedBnb(groups, lr, name)
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        return ShardedAdamW8bit(groups, lr, BETAS, paged=name.startswith("paged"))
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str) -> float:

@@ -289,8 +289,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
             was == now,
             f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)",
         )
-        # Scales of 8-bit state that another number of ranks saved in other shapes.
-        tensors |= getattr(optimizer, "other_scales", lambda *_: {})(tensors, saved)
         rng = {name for name in saved if name.startswith("rng.")}
         saved = {name: entry for name, entry in saved.items() if name not in rng}
         old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
@@ -308,7 +306,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}", agreed=True) from error
-    getattr(optimizer, "take_scales", lambda: None)()
     if len(rng) == world.size:
         set_rng_state(tensors[f"rng.{world.rank}"], world.device)
     return state

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..run.distributed import World, broadcast, together
 from ..run.errors import ConfigError, check, first_five
-from ..run.fields import shown
 from ..run.files import TEXT_BYTES, read_small_text
 from ..run.folder import at_end
 from .checkpoint import hold_checkpoint, reason_of
@@ -132,7 +131,7 @@ def check_settings(file: Path, run: object) -> dict:
         if name not in run:
             continue
         value = run[name]
-        check(is_good(value), f"{file}: config: {name}: {shown(str(value))} is not {wanted} {fix}")
+        check(is_good(value), f"{file}: config: {name}: {str(value)[:200]} is not {wanted} {fix}")
     return run
 
 
