@@ -382,7 +382,7 @@ def test_plan_prints_tables_and_a_command_that_fits():
     )
     assert ended.returncode == 0, ended.stderr
     assert "llama-3.2-1b: 1.24 billion parameters; 2 GPUs of 8 GiB" in ended.stdout
-    assert len(re.findall(r"^  \w+ +selective ", ended.stdout, re.M)) == 8
+    assert len(re.findall(r"^  \w+ +full ", ended.stdout, re.M)) == 8
     assert re.search(
         r"torchrun --nproc_per_node 2 recipes/finetune.py --model DIR --dataset FILE", ended.stdout
     )
