@@ -301,7 +301,7 @@ def more_memory(setting: Setting) -> str:
 
 
 def largest_batch(setting: Setting, room: Room) -> int:
-    """The most rows of a micro-batch that fit, to 1 %; 0 where one does not."""
+    """The most rows of a micro-batch that fit, to 1 % or a row; 0 where one does not."""
 
     def missing(rows: int) -> float:
         more = replace(setting, batch_size=rows, rows=rows * setting.grad_accum)
