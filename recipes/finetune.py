@@ -34,8 +34,8 @@ from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, su
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
 from utils.model.sharding import DTYPES, decoder_layers, settle_dtype, shard_model, sync_gradients
-from utils.plan.memory import plan_memory
-from utils.plan.planned import Knobs, Workload, estimate_disk, fitted_before
+from utils.plan.fit import estimate_disk, fitted_before, plan_memory
+from utils.plan.states import Setting
 from utils.run.distributed import (
     agree,
     all_reduce_sum,
@@ -208,18 +208,32 @@ def main(cfg: Config) -> Path | None:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        workload = pick(
-            Workload,
-            cfg,
-            structure=structure,
+        setting = Setting(
+            config=source.config,
+            param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
-            shards=axes["shard"],
-            ranks=world.ranks,
             seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
+            shards=axes["shard"],
+            replicate=world.ranks // axes["shard"],
+            local_ranks=world.local_ranks,
+            gpu=world.device.type == "cuda",
+            batch_size=cfg.batch_size,
+            rows=cfg.global_batch_size // world.ranks or cfg.batch_size * cfg.grad_accum,
+            activation_checkpointing=cfg.activation_checkpointing,
+            cpu_offload=cfg.cpu_offload,
+            reshard_after_forward=cfg.reshard_after_forward,
             lora=pick(Lora, cfg),
             quant=pick(Quant, cfg),
+            attn=cfg.attn,
+            trust_remote_code=trust,
+            packing=cfg.packing,
+            optimizer=cfg.optimizer,
+            sync_each_microbatch=cfg.sync_each_microbatch,
+            low_cpu_fsdp=cfg.low_cpu_fsdp,
+            async_save=cfg.async_save,
+            compile=cfg.compile,
         )
-        plan = plan_memory(workload, pick(Knobs, cfg), world, cfg.fit, bool(fitted), cfg.force)
+        plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
     lora, quant = pick(Lora, cfg), pick(Quant, cfg)
     facts = {"seed": cfg.seed, "param_dtype": cfg.param_dtype, "packing": cfg.packing}

@@ -30,9 +30,9 @@ from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.loading import load_pieces
 from utils.model.sharding import DTYPES, compute_alone, settle_dtype, shard_model
-from utils.plan.parts import estimate_generation, needed, plan_parts
-from utils.plan.planned import MemoryPlan
-from utils.plan.reserve import room
+from utils.plan.fit import plan_parts
+from utils.plan.replay import units_of
+from utils.plan.states import Setting, estimate_states
 from utils.run.distributed import (
     World,
     broadcast,
@@ -146,7 +146,7 @@ def main(cfg: Config) -> None:
             load_adapter(model, Path(cfg.adapter))  # on meta this only checks names and shapes
     encoded = broadcast(world, encoded)
     with together(world):
-        plan = plan_memory(cfg, model, DTYPES[dtype], encoded, world)
+        plan_memory(cfg, model, DTYPES[dtype], encoded, world)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     if world.size > 1:
@@ -188,32 +188,55 @@ def main(cfg: Config) -> None:
                 write_new(Path(cfg.output), text)
             else:
                 print0(escaped(text[:-1], keep="\n"), ready=True)
-    plan.compare(world)
     place = f" in {cfg.output}" if cfg.output else ""
     print0(f"finished  {len(answers)} answers{place}")
 
 
-def plan_memory(cfg: Config, model, dtype: torch.dtype, encoded: list, world: World) -> MemoryPlan:
+def plan_memory(cfg: Config, model, dtype: torch.dtype, encoded: list, world: World) -> None:
     """What the longest batch needs; a chat is planned for as many tokens as one turn and its answer."""
     longest = max((len(ids) for ids in encoded), default=cfg.max_new_tokens)
     rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
+    parts = estimate_generation(model, world.size, dtype, rows, longest, cfg.max_new_tokens)
+    fix = "a smaller --batch_size or --max_new_tokens, or more ranks"
+    plan_parts(parts, "generate", world, fix, cfg.force)
 
-    def parts(rows: int) -> dict[str, int]:
-        return estimate_generation(model, world.size, dtype, rows, longest, cfg.max_new_tokens)
 
-    room_bytes, *_ = room(world)
-    fitting_rows = rows
-    while fitting_rows:
-        needed_bytes, _ = needed(parts(fitting_rows), world)
-        if needed_bytes <= room_bytes:
-            break
-        fitting_rows //= 2
-    if fitting_rows:
-        fix = f"--batch_size {fitting_rows}"
-    else:
-        ranks = 2 * world.size
-        fix = f"--nproc_per_node {ranks}, on more GPUs, or a smaller --max_new_tokens"
-    return plan_parts("generate", parts(rows), world, fix, cfg.force)
+def estimate_generation(
+    model, shards: int, dtype: torch.dtype, rows: int, prompt: int, new: int
+) -> dict[str, int]:
+    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new` more.
+
+    Weights and what FSDP2 gathers are exact. The cache is that of plain attention, keys and values of every
+    layer, which none exceeds; activations are a block's largest, in its feed-forward part, and the mask of
+    padded rows.
+    """
+    config, size = model.config.get_text_config(), dtype.itemsize
+    width, heads = config.hidden_size, config.num_attention_heads
+    experts = [
+        getattr(config, name, None) or 0
+        for name in ("moe_intermediate_size", "num_experts_per_tok")
+    ]
+    inner = max(getattr(config, "intermediate_size", None) or 4 * width, math.prod(experts))
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    keys *= getattr(config, "head_dim", None) or width // heads
+    gathered = 0
+    activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
+    layer_cache = 2 * rows * (prompt + new) * keys * size
+    if shards > 1:
+        setting = Setting(config, dtype, dtype, prompt, shards)
+        rest, embedding, blocks, head = units_of(model, setting)
+        moving = 2 * max(unit.gathered for unit in blocks)  # one is in use, the next is coming
+        moving = max(moving, 2 * embedding.gathered - activations)  # before them, it and its buffer
+        gathered = rest.gathered + (head or embedding).gathered + moving
+    return {
+        "weights": estimate_states(model, shards).weights,
+        "gathered": gathered,
+        "cache": config.num_hidden_layers * layer_cache,
+        # The prompt's; or, when it is done, one layer's cache, which is copied to grow.
+        "activations": max(activations, layer_cache),
+        # In fp32 too, sorted, and their order.
+        "logits": rows * config.vocab_size * (size + 4 + 16),
+    }
 
 
 def answer(cfg: Config, model, tokenizer, encoded: list, settings: dict, world: World) -> list[str]:

@@ -4,9 +4,8 @@ Will it fit? The memory of a fine-tune by part, before there is a GPU, a weight 
     python recipes/plan.py --model llama-3-8b --gpus 2 --gpu_memory 24
     python recipes/plan.py --model DIR --gpus 8 --gpu_memory 80 --host_memory 512 --seq_len 32768 --json
 
-It prints what the given settings need, what every method with every lever would need, and the fastest that
-fits as a command. Speeds compare the rows of one table: products, recomputed ones too, and bytes that are
-moved, at the rates in utils/plan/speed.py. They are no measurement.
+It prints what the given settings need, what every method with recomputing and offload would need, and a
+command that fits.
 """
 
 import difflib
@@ -23,20 +22,54 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 
 import transformers
 
-from utils.model.folder import check_values, fetch_config, read_json
+from utils.model.folder import fetch_config, read_json
+from utils.model.options import Lora, Quant
 from utils.model.sharding import DTYPES
-from utils.plan.fit import METHODS, Need, Planner
-from utils.plan.largest import largest_batch, longest
-from utils.plan.planned import Knobs
-from utils.plan.reserve import CARDS, FITS, TIGHT, TOO_LARGE, WHY_TIGHT, check_card
-from utils.plan.speed import LINK
+from utils.plan.fit import (
+    FITS,
+    RECOMPUTE,
+    TIGHT,
+    TOO_LARGE,
+    WHY_TIGHT,
+    Need,
+    Room,
+    answer_of,
+    fastest,
+    largest_batch,
+    longest_row,
+    methods,
+    need_of,
+)
+from utils.plan.states import Setting, planned_model
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
 from utils.run.settings import check_least, parse_cli
 from utils.run.units import GIB
 
 SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
-COLUMNS = "method,recompute,offload,reshard,GPU GiB,comfort,fits,host GiB,rows,tokens,speed"
-HEAD = tuple(COLUMNS.split(","))
+# What torch shows as a card's memory ("GPU 0 has a total capacity of ..."), in GiB, the least of several
+# reports where they differ. It is less than the card's name says: part of it stays with the driver.
+CARDS = {
+    "a10g": 22.06,
+    "l4": 22.03,  # in the out-of-memory lines of six repositories, 22.03 to 22.06
+    "3090": 23.5,
+    "4090": 23.5,  # 23.43 to 23.68
+    "a100-40": 39.4,
+    "l40s": 44.39,
+    "a100-80": 79.15,
+    "h100": 79.15,  # 79.14 to 79.33
+    "h200": 139.72,  # 139.72 to 139.83
+}
+HEAD = (
+    "method",
+    "recompute",
+    "offload",
+    "GPU GiB",
+    "comfort",
+    "fits",
+    "host GiB",
+    "rows",
+    "tokens",
+)
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", TOO_LARGE: "no"}
 
 
@@ -49,7 +82,6 @@ class Config:
     gpu: str = ""  # a card's name, in place of --gpu_memory: a10g, 4090, a100-40, h100, h200 ...
     gpu_memory: float = 24.0  # GiB of one, as torch shows it: a card "of 24 GB" has 22 to 23.5
     host_memory: float = 0.0  # GiB of one machine; 0: not limited
-    link: float = LINK  # GB/s between GPUs of a machine: NVLink by default; PCIe: 10 to 25
 
     # How
     seq_len: int = 4096  # tokens of a row
@@ -69,7 +101,6 @@ class Config:
 
     # Where
     json: bool = False  # print one JSON object in place of tables
-    plot: str = ""  # also draw the table as bars into this file
 
     def __post_init__(self):
         fix = "--gpu_memory 24"
@@ -81,7 +112,6 @@ class Config:
                 self.gpu_memory == Config.gpu_memory,
                 f"--gpu {self.gpu} and --gpu_memory {self.gpu_memory:g} (fix: give one of them)",
             )
-        check(self.link > 0, f"--link {self.link:g} carries nothing (fix: --link {LINK:g})")
         whole_machines = self.gpus % self.gpus_per_machine == 0
         possible = whole_machines or self.gpus <= self.gpus_per_machine
         fix = "a multiple of it, or another --gpus_per_machine"
@@ -90,8 +120,6 @@ class Config:
         check(
             has_frozen, f"--quantization {self.quantization} trains nothing (fix: --lora_rank 16)"
         )
-        if self.plot:
-            check_plot(Path(self.plot))
 
     @property
     def gpu_gib(self) -> float:
@@ -102,64 +130,60 @@ def main(cfg: Config) -> dict:
     """Print the plan; returns what --json prints."""
     transformers.utils.logging.set_verbosity_error()
     config = find_config(cfg.model, cfg.trust_remote_code)
-    room = (cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB)
-    planner = Planner(
-        structure=(config, DTYPES[cfg.param_dtype], cfg.attn, cfg.trust_remote_code),
+    room = Room(cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB, "")
+    asked = Setting(
+        config=config,
+        param_dtype=DTYPES[cfg.param_dtype],
         dtype=DTYPES[cfg.dtype],
-        shards=cfg.gpus,
         seq_len=cfg.seq_len,
-        local=min(cfg.gpus, cfg.gpus_per_machine),
-        optimizer=cfg.optimizer,
-        packed=cfg.packing,
-        link=cfg.link,
-    )
-    asked = Knobs(
+        shards=cfg.gpus,
+        local_ranks=min(cfg.gpus, cfg.gpus_per_machine),
         batch_size=cfg.batch_size,
-        grad_accum=cfg.grad_accum,
+        rows=cfg.batch_size * cfg.grad_accum,
         activation_checkpointing=cfg.activation_checkpointing,
         cpu_offload=cfg.cpu_offload,
         reshard_after_forward=cfg.reshard_after_forward,
-        lora_rank=cfg.lora_rank,
-        quantization=cfg.quantization,
+        lora=Lora(lora_rank=cfg.lora_rank),
+        quant=Quant(cfg.quantization),
+        attn=cfg.attn,
+        trust_remote_code=cfg.trust_remote_code,
+        packing=cfg.packing,
+        optimizer=cfg.optimizer,
     )
-    need = planner.need(asked)
+    need = need_of(asked)
+    whole = replace(asked, lora=Lora(), quant=Quant())
     plan = {
         "settings": asdict(cfg),
-        "parameters": sum(p.numel() for p in planner.model(Knobs()).parameters()),
+        "parameters": sum(p.numel() for p in planned_model(whole).parameters()),
         "states": asdict(need.states),
         "peak": need.peak and {**asdict(need.peak), "total": need.peak.total},
         "why": need.why,
         "gpu_bytes": need.device,
         "comfortable_bytes": need.comfortable,
-        "host_bytes": need.host * planner.local,
+        "host_bytes": need.host * asked.local_ranks,
         "positions": positions_of(config),
-        "fits": None,
         "answer": None,
         "strategies": [],
         "recommended": None,
-        "recommended_answer": None,
-        "recommended_host_bytes": None,
         "command": "",
     }
     if need.peak:
-        plan["fits"] = planner.fits(need, *room)
-        plan["answer"] = planner.answer(need, *room)
-        plan["strategies"] = strategies(planner, asked, room)
-        best = planner.fastest(asked, *room, any_method=True)
+        plan["answer"] = answer_of(asked, need, room)
+        plan["strategies"] = strategies(asked, room)
+        best = fastest(asked, room, any_method=True)
         if best:
-            best_need = planner.need(best)
-            plan["recommended"] = asdict(best)
-            plan["recommended_answer"] = planner.answer(best_need, *room)
-            plan["recommended_host_bytes"] = best_need.host * planner.local
-            plan["command"] = command(cfg, best)
+            host = need_of(best).host * best.local_ranks
+            answer = answer_of(best, need_of(best), room)
+            plan["recommended"] = best.levers() | {"answer": answer, "host_bytes": host}
+            plan["command"] = command(
+                cfg, best.flags_from(Setting(config, best.dtype, best.dtype, 1))
+            )
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
-    if cfg.plot:
-        plot(plan["strategies"], cfg)
     return plan
 
 
-def command(cfg: Config, best: Knobs) -> str:
+def command(cfg: Config, levers: str) -> str:
     """The line to type, but for what only the user knows: DIR (where --model is no folder), FILE and HOST."""
     machines = cfg.gpus // cfg.gpus_per_machine
     launch = "torchrun"
@@ -169,7 +193,6 @@ def command(cfg: Config, best: Knobs) -> str:
     is_found = "/" in cfg.model or Path(cfg.model).exists()
     flags = [f"--model {cfg.model if is_found else 'DIR'}"]
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]
-    levers = best.flags(Knobs())
     if levers:
         flags.append(levers)
     for name in ("dtype", "param_dtype", "optimizer", "attn", "packing", "trust_remote_code"):
@@ -177,6 +200,18 @@ def command(cfg: Config, best: Knobs) -> str:
         if value != getattr(Config, name):
             flags.append(f"--{name}" if value is True else f"--{name} {value}")
     return f"{launch} recipes/finetune.py {' '.join(flags)}"
+
+
+def check_card(name: str) -> None:
+    """ConfigError with the names that are near, where no card of that name is known."""
+    if name.lower() in CARDS:
+        return
+    check(not name.isdecimal(), f"--gpu {name} is no name of a card (did you mean --gpus {name}?)")
+    near = [card for card in CARDS if card.startswith(name.lower())]
+    near = near or difflib.get_close_matches(name.lower(), CARDS, 1)
+    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+    fix = f"one of {', '.join(CARDS)}, or --gpu_memory, the GiB that torch shows"
+    raise ConfigError(f"--gpu {name} is not known{meant} (fix: {fix})")
 
 
 def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
@@ -195,7 +230,6 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
     with others_code(f"--model {name}", fix):
         if os.path.lexists(path):
             fields = read_json(path)
-            check_values(path, fields)
             if "auto_map" not in fields:
                 config = transformers.AutoConfig.for_model(**fields)
                 config.name_or_path = str(path.parent if path.name == "config.json" else path)
@@ -229,39 +263,33 @@ def positions_of(config: transformers.PretrainedConfig) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
-def strategies(planner: Planner, asked: Knobs, room: tuple[float, float]) -> list[dict]:
-    """One row for each method with each setting of the levers."""
-    reshards = (True, False) if planner.shards > 1 else (True,)
-    levers = list(itertools.product(("none", "selective", "full"), (False, True), reshards))
+def strategies(asked: Setting, room: Room) -> list[dict]:
+    """One row for each method, with and without recomputing and offload."""
+    full = replace(asked, lora=Lora(), quant=Quant())
+    names = ("full", "LoRA", "8bit", "4bit")
+    of_methods = zip(names, methods(replace(full, lora=asked.lora)), strict=False)
     rows = []
-    for method, (lora, quantization) in METHODS.items():
-        for recompute, offload, reshard in levers:
-            knobs = replace(
-                asked,
-                lora_rank=(asked.lora_rank or 16) if lora else 0,
-                quantization=quantization,
-                cpu_offload=offload,
-                activation_checkpointing=recompute,
-                reshard_after_forward=reshard,
-            )
-            need = planner.quick(knobs)
-            row = {
-                "method": method,
-                "knobs": asdict(knobs),
-                "gpu_bytes": need.device,
-                "comfortable_bytes": need.comfortable,
-                "host_bytes": need.host * planner.local,
-                "fits": planner.fits(need, *room),
-                "answer": planner.answer(need, *room),
-                "positions": positions_of(planner.structure[0]),
-                "largest_batch": largest_batch(planner, knobs, *room),
-                "longest": longest(planner, knobs, *room),
-                "seconds": planner.seconds(knobs),
-                "parts": need.peak.parts,
-            }
-            rows.append(row)
-    fastest = min(row["seconds"] for row in rows)
-    return [row | {"speed": fastest / row["seconds"]} for row in rows]
+    for (name, method), recompute, offload in itertools.product(
+        of_methods, RECOMPUTE, (False, True)
+    ):
+        if recompute == "selective" and method.lora:
+            continue  # needs no less than none: what adapters add is products, which are kept
+        setting = replace(method, activation_checkpointing=recompute, cpu_offload=offload)
+        need = need_of(setting)
+        row = {
+            "method": name,
+            "levers": setting.levers(),
+            "gpu_bytes": need.device,
+            "comfortable_bytes": need.comfortable,
+            "host_bytes": need.host * setting.local_ranks,
+            "answer": answer_of(setting, need, room),
+            "positions": positions_of(setting.config),
+            "largest_batch": largest_batch(setting, room),
+            "longest": longest_row(setting, room),
+            "parts": need.peak.parts,
+        }
+        rows.append(row)
+    return rows
 
 
 def report(cfg: Config, need: Need, plan: dict) -> str:
@@ -276,14 +304,14 @@ def report(cfg: Config, need: Need, plan: dict) -> str:
     if need.why:
         return "\n".join([*lines, f"  {need.sentence()}"])
     lines += of_setting(cfg, need, plan)
-    lines += ["", "Every method with every lever:"]
+    lines += ["", "Every method, with recomputing and offload:"]
     rows = [cells(row) for row in plan["strategies"]]
     lines += aligned([HEAD, *rows])
     lines += [
         "GPU GiB: what must be there; comfort: with which nothing has to be given back in a step",
         "rows: the largest micro-batch that fits, also tightly; tokens: the longest row; -: nothing does",
     ]
-    if any("*" in row[9] for row in rows):
+    if any("*" in row[-1] for row in rows):
         lines.append(
             f"*: longer than the {plan['positions']:,} positions that the model was made for"
         )
@@ -311,23 +339,24 @@ def of_setting(cfg: Config, need: Need, plan: dict) -> list[str]:
 
 
 def aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Its lines: the first four columns to the left, the others to the right."""
+    """Its lines: the first three columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
-        left = [cell.ljust(width) for cell, width in zip(row[:4], widths[:4], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
+        left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
         lines.append("  " + "  ".join(left + right))
     return lines
 
 
 def recommendation(cfg: Config, plan: dict) -> list[str]:
     """The command, and what cannot be seen in it."""
-    tightly = ", tightly" if plan["recommended_answer"] == TIGHT else ""
-    lines = [f"The fastest that fits{tightly}, of the first method of which any does:"]
+    best = plan["recommended"]
+    tightly = ", tightly" if best["answer"] == TIGHT else ""
+    lines = [f"This fits{tightly}, of the first method of which anything does:"]
     lines.append(f"  {escaped(plan['command'])}")
-    if plan["recommended"]["cpu_offload"]:
-        host = f"{plan['recommended_host_bytes'] / GIB:.0f} GiB of host memory a machine"
+    if best["cpu_offload"]:
+        host = f"{best['host_bytes'] / GIB:.0f} GiB of host memory a machine"
         limit = "; --host_memory says how much there is"
         if cfg.host_memory:
             limit = f", of {cfg.host_memory:g}"
@@ -337,60 +366,21 @@ def recommendation(cfg: Config, plan: dict) -> list[str]:
 
 def cells(row: dict) -> tuple[str, ...]:
     """A row of the table."""
-    knobs = row["knobs"]
+    levers = row["levers"]
     tokens = f"{row['longest']:,}" if row["longest"] else "-"
     if 0 < row["positions"] < row["longest"]:  # more than the model was made for
         tokens += "*"
     return (
         row["method"],
-        knobs["activation_checkpointing"],
-        "yes" if knobs["cpu_offload"] else "no",
-        "yes" if knobs["reshard_after_forward"] else "no",
+        levers["activation_checkpointing"],
+        "yes" if levers["cpu_offload"] else "no",
         f"{row['gpu_bytes'] / GIB:.1f}",
         f"{row['comfortable_bytes'] / GIB:.1f}",
         IN_TABLE[row["answer"]],
         f"{row['host_bytes'] / GIB:.0f}",
         f"{row['largest_batch']:,}" if row["largest_batch"] else "-",
         tokens,
-        f"{row['speed']:.2f}",
     )
-
-
-def check_plot(file: Path) -> None:
-    """What --plot needs, asked for at the start: a plan takes up to a minute."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs a package (fix: pip install matplotlib)") from None
-    endings = Figure().canvas.get_supported_filetypes()
-    fix = "plan.png, .pdf or .svg"
-    check(file.suffix[1:] in endings, f"--plot {file}: no ending of a picture (fix: {fix})")
-    is_new = not os.path.lexists(file)
-    check(is_new, f"--plot {file} exists, and is not overwritten (fix: another name)")
-    folder = file.absolute().parent
-    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
-    problem = f"{folder} is no folder that may be written"
-    check(is_writable, f"--plot {file}: {problem} (fix: another one)")
-
-
-def plot(rows: list[dict], cfg: Config) -> None:
-    """The table as stacked bars: what each row needs of a GPU, by part, and what there is."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.5 + 0.22 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    names = [" ".join(cells(row)[:4]) for row in rows]
-    left = [0.0] * len(rows)
-    parts = dict.fromkeys(part for row in rows for part in row["parts"])
-    for part in parts:
-        sizes = [row["parts"].get(part, 0) / GIB for row in rows]
-        axes.barh(names, sizes, left=left, label=part)
-        left = [before + size for before, size in zip(left, sizes, strict=True)]
-    axes.axvline(cfg.gpu_gib, color="black", linestyle="--")
-    axes.invert_yaxis()
-    axes.set(xlabel="GiB of a GPU", title="method, recompute, offload, reshard")
-    axes.legend()
-    figure.savefig(cfg.plot)
 
 
 if __name__ == "__main__":

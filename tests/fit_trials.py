@@ -33,7 +33,7 @@ SHAPES = {  # millions of parameters -> width, inner width, blocks, vocabulary
     350: (1024, 2816, 22, 32000),
     450: (1152, 3072, 24, 32000),
 }
-ROOM = r"room +([\d.]+) GiB a rank, reserve included; there is ([\d.]+) GiB a rank"
+ROOM = r"room +([\d.]+) GiB a rank, 1.6 x what is alive.*; there is ([\d.]+) GiB a rank"
 # GiB of a rank that are added: the plan is told in hundredths, and two starts differ a little
 EACH = 0.02
 

@@ -23,27 +23,33 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
 from utils.model.activations import recompute_activations
+from utils.model.options import Lora, Quant
 from utils.model.sharding import shard_model, sync_gradients
-from utils.plan.fit import Planner
-from utils.plan.planned import Knobs
+from utils.plan.states import Setting, planned_model
 from utils.train.optim import build_optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def planner(case: dict) -> tuple[Planner, Knobs]:
-    """kind and sizes of a model, shards, replicate, batch, seq_len, dtype, param_dtype, knobs. The kernels
-    are those of a CPU, on which the tracker counts.
-    """
-    structure = (
-        tiny_config(case["kind"], **case["sizes"]),
-        DTYPES[case["param_dtype"]],
-        "auto",
-        False,
+def setting_of(case: dict) -> Setting:
+    """kind and sizes of a model, shards, replicate, seq_len, dtype, param_dtype, sync_each, levers."""
+    levers = dict(case["levers"])
+    lora = Lora(lora_rank=levers.pop("lora_rank", 0))
+    quant = Quant(levers.pop("quantization", "none"))
+    rows = levers.get("batch_size", 1) * levers.pop("grad_accum", 1)
+    return Setting(
+        config=tiny_config(case["kind"], **case["sizes"]),
+        param_dtype=DTYPES[case["param_dtype"]],
+        dtype=DTYPES[case["dtype"]],
+        seq_len=case["seq_len"],
+        shards=case["shards"],
+        replicate=case["replicate"],
+        sync_each_microbatch=case["sync_each"],
+        lora=lora,
+        quant=quant,
+        rows=rows,
+        **levers,
     )
-    how = {"gpu": False, "replicate": case["replicate"], "sync_each": case["sync_each"]}
-    made = Planner(structure, DTYPES[case["dtype"]], case["shards"], case["seq_len"], **how)
-    return made, Knobs(**case["knobs"])
 
 
 def loss_of_all(self, ids, labels):
@@ -54,10 +60,11 @@ def loss_of_all(self, ids, labels):
 
 
 def peak(case: dict) -> int:
-    plan, knobs = planner(case)
-    model = plan.model(knobs)
-    if knobs.activation_checkpointing != "none":
-        recompute_activations(model, knobs.activation_checkpointing)
+    plan = setting_of(case)
+    model = planned_model(plan)
+    model.get_output_embeddings().as_cuda = True  # as it is planned
+    if plan.activation_checkpointing != "none":
+        recompute_activations(model, plan.activation_checkpointing)
     masking_utils.find_packed_sequence_indices = lambda positions: None  # it looks at values too
     axes = {"replicate": plan.replicate} if plan.replicate > 1 else {}
     axes["shard"] = plan.shards
@@ -68,17 +75,17 @@ def peak(case: dict) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         model.tie_weights()
-        shard_model(model, mesh, plan.dtype, knobs.reshard_after_forward)
+        shard_model(model, mesh, plan.dtype, plan.reshard_after_forward)
         model.forward = MethodType(loss_of_all, model)
         model.train()
         optimizer = build_optimizer(model, 1e-3, 0.0)
-        ids = torch.zeros(knobs.batch_size, case["seq_len"], dtype=torch.int64)
+        ids = torch.zeros(plan.batch_size, case["seq_len"], dtype=torch.int64)
 
         def step(tracker=None) -> None:
-            for i in range(knobs.grad_accum):
+            for i in range(plan.grad_accum):
                 if tracker:
                     tracker.reset_mod_stats()
-                sync_gradients(model, plan.sync_each or i == knobs.grad_accum - 1)
+                sync_gradients(model, plan.sync_each_microbatch or i == plan.grad_accum - 1)
                 model(ids, labels=ids).backward()
 
         step()

@@ -10,10 +10,10 @@ import pytest
 from shell import ROOT
 from transformers import AutoConfig
 
-from utils.model.options import Lora
+from utils.model.options import Lora, Quant
 from utils.model.sharding import DTYPES
-from utils.plan.fit import Planner
-from utils.plan.planned import KNOBS, Knobs
+from utils.plan.fit import need_of
+from utils.plan.states import Setting
 from utils.run.mesh import mesh_axes
 from utils.run.settings import load_config
 from utils.run.units import GIB
@@ -56,20 +56,28 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     kind, sizes, others = SHAPES[cfg.model]
     config = AutoConfig.for_model(kind, **dict(zip(NAMES.split(), sizes, strict=True)), **others)
     gib = int(re.search(r"GPUs: +\d+ x (\d+) GB", header)[1])
-    how = {
-        "lora": Lora(lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets),
-        "optimizer": cfg.optimizer,
-    }
-    how |= {"replicate": ranks // mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]}
-    how |= {"local": processes, "packed": cfg.packing, "sync_each": cfg.sync_each_microbatch}
-    structure = (config, DTYPES[cfg.param_dtype], cfg.attn, False)
     shards = mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]
-    planner = Planner(
-        structure, DTYPES[cfg.dtype.replace("auto", "bf16")], shards, cfg.seq_len, **how
+    setting = Setting(
+        config=config,
+        param_dtype=DTYPES[cfg.param_dtype],
+        dtype=DTYPES[cfg.dtype.replace("auto", "bf16")],
+        seq_len=cfg.seq_len,
+        shards=shards,
+        replicate=ranks // shards,
+        local_ranks=processes,
+        batch_size=cfg.batch_size,
+        rows=cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
+        activation_checkpointing=cfg.activation_checkpointing,
+        cpu_offload=cfg.cpu_offload,
+        reshard_after_forward=cfg.reshard_after_forward,
+        lora=Lora(cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets),
+        quant=Quant(cfg.quantization),
+        attn=cfg.attn,
+        packing=cfg.packing,
+        optimizer=cfg.optimizer,
+        sync_each_microbatch=cfg.sync_each_microbatch,
     )
-    rows = cfg.global_batch_size // ranks or cfg.batch_size * max(1, cfg.grad_accum)
-    knobs = {name: getattr(cfg, name) for name in KNOBS} | {"grad_accum": rows // cfg.batch_size}
-    need = planner.need(Knobs(**knobs))
+    need = need_of(setting)
     assert need.comfortable <= 0.98 * gib * GIB  # of 80 GiB, an H100 shows 79.6
     host, states = need.host * processes / GIB, need.states.total / GIB
     wanted = f"{need.device / GIB:.1f} GiB per GPU must be there, {need.comfortable / GIB:.1f} is comfortable"

@@ -15,15 +15,6 @@ NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
     "model/lora",
     "model/quantize",
-    "plan/decide",
-    "plan/fit",
-    "plan/formula",
-    "plan/parts",
-    "plan/replay",
-    "plan/reserve",
-    "plan/speed",
-    "plan/states",
-    "plan/trace",
     "run/foreign_flags",
     "train/optim_8bit",
     "train/trained_run",
@@ -131,18 +122,11 @@ def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
     result = shell(f"python {tmp_path / 'without.py'}", tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("finished  1 steps") == len(OPTIONAL)
-    not_planned = result.stdout.count(
-        "not planned: utils/plan/fit.py or a file that it needs is not here"
-    )
-    assert not_planned == len(
-        ["decide", "fit", "formula", "replay", "reserve", "speed", "states", "trace"]
-    )
 
 
 @pytest.mark.parametrize(
     ("name", "needed_by"),
     [
-        ("plan/fit", "--fit"),
         ("model/lora", "--lora_rank 4"),
         ("model/quantize", "--lora_rank 4 --quantization 4bit"),
         ("train/optim_8bit", "--optimizer adamw_8bit"),

@@ -20,7 +20,7 @@ from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss
 from utils.model.quantize import KINDS
 from utils.model.sharding import shard_model
-from utils.plan.reserve import room
+from utils.plan.fit import room_here
 from utils.run.distributed import init_distributed, stop_distributed
 from utils.run.mesh import build_mesh
 from utils.train.optim import build_optimizer
@@ -120,9 +120,9 @@ def test_fp16_finds_its_loss_scale_and_then_trains(setting, tmp_path):
 
 def test_the_room_on_a_gpu_is_what_is_free_and_not_what_the_card_has():
     world = init_distributed()
-    before = room(world)[0]
+    before = room_here(world)[0]
     taken = torch.empty(2**28, dtype=torch.uint8, device=world.device)
-    assert before - 2**29 < room(world)[0] <= before - taken.numel()
+    assert before - 2**29 < room_here(world)[0] <= before - taken.numel()
     assert before < torch.cuda.get_device_properties(world.device).total_memory
 
 

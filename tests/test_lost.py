@@ -14,9 +14,6 @@ from launch import ROOT, Launch
 from ranks import free_port
 from test_faults import command
 from test_faults import flags as flags  # a fixture
-from test_memory_plan import of_llama
-
-from utils.plan.planned import Knobs
 
 slow = pytest.mark.slow
 ACTS = "folder data plan build shard load optimizer resume train save".split()
@@ -88,23 +85,3 @@ def test_a_rank_killed_in_any_act_of_a_run_is_one_line(flags, tmp_path, name):
         line for line in run.text.splitlines() if "utils/" in line or 'recipes/finetune.py"' in line
     ]
     assert ours == []  # no traceback of ours
-
-
-# --- what a plan holds
-
-
-def test_the_plan_of_a_cpu_holds_every_act_a_copy_to_save_from_and_a_reserve():
-    knobs = Knobs(lora_rank=8)
-    plain, background = (of_llama(gpu=False, seq_len=16, async_save=copy) for copy in (False, True))
-    need, more = plain.need(knobs), background.need(knobs)
-    # two forwards of the whole model, before there are gradients
-    assert need.acts["load"] > need.peak.total
-    assert need.device > 1.02 * max(need.acts.values()) + 2**26
-    assert need.host == need.device
-    assert more.acts["train"] == need.acts["train"] + need.states.gradients + need.states.optimizer
-
-
-def test_the_plan_of_a_cpu_holds_what_an_8_bit_step_takes_of_its_largest_tensor():
-    need = of_llama(gpu=False, seq_len=16, optimizer="adamw_8bit").need(Knobs())
-    largest = 32000 // 2 * 768  # rows of the embedding on each of two ranks
-    assert need.acts["train"] >= need.states.total + 20 * largest

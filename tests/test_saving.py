@@ -32,8 +32,8 @@ from utils.model import saving
 from utils.model.folder import TensorInfo, open_weights
 from utils.model.pieces import Piece, local_box
 from utils.model.saving import save_model
-from utils.plan import reserve
-from utils.plan.reserve import room
+from utils.plan import fit
+from utils.plan.fit import room_here
 from utils.run.distributed import together
 from utils.run.errors import ConfigError
 from utils.run.folder import check_seen, check_space, claim_output, releases_output
@@ -711,12 +711,12 @@ def test_free_space_that_differs_between_two_readings_is_told_once(tmp_path):
 
 def readings_of_memory(world):
     """The sentence of the plan, where each rank reads other figures of the host's memory."""
-    original = reserve.host_memory
-    reserve.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank)
+    original = fit.host_memory
+    fit.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank)
     try:
-        return room(replace(world, device=torch.device("cpu")))
+        return room_here(replace(world, device=torch.device("cpu")))
     finally:
-        reserve.host_memory = original
+        fit.host_memory = original
 
 
 def test_memory_that_differs_between_two_readings_gives_one_plan():

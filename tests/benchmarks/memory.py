@@ -7,6 +7,7 @@ max_memory_reserved say after two steps.
 three settings, which a CPU can do: whether it runs, since only a GPU is measured.
 """
 
+import copy
 import gc
 import statistics
 
@@ -17,9 +18,10 @@ from measure import Bound, Worker, run_worker  # also puts the repository on sys
 from utils.model.activations import recompute_activations
 from utils.model.loading import load_pieces
 from utils.model.lora import init_lora
+from utils.model.options import Lora, Quant
 from utils.model.sharding import shard_model, sync_gradients
-from utils.plan.fit import Planner
-from utils.plan.planned import Knobs
+from utils.plan.fit import need_of
+from utils.plan.states import Setting, planned_model
 from utils.run.distributed import World
 from utils.run.mesh import build_mesh
 from utils.run.units import GIB
@@ -94,10 +96,10 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     """Two steps of a setting, beside its plan."""
     device = world.device
     gpu = device.type == "cuda"
-    planner, chosen = planned(shape, seq_len, param_dtype, knobs, gpu, world.size)
-    need = planner.need(chosen)
+    chosen = planned(shape, seq_len, param_dtype, knobs, gpu, world.size)
+    need = need_of(chosen)
     before = settled(gpu)
-    model = planner.model(chosen)
+    model = copy.deepcopy(planned_model(chosen))  # the plan keeps its own on meta
     if chosen.activation_checkpointing != "none":
         recompute_activations(model, chosen.activation_checkpointing)
     shard_model(
@@ -105,7 +107,7 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     )
     load_pieces(model, [], device, chosen.cpu_offload)
     fill(model)
-    if chosen.lora_rank:
+    if chosen.lora:
         init_lora(model, 0)
     optimizer = build_optimizer(model, 1e-5, 0.01)
     torch.manual_seed(0)
@@ -124,10 +126,11 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
             torch.cuda.max_memory_allocated() - before,
             torch.cuda.max_memory_reserved(),
         )
-    del model, optimizer, planner, ids
+    del model, optimizer, ids
+    flags = " ".join(f"--{name} {value}" for name, value in knobs.items())
     settled(gpu)
     return {
-        "setting": " ".join(filter(None, [shape, f"{seq_len} tokens", param_dtype, chosen.flags(Knobs())])),
+        "setting": " ".join(filter(None, [shape, f"{seq_len} tokens", param_dtype, flags])),
         "planned_bytes": need.peak.total, "measured_bytes": measured, "must_bytes": need.device,
         "comfortable_bytes": need.comfortable, "reserved_bytes": reserved, "taken_bytes": total - free,
     }  # fmt: skip
@@ -135,15 +138,29 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
 
 def planned(
     shape: str, seq_len: int, param_dtype: str, knobs: dict, gpu: bool, ranks: int
-) -> tuple[Planner, Knobs]:
-    """What plans a setting on so many ranks, and the setting."""
+) -> Setting:
+    """A setting on so many ranks."""
     from transformers import LlamaConfig
 
     from recipes.plan import DTYPES, find_config
 
-    config = find_config(shape, False) if shape else LlamaConfig(**TINY, num_attention_heads=4)
-    structure = (config, DTYPES[param_dtype], "auto", False)
-    return Planner(structure, torch.bfloat16, ranks, seq_len, local=ranks, gpu=gpu), Knobs(**knobs)
+    levers = dict(knobs)
+    lora = Lora(lora_rank=levers.pop("lora_rank", 0))
+    quant = Quant(levers.pop("quantization", "none"))
+    rows = levers.get("batch_size", 1) * levers.pop("grad_accum", 1)
+    return Setting(
+        config=find_config(shape, False) if shape else LlamaConfig(**TINY, num_attention_heads=4),
+        param_dtype=DTYPES[param_dtype],
+        dtype=torch.bfloat16,
+        seq_len=seq_len,
+        shards=ranks,
+        local_ranks=ranks,
+        gpu=gpu,
+        lora=lora,
+        quant=quant,
+        rows=rows,
+        **levers,
+    )
 
 
 def settled(gpu: bool) -> int:

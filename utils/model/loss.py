@@ -53,6 +53,9 @@ def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
     head = model.get_output_embeddings()
     head.logits_to_loss = _transforms(model)[0]
     head.chunk_tokens = chunk_tokens or tokens_of_chunk(head.weight.shape[0])
+    # A plan of memory runs fewer chunks, on tensors without memory, with the operations of a GPU.
+    head.chunk_bounds = chunk_bounds
+    head.as_cuda = False
     head.forward = MethodType(_head_forward, head)
     model.full_logits = False
     model.forward = MethodType(_model_forward, model)
@@ -143,7 +146,9 @@ def _head_forward(self, hidden, targets=None, per_token=None):
     if targets is None:
         return type(self).forward(self, hidden)
     grad = torch.is_grad_enabled()
-    options = (self.logits_to_loss, per_token, self.chunk_tokens, grad)
+    as_cuda = self.as_cuda or hidden.device.type == "cuda"
+    chunks = self.chunk_bounds(len(hidden), self.chunk_tokens)
+    options = (self.logits_to_loss, per_token, chunks, grad, as_cuda)
     return _ChunkedLoss.apply(hidden, self.weight, self.bias, targets, *options)
 
 
@@ -155,21 +160,22 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, transform, per_token, chunk_tokens, grad):
+    def forward(ctx, hidden, weight, bias, targets, transform, per_token, chunks, grad, as_cuda):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
         if grad and ctx.needs_input_grad[0]:
             ctx.hidden = torch.empty_like(hidden)
-        weight_gradient = _WeightGradient(weight) if grad and weight.requires_grad else None
+        weight_gradient = (
+            _WeightGradient(weight, as_cuda) if grad and weight.requires_grad else None
+        )
         if grad and bias is not None and bias.requires_grad:
             ctx.bias = torch.zeros_like(bias, dtype=torch.float32)
         if weight_gradient and not len(hidden):
             ctx.weight = torch.zeros_like(weight)  # all ranks reduce it
-        chunks = chunk_bounds(len(hidden), chunk_tokens)
         rooms = _rooms_of_chunk(weight, chunks[0][1]) if chunks else ()
         for number, (start, end) in enumerate(chunks, 1):
             h = hidden[start:end]  # (c, D)
-            options = (transform, per_token, grad, rooms)
+            options = (transform, per_token, grad, rooms, as_cuda)
             loss, d_logits = _loss_of_chunk(h, weight, bias, targets[start:end], *options)
             total += loss
             if ctx.hidden is not None:
@@ -191,7 +197,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = scale.view(1) if scale.device.type == "cuda" else scale
         grads = [g if g is None else g.mul_(scale) for g in (ctx.hidden, ctx.weight, ctx.bias)]
         ctx.hidden, ctx.weight, ctx.bias = None, None, None
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
 def _rooms_of_chunk(weight: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -204,7 +210,9 @@ def _rooms_of_chunk(weight: torch.Tensor, tokens: int) -> tuple[torch.Tensor, to
     return logits, torch.empty_like(logits, dtype=torch.float32)
 
 
-def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | None, grad, rooms):
+def _loss_of_chunk(
+    h, weight, bias, targets, transform, per_token: PerToken | None, grad, rooms, as_cuda
+):
     """(summed loss (), its gradient by the logits (c, V) in the weight's dtype, None without grad)."""
     logits, fp32 = (None if room is None else room[: len(h)] for room in rooms)
     torch.mm(h, weight.T, out=logits)
@@ -217,7 +225,7 @@ def _loss_of_chunk(h, weight, bias, targets, transform, per_token: PerToken | No
     if per_token:
         loss, d_shown = _differentiate(per_token, fp32, targets, grad)
     else:
-        loss, d_shown = _cross_entropy_in_place(fp32, targets)
+        loss, d_shown = _cross_entropy_in_place(fp32, targets, as_cuda)
     if not grad:
         return loss, None
     if shown is not logits:
@@ -235,11 +243,12 @@ class _WeightGradient:
     keeps the sum in parts: as they are cast their memory is given back.
     """
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, as_cuda: bool):
         self.weight = weight
+        self.as_cuda = as_cuda
         self.parts: list[torch.Tensor] = []  # the sum so far, fp32 in 16 bit: (p, D) each
         rows, width = weight.shape
-        whole = weight.device.type == "cuda" or weight.dtype == torch.float32
+        whole = as_cuda or weight.dtype == torch.float32
         self.part_rows = rows if whole else max(1, PART_SIZE // width)
 
     def add(self, d_logits: torch.Tensor, h: torch.Tensor, first: bool, last: bool):
@@ -250,7 +259,7 @@ class _WeightGradient:
             fp32 = {"dtype": torch.float32}
             self.parts = [torch.empty_like(w, **fp32) for w in self.weight.split(self.part_rows)]
         for part, columns in zip(self.parts, d_logits.split(self.part_rows, 1), strict=True):
-            _add_product(part, columns.T, h, first)  # (p, D) += (p, c) @ (c, D)
+            _add_product(part, columns.T, h, first, self.as_cuda)  # (p, D) += (p, c) @ (c, D)
         if not last:
             return None
         gradient = torch.empty_like(self.weight)
@@ -259,7 +268,9 @@ class _WeightGradient:
         return gradient
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: bool) -> None:
+def _add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: bool, as_cuda: bool
+) -> None:
     """total += left @ right, or total = left @ right; total is fp32.
 
     A GPU adds within the product. A CPU has no product of 16 bit that ends in fp32: it adds blocks of rows,
@@ -269,7 +280,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, f
     if left.dtype == torch.float32:
         torch.addmm(total, left, right, beta=beta, out=total)
         return
-    if left.device.type == "cuda":
+    if as_cuda:
         torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, out=total)
         return
     block_rows = max(1, BLOCK_SIZE // total.shape[1])
@@ -293,21 +304,19 @@ def tokens_of_chunk(vocabulary: int) -> int:
 
 
 def chunk_bounds(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """(start, end) of each chunk of the loss. trace.py replaces it, since it needs three of them at most."""
+    """(start, end) of each chunk of the loss."""
     return [(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
 
 
 def _cross_entropy_in_place(
-    logits: torch.Tensor, targets: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, as_cuda: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(summed cross-entropy, its gradient) of logits (c, V) in fp32, which become the gradient.
 
     torch's own needs four tensors of this size, and they are what a step's memory peaks at.
     """
     loss = torch.zeros((), dtype=torch.float32, device=logits.device)
-    at_a_time = (
-        max(1, BLOCK_SIZE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    )
+    at_a_time = len(logits) if as_cuda else max(1, BLOCK_SIZE // logits.shape[1])
     blocks = zip(logits.split(at_a_time), targets.split(at_a_time), strict=True)
     for block, right_ones in blocks:  # (r, V), which stays in a CPU's cache, and (r,)
         block -= block.amax(-1, keepdim=True)

@@ -2,56 +2,69 @@
 
 Nothing is allocated and nothing read: models are on meta. A model that cannot be traced gets its states only,
 and no total.
+
+Two figures are given for a GPU. *Must* is what a step needs to end. *Comfortable* is what the caching
+allocator takes when nothing limits it: each CUDA stream has a pool of its own, whose freed blocks no other
+stream uses, so the pools' peaks add up, though they do not come at the same time. Between the two a run fits
+tightly: the allocator has to give cached blocks back in every step, and to wait for the device each time.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import yaml
 from torch import nn
 
-from ..model.activations import keep_activations, recompute_activations
-from ..model.loading import build_model
-from ..model.loss import add_chunked_loss
-from ..model.options import Lora, Quant
 from ..model.pieces import rows_of_full_shard
-from ..run.errors import escaped, reason_of_others
+from ..run.distributed import World, gather
+from ..run.errors import (
+    ConfigError,
+    advise_on_memory,
+    check,
+    end_act,
+    escaped,
+    print0,
+    reason_of_others,
+)
+from ..run.memory import host_memory, memory_bytes, peaks, reserved_peaks
 from ..run.units import GIB, MIB
-from .formula import Formulas
-from .planned import KNOBS, Knobs
-from .replay import forward_peak, step_peak, units_of
-from .reserve import FITS, TIGHT, TOO_LARGE, answer_of, must_and_comfortable
-from .speed import LINK, seconds
-from .states import Peak, Setting, States, estimate_states, sum_of
-from .trace import Record, Trace, record_step
+from .replay import check_peak, step_peak, units_of
+from .states import LEVERS, Peak, Setting, States, estimate_states, planned_model, sum_of
+from .trace import Trace, trace_step
 
-# Not measured, since no GPU has run this yet: what a process that drives a GPU takes of the host. What it
-# takes of the device beyond what is alive: see reserve.py.
+FITS, TIGHT, TOO_LARGE = "fits", "fits tightly", "does not fit"
+WHY_TIGHT = "the allocator must give blocks back in every step"
+
+# Beyond what is alive: the CUDA context, cuBLAS, and with several GPUs NCCL. In 224 runs on A100 that others
+# published (foundation-model-stack/fms-acceleration, benchmark results of its FSDP and Liger plugins)
+# nvidia-smi less what torch had allocated was never below 0.92 GiB on one GPU, 3.5 GiB on two.
+# A part of that is cache, which is given back.
+MUST_BYTES_ALONE, MUST_BYTES_OF_SEVERAL = GIB, 3 * GIB
+# Chosen on nine published runs of FSDP2.
+POOLS_SLACK, POOLS_BYTES = 1.08, 3 * GIB // 2
+# An assumption: what a process that drives a GPU takes of the host.
 PROCESS_BYTES = 2 * GIB
-# beside the states: loading.CHUNK and saving.CHUNK elements
+# Beside the states: loading.CHUNK and saving.CHUNK elements.
 LOAD_BYTES, SAVE_BYTES = 8 * MIB, 32 * MIB
-# Chosen above what was measured on a CPU (115 MiB in 1,000 steps of the tiny model): what a process takes
-# while it runs, for modules that are imported later, threads, and what glibc keeps of blocks below
-# allocator.MAPPED_BYTES. See tests/fit_trials.py.
-HOST_BYTES_OF_RANK, HOST_SLACK = 256 * MIB, 1.05
-# Measured on a CPU: what a step of an 8-bit optimizer takes for a while, in bytes for each element of the
-# largest tensor, by the bytes of one element (fp32, 16 bit).
-BNB_BYTES = {4: 20, 2: 24}
+# On a CPU glibc keeps much of what is freed: 1.42 to 1.68 times what is alive was measured. The bytes are
+# those of modules that are imported later, and of threads.
+HOST_SLACK, HOST_BYTES = 1.6, 256 * MIB
+
 RECOMPUTE = ("none", "selective", "full")
-METHODS = {
-    "full": (False, "none"),
-    "LoRA": (True, "none"),
-    "8bit": (True, "8bit"),
-    "4bit": (True, "4bit"),
-}
+TOKENS_STEP = 64  # of the length of a row
+MOST = 2**16  # rows, or steps of a row's length
 
 
 @dataclass(frozen=True)
 class Need:
     """What a rank needs. peak: None where the model cannot be traced, and `why`. device: bytes that must be
-    there; comfortable: with which the allocator never has to give blocks back (reserve.py). host: bytes, of
-    one rank. acts: bytes of the device that the acts need at most, of those that need much.
+    there. host: bytes, of one rank. acts: bytes of the device that the acts need at most, without a reserve.
     """
 
     states: States
@@ -66,327 +79,111 @@ class Need:
         """What the plan prints."""
         if not self.peak:
             caveat = "states only, no activations, no gathered layers"
-            return (
-                f"memory    {sum_of(vars(self.states))} on the fullest rank ({caveat}); {self.why}"
-            )
-        where = f"on the fullest rank, in the act train: {self.peak.phase}"
-        more = (
-            f"; {self.acts['load'] / GIB:.2f} GiB in the act load"
-            if self.largest_act == "load"
-            else ""
-        )
-        return f"memory    {sum_of(self.peak.parts)} {where}{more}"
+            return f"memory    {sum_of(asdict(self.states))} on the fullest rank ({caveat}); {self.why}"
+        text = f"memory    {sum_of(self.peak.parts)} on the fullest rank, in the {self.peak.phase}"
+        if self.acts["load"] > self.peak.total:
+            text += f"; {self.acts['load'] / GIB:.2f} GiB in the act load"
+        return text
 
-    @property
-    def largest_act(self) -> str:
-        return max(self.acts, key=self.acts.get, default="")
-
-    def most(self) -> str:
-        """The largest part."""
+    def largest_part(self) -> str:
+        """The largest part of the peak, for a refusal."""
         if not self.peak:
             return ""
-        if self.largest_act != "train":
-            return f"in the act {self.largest_act}"
         name, size = max(self.peak.parts.items(), key=lambda part: part[1])
-        return f"most of it {name}, {size / GIB:.2f} GiB"
+        return f", most of it {name}, {size / GIB:.2f} GiB"
 
 
-SIZES_AND_PLACES = ("batch_size", "grad_accum", "cpu_offload", "reshard_after_forward")
+class Room(NamedTuple):
+    """Bytes for each rank's device, bytes of the host for a machine's ranks, and the words for both."""
+
+    device: float
+    host: float
+    text: str
 
 
-@dataclass
-class Planner:
-    """Needs of a model under any knobs, each found once."""
-
-    structure: tuple  # config, dtype of the parameters, attention, trust_remote_code
-    dtype: torch.dtype  # to compute in
-    shards: int  # ranks that a copy of the model is cut over
-    seq_len: int
-    local: int = 1  # ranks of one machine
-    replicate: int = 1  # copies of the model
-    gpu: bool = True  # whether devices have a memory of their own
-    gloo: bool = False  # whether gloo moves what ranks share, and not NCCL
-    optimizer: str = "adamw"
-    packed: bool = False
-    sync_each: bool = False
-    low_cpu: bool = True
-    link: float = LINK  # GB/s between two GPUs of one machine
-    async_save: bool = False  # checkpoints are written from a copy on the host
-    lora: Lora = Lora()  # the rank is one of the knobs
-    quant: Quant = Quant()  # the kind is one of the knobs
-    known: dict = field(default_factory=dict)  # models, traces, units and sizes that were found
-
-    def once(self, key: tuple, find: Callable):
-        if key not in self.known:
-            self.known[key] = find()
-        return self.known[key]
-
-    def model(self, knobs: Knobs) -> nn.Module:
-        """On meta, with adapters and codes as they will be."""
-        return self.once(("model", knobs.lora_rank, knobs.quantization), partial(self.build, knobs))
-
-    def build(self, knobs: Knobs) -> nn.Module:
-        model = build_model(*self.structure)
-        lora = replace(self.lora, lora_rank=knobs.lora_rank)
-        quant = replace(self.quant, quantization=knobs.quantization)
-        if quant.quantization != "8bit":
-            quant = replace(quant, int8_mode="dequant")
-        if lora:
-            from ..model.lora import add_adapters, freeze_base
-
-            add_adapters(model, lora)
-            freeze_base(model, quant, self.dtype)
-        return add_chunked_loss(model)
-
-    def kind(self, knobs: Knobs) -> Knobs:
-        """What of them the operations of a step depend on, besides its rows and tokens."""
-        others = {name: getattr(Knobs, name) for name in SIZES_AND_PLACES}
-        return replace(knobs, **others)
-
-    def trace(self, knobs: Knobs, seq_len: int) -> Trace:
-        """Of the model's step, run on fake tensors."""
-        kind, rows = self.kind(knobs), knobs.batch_size
-        return self.once(
-            ("trace", kind, rows, seq_len), lambda: self.record(kind, rows, seq_len).trace()
-        )
-
-    @cached_property
-    def formulas(self) -> Formulas:
-        """The same for many rows and lengths, from one run for each kind of step."""
-
-        def sizes(kind: Knobs) -> set[int]:
-            return {n for parameter in self.model(kind).parameters() for n in parameter.shape}
-
-        model = self.model(Knobs())
-        fields = model.config.get_text_config().to_dict().values()
-        hints = [n for n in fields if isinstance(n, int) and n > 1]
-        return Formulas(self.record, sizes, model.get_output_embeddings().chunk_tokens, hints)
-
-    def record(
-        self, kind: Knobs, rows: int, seq_len: int, bounds: list | None = None, on_meta=False
-    ) -> Record:
-        model, mode = self.model(kind), kind.activation_checkpointing
-        if mode != "none":
-            recompute_activations(model, mode)
-        try:
-            return record_step(
-                model, self.dtype, rows, seq_len, self.packed, bounds, self.gpu, on_meta
-            )
-        finally:
-            if mode != "none":
-                keep_activations(model)
-
-    def quick(self, knobs: Knobs, seq_len: int = 0) -> Need:
-        """The need, by a formula; to the byte that of a trace. For many settings."""
-        length = seq_len or self.seq_len
-
-        def trace() -> Trace:
-            try:
-                return self.formulas.trace(self.kind(knobs), knobs.batch_size, length)
-            except Exception:
-                # a model may run at this length, and not at those that a formula takes
-                return self.trace(knobs, length)
-
-        return self.need(knobs, trace)
-
-    def need(self, knobs: Knobs, trace: Callable[[], Trace] | None = None) -> Need:
-        """trace: of another length than seq_len, or found otherwise."""
-        peak, why, offload = None, "", knobs.cpu_offload and self.gpu
-        how = (
-            knobs.grad_accum,
-            knobs.reshard_after_forward,
-            self.sync_each,
-            offload,
-            self.replicate,
-            self.gloo,
-        )
-        setting = Setting(self.shards, self.dtype, *how)
-        states, on_host, stored, *_ = self.sizes(knobs)
-        try:
-            key = ("units", knobs.lora_rank, knobs.quantization, offload)
-            units = self.once(key, lambda: units_of(self.model(knobs), setting))
-            peak = step_peak(
-                units, states, setting, trace() if trace else self.trace(knobs, self.seq_len)
-            )
-        except Exception as error:  # a model is someone else's program
-            why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
-        acts = self.acts(knobs, states, peak, setting)
-        device = max(acts.values(), default=0)
-        copy = self.saved_copy(knobs, states) * self.async_save
-        if self.gpu:
-            pools = max(device, sum(peak.pools.values()) if peak else 0)
-            device, comfortable = must_and_comfortable(device, pools, self.shards * self.replicate)
-            host = PROCESS_BYTES + on_host * offload + copy + (0 if self.low_cpu else stored)
-        else:
-            device = comfortable = host = int(device * HOST_SLACK) + HOST_BYTES_OF_RANK
-        return Need(states, peak, why, device, comfortable, host, acts)
-
-    def acts(
-        self, knobs: Knobs, states: States, peak: Peak | None, setting: Setting
-    ) -> dict[str, int]:
-        """Bytes of the device that the acts need at most, of those that need much; without any reserve."""
-        away, model = setting.cpu_offload, self.model(knobs)
-        head = model.get_output_embeddings()
-        load = 0 if away else states.weights + LOAD_BYTES
-        if not self.low_cpu and not self.gpu:
-            load += self.sizes(knobs)[2]
-        if peak and not hasattr(head, "base_layer") and head.weight.is_floating_point():
-
-            def find() -> int:  # the loss is checked when the weights are there
-                one = replace(setting, micro_batches=1, sync_each_microbatch=False)
-                units_key = ("units", knobs.lora_rank, knobs.quantization, away)
-                units = self.once(units_key, lambda: units_of(model, one))
-                return forward_peak(units, states, one)
-
-            key = ("load", knobs.lora_rank, knobs.quantization, away, knobs.reshard_after_forward)
-            load = max(load, self.once(key, find))
-        train = peak.total if peak else 0 if away else states.total
-        save = (0 if away else states.weights + states.optimizer) + SAVE_BYTES
-        if not self.gpu:
-            trains = [p for p in model.parameters() if p.requires_grad]
-            shares = [share_bytes(p, self.shards) for p in trains]
-            # a checkpoint is written in this act, a tensor at a time
-            written = 2 * max(shares, default=0)
-            copy = self.saved_copy(knobs, states) * self.async_save
-            stepping = 0
-            # bitsandbytes' step on a CPU, which works on whole tensors
-            if self.optimizer != "adamw":
-                sizes = zip(trains, shares, strict=True)
-                stepping = max(
-                    (BNB_BYTES[p.element_size()] * n // p.element_size() for p, n in sizes),
-                    default=0,
-                )
-            others = states.weights + states.optimizer
-            train = max(train, others + written, others + states.gradients + stepping) + copy
-            save += copy
-        return {
-            act: size for act, size in {"load": load, "train": train, "save": save}.items() if size
-        }
-
-    def saved_copy(self, knobs: Knobs, states: States) -> int:
-        """Bytes of what a checkpoint holds of a rank."""
-        return states.gradients + states.optimizer  # what trains has gradients of its own size
-
-    def sizes(self, knobs: Knobs) -> tuple[States, int, int, int, int]:
-        """(states, their bytes if they are on the host; bytes of all weights as they are stored, as they are
-        gathered, and of all gradients in fp32)
-        """
-
-        def find() -> tuple:
-            model = self.model(knobs)
-            states = estimate_states(model, self.shards, optimizer=self.optimizer)
-            sizes = [(p.numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
-            stored = sum(count * size for count, size, _ in sizes)
-            gathered = sum(count * min(size, self.dtype.itemsize) for count, size, _ in sizes)
-            reduced = 4 * sum(count for count, _, trains in sizes if trains)
-            return states, pinned(model, states, self.shards), stored, gathered, reduced
-
-        return self.once(("sizes", knobs.lora_rank, knobs.quantization), find)
-
-    def answer(self, need: Need, device_bytes: float, host_bytes: float) -> str:
-        """Whether a machine has that: device_bytes for each rank, host_bytes for all of its ranks."""
-        host_fits = need.host * self.local <= host_bytes
-        return answer_of(need.device, need.comfortable, device_bytes) if host_fits else TOO_LARGE
-
-    def fits(self, need: Need, device_bytes: float, host_bytes: float) -> bool:
-        """Also tightly."""
-        return self.answer(need, device_bytes, host_bytes) != TOO_LARGE
-
-    def seconds(self, knobs: Knobs) -> float:
-        """Of a step, for comparing."""
-        return self.once(("seconds", knobs), lambda: seconds(self, knobs))
-
-    def ways(self, knobs: Knobs, any_method=False) -> Iterator[Knobs]:
-        """All other knobs with the same rows in a step; with any_method LoRA, 8bit and 4bit after them."""
-        rows = knobs.batch_size * knobs.grad_accum
-        methods = [(knobs.lora_rank, knobs.quantization)]
-        if any_method:
-            # an adapter has its own
-            rank = knobs.lora_rank or (0 if self.lora.adapter else 16)
-            methods += [(rank, kind) for kind in ("none", "8bit", "4bit")]
-        for rank, kind in dict.fromkeys(methods):
-            yield from sorted(
-                (
-                    Knobs(rows // accum, accum, recompute, offload, reshard, rank, kind)
-                    for accum in range(1, rows + 1)
-                    if rows % accum == 0
-                    for recompute in RECOMPUTE
-                    for offload in ((False, True) if self.gpu else (knobs.cpu_offload,))
-                    for reshard in (
-                        (False, True) if self.shards > 1 else (knobs.reshard_after_forward,)
-                    )
-                ),
-                key=self.seconds,
-            )
-
-    def fastest(
-        self, knobs: Knobs, device_bytes: float, host_bytes: float, any_method=False
-    ) -> Knobs | None:
-        """The fastest that fits, of the first method of which any does; tightly only where no other setting
-        of that method fits.
-        """
-        tight = None
-        for way in self.ways(knobs, any_method):
-            if tight and (way.lora_rank, way.quantization) != (tight.lora_rank, tight.quantization):
-                return tight
-            answer = self.answer_for(way, device_bytes, host_bytes)
-            if answer == FITS:
-                return way
-            if answer == TIGHT:
-                tight = tight or way
-        return tight
-
-    def smallest_change(self, knobs: Knobs, device_bytes: float, host_bytes: float) -> Knobs | None:
-        """What fits and differs in as few flags as can be; in the method only where nothing else helps, and
-        tightly only where nothing else fits.
-        """
-
-        def changes(other: Knobs) -> tuple[int, float]:
-            return sum(getattr(knobs, n) != getattr(other, n) for n in KNOBS), self.seconds(other)
-
-        for any_method in (False, True):
-            tight = None
-            for way in sorted(self.ways(knobs, any_method), key=changes):
-                answer = self.answer_for(way, device_bytes, host_bytes)
-                if answer == FITS:
-                    return way
-                if answer == TIGHT:
-                    tight = tight or way
-            if tight:
-                return tight
-        return None
-
-    def remedy(self, knobs: Knobs, device_bytes: float, host_bytes: float) -> str:
-        """The flags of the smallest change that fits, or what else there is to do."""
-        change = self.smallest_change(knobs, device_bytes, host_bytes)
-        more = "more or larger GPUs" if self.gpu else "a machine with more memory"
-        return change.flags(knobs) if change else f"{more}, or a smaller --seq_len"
-
-    def over(self, need: Need, device_bytes: float, host_bytes: float) -> float:
-        """Bytes more than there are; 0 or less where it fits."""
-        if need.peak is None:
-            return float("inf")
-        return max(need.device - device_bytes, need.host * self.local - host_bytes)
-
-    def reserved(self, size: int) -> float:
-        """With a reserve, what is added to a peak by so many bytes, at most."""
-        return size * HOST_SLACK
-
-    def answer_for(self, knobs: Knobs, device_bytes: float, host_bytes: float) -> str:
-        need = self.quick(knobs)
-        return self.answer(need, device_bytes, host_bytes) if need.peak else TOO_LARGE
-
-    def holds(self, knobs: Knobs, device_bytes: float, host_bytes: float) -> bool:
-        return self.answer_for(knobs, device_bytes, host_bytes) != TOO_LARGE
+# --- what a setting needs
 
 
-def share_bytes(parameter: nn.Parameter, shards: int) -> int:
-    """Of a rank, at most."""
-    return (
-        rows_of_full_shard(parameter.shape[0], shards)
-        * parameter[0].numel()
-        * parameter.element_size()
+class Sizes(NamedTuple):
+    """What does not depend on the rows. stored: bytes of all weights as they are stored."""
+
+    states: States
+    units: tuple
+    stored: int
+    pinned: int  # bytes of the states where they are on the host
+
+
+@lru_cache(maxsize=256)
+def sizes_of(setting: Setting) -> Sizes:
+    """setting: of one row of one token, with all else at its default that does not matter."""
+    model = planned_model(setting)
+    states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
+    stored = sum(p.numel() * p.element_size() for p in model.parameters())
+    return Sizes(states, units_of(model, setting), stored, pinned(model, states, setting.shards))
+
+
+@lru_cache(maxsize=4096)
+def trace_of(setting: Setting) -> Trace:
+    """setting: with all at its default that no block sees."""
+    return trace_step(
+        planned_model(setting),
+        setting.dtype,
+        setting.batch_size,
+        setting.seq_len,
+        setting.packing,
+        setting.activation_checkpointing,
+        setting.gpu,
     )
+
+
+def need_of(setting: Setting) -> Need:
+    """What a rank needs of its device and of the host."""
+    if not setting.gpu:
+        setting = replace(setting, cpu_offload=False)  # the device is the host
+    one_token = {"batch_size": 1, "rows": 0, "seq_len": 1, "reshard_after_forward": True}
+    one_token |= {"activation_checkpointing": "none", "local_ranks": 1}
+    sizes = sizes_of(replace(setting, **one_token))
+    peak, why = None, ""
+    try:
+        alone = {"shards": 1, "replicate": 1, "local_ranks": 1, "rows": 0, "optimizer": "adamw"}
+        alone |= {"cpu_offload": False, "reshard_after_forward": True, "compile": False}
+        trace = trace_of(replace(setting, **alone))
+        peak = step_peak(sizes.units, sizes.states, setting, trace)
+    except Exception as error:  # a model is someone else's program
+        why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
+    copy = sizes.states.gradients + sizes.states.optimizer if setting.async_save else 0
+    acts = need_by_act(setting, sizes, peak)
+    if not setting.gpu:
+        acts |= {"train": acts["train"] + copy, "save": acts["save"] + copy}
+        device = int(max(acts.values()) * HOST_SLACK) + HOST_BYTES
+        return Need(sizes.states, peak, why, device, device, device, acts)
+    alive = max(acts.values())
+    pools = max(alive, sum(peak.pools.values()) if peak else 0)
+    must, comfortable = must_and_comfortable(alive, pools, setting.shards * setting.replicate)
+    host = PROCESS_BYTES + copy
+    if setting.cpu_offload:
+        host += sizes.pinned
+    if not setting.low_cpu_fsdp:
+        host += sizes.stored
+    return Need(sizes.states, peak, why, must, comfortable, host, acts)
+
+
+def need_by_act(setting: Setting, sizes: Sizes, peak: Peak | None) -> dict[str, int]:
+    """Bytes of the device that the acts need at most, without any reserve, by name of the act."""
+    states = sizes.states
+    if setting.cpu_offload:
+        states = States(0, 0, 0)
+    load = states.weights + LOAD_BYTES
+    if not setting.low_cpu_fsdp and not setting.gpu:
+        load += sizes.stored
+    head = planned_model(setting).get_output_embeddings()
+    if not hasattr(head, "base_layer") and head.weight.is_floating_point():
+        load = max(load, check_peak(sizes.units, sizes.states, setting))
+    return {
+        "load": load,
+        "train": peak.total if peak else states.total,
+        "save": states.weights + states.optimizer + SAVE_BYTES,
+    }
 
 
 def pinned(model: nn.Module, states: States, shards: int) -> int:
@@ -395,6 +192,356 @@ def pinned(model: nn.Module, states: States, shards: int) -> int:
     """
     total = states.optimizer
     for p in model.parameters():
-        mine = share_bytes(p, shards)
-        total += (1 << (mine - 1).bit_length()) * (2 if p.requires_grad else 1)
+        share_numel = rows_of_full_shard(p.shape[0], shards) * p[0].numel()
+        share_bytes = share_numel * p.element_size()
+        total += (1 << (share_bytes - 1).bit_length()) * (2 if p.requires_grad else 1)
     return total
+
+
+def must_and_comfortable(alive: int, pools: int, ranks: int) -> tuple[int, int]:
+    """Bytes of a GPU for so many that are alive at a time, and for the sum of the pools' peaks."""
+    must = alive + (MUST_BYTES_ALONE if ranks == 1 else MUST_BYTES_OF_SEVERAL)
+    return must, max(must, int(pools * POOLS_SLACK) + POOLS_BYTES)
+
+
+# --- whether that fits
+
+
+def bytes_missing(setting: Setting, need: Need, room: Room) -> float:
+    """More than there are; 0 or less where it fits, also tightly."""
+    return max(need.device - room.device, need.host * setting.local_ranks - room.host)
+
+
+def answer_of(setting: Setting, need: Need, room: Room) -> str:
+    """FITS, TIGHT or TOO_LARGE."""
+    if bytes_missing(setting, need, room) > 0:
+        return TOO_LARGE
+    return TIGHT if need.comfortable > room.device else FITS
+
+
+def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
+    """The first that fits; one that fits tightly only where no other does."""
+    tight = None
+    for setting in settings:
+        need = need_of(setting)
+        answer = answer_of(setting, need, room) if need.peak else TOO_LARGE
+        if answer == FITS:
+            return setting
+        if answer == TIGHT:
+            tight = tight or setting
+    return tight
+
+
+def ways(setting: Setting) -> Iterator[Setting]:
+    """All settings of the same method with the same rows in a step, those first that cost less time: offload
+    costs most, then recomputing, then more micro-batches, then gathering layers twice.
+    """
+    rows = setting.batch_size * setting.grad_accum
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    for offload, recompute, accum, reshard in itertools.product(
+        (False, True) if setting.gpu else (setting.cpu_offload,),
+        RECOMPUTE,
+        divisors,
+        (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
+    ):
+        yield replace(
+            setting,
+            batch_size=rows // accum,
+            rows=rows,
+            activation_checkpointing=recompute,
+            cpu_offload=offload,
+            reshard_after_forward=reshard,
+        )
+
+
+def methods(setting: Setting) -> list[Setting]:
+    """The setting, and with LoRA beside frozen weights in 16, 8 and 4 bit."""
+    lora = setting.lora or replace(setting.lora, lora_rank=16)
+    found = [setting]
+    for kind in ("none", "8bit", "4bit"):
+        found.append(replace(setting, lora=lora, quant=replace(setting.quant, quantization=kind)))
+    return list(dict.fromkeys(found))
+
+
+def fastest(setting: Setting, room: Room, any_method: bool = False) -> Setting | None:
+    """What fits and costs least time, of the first method of which anything fits."""
+    for method in methods(setting) if any_method else [setting]:
+        found = first_that_fits(ways(method), room)
+        if found:
+            return found
+    return None
+
+
+def smallest_change(setting: Setting, room: Room) -> Setting | None:
+    """What fits and differs in as few flags as can be; in the method only where nothing else helps."""
+    before = setting.levers()
+
+    def changes(other: Setting) -> int:
+        return sum(value != before[name] for name, value in other.levers().items())
+
+    others = itertools.chain.from_iterable(map(ways, methods(setting)[1:]))
+    for candidates in (ways(setting), others):
+        found = first_that_fits(sorted(candidates, key=changes), room)
+        if found:
+            return found
+    return None
+
+
+def remedy(setting: Setting, room: Room) -> str:
+    """The flags of the smallest change that fits, or what else there is to do."""
+    change = smallest_change(setting, room)
+    if change:
+        return change.flags_from(setting)
+    return f"{more_memory(setting)}, or a smaller --seq_len"
+
+
+def more_memory(setting: Setting) -> str:
+    return "more or larger GPUs" if setting.gpu else "a machine with more memory"
+
+
+def largest_batch(setting: Setting, room: Room) -> int:
+    """The most rows of a micro-batch that fit, to 1 % or a row; 0 where one does not."""
+
+    def missing(rows: int) -> float:
+        more = replace(setting, batch_size=rows, rows=rows * setting.grad_accum)
+        return bytes_missing(more, need_of(more), room)
+
+    return most(missing, setting.batch_size)
+
+
+def longest_row(setting: Setting, room: Room) -> int:
+    """The longest row that fits alone, in steps of 64 tokens and to 1 %; 0 where none does."""
+
+    def missing(steps: int) -> float:
+        longer = replace(
+            setting, batch_size=1, rows=setting.grad_accum, seq_len=TOKENS_STEP * steps
+        )
+        return bytes_missing(longer, need_of(longer), room)
+
+    return TOKENS_STEP * most(missing, max(1, setting.seq_len // TOKENS_STEP))
+
+
+def most(missing: Callable[[int], float], first: int) -> int:
+    """The largest number of at most MOST that fits, to 1 %, and never one that does not; 0 where none does.
+
+    missing: bytes too few, which grow with the number. A line through the last two numbers gives the next
+    one. Where that has not led to the end after six, halves follow, as in bisection.
+    """
+    last, number = first, 2 * first
+    found = {last: missing(last), number: missing(number)}
+    while True:
+        low = max((n for n, size in found.items() if size <= 0), default=0)
+        high = min((n for n, size in found.items() if size > 0), default=MOST)
+        slope = (found[number] - found[last]) / (number - last)
+        guess = (low + high) // 2
+        if len(found) <= 6 and slope > 0:
+            guess = math.floor(number - found[number] / slope)
+            guess = min(max(guess, low), high - 1)
+        if guess <= low * 1.01:
+            return low
+        last, number = number, guess
+        found[guess] = missing(guess)
+
+
+# --- the plan of a run
+
+
+def room_here(world: World) -> Room:
+    """What this machine has. All ranks come to one answer and one text: those of the rank that has least."""
+    used, limit = host_memory()
+    host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_ranks)))
+    if world.device.type != "cuda":
+        share = host / local_ranks
+        text = f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"
+        return Room(share, host, text)
+    # Asking begins this process' CUDA context, some hundred MiB, which are in the reserve too.
+    free, _ = torch.cuda.mem_get_info(world.device)
+    free += torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
+    device = min(gather(world, free))
+    text = f"{device / GIB:.2f} GiB free on a GPU and {host / GIB:.1f} GiB of host memory"
+    return Room(device, host, text)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the act `plan` found: the lines to print, the flags to go on with, what plan.json keeps.
+
+    base: bytes that a process on a CPU had before the model came, which its measured peaks also hold.
+    """
+
+    text: str
+    chosen: dict[str, object] = field(default_factory=dict)
+    planned: dict[str, object] = field(default_factory=dict)
+    base: int = 0
+
+    def compare(self, world: World) -> dict:
+        """What plan.json keeps of the measured peaks; prints those of the fullest rank beside the plan. All
+        ranks call it, in the last act.
+        """
+        end_act()
+        ranks, reserved = zip(*gather(world, (peaks, reserved_peaks)), strict=True)
+        acts = {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]}
+        texts = []
+        for act, size in self.planned["acts"].items():
+            measured, planned = acts[act]["measured_bytes"], self.base + size
+            error = measured / planned - 1
+            acts[act] |= {"planned_bytes": planned, "error": error}
+            both = f"planned {planned / GIB:.2f}, measured {measured / GIB:.2f}"
+            texts.append(f"{act} {both} ({error:+.1%})")
+        if not any(reserved):
+            texts[-1] += (
+                f"; glibc keeps what is freed, so up to {HOST_SLACK - 1:+.0%} is planned for"
+            )
+        print0(f"memory    GiB on the fullest rank: {', '.join(texts)}")
+        facts = {"peak_memory_bytes": [max(rank.values()) for rank in ranks], "acts": acts}
+        return facts | compare_reserved(reserved, self.planned["comfortable_bytes"])
+
+
+def compare_reserved(ranks: tuple[dict[str, int], ...], comfortable: int) -> dict:
+    """The same of what the allocator of a GPU had reserved, by rank and act; {} on a CPU."""
+    if not any(ranks):
+        return {}
+    most_of_ranks = [max(rank.values()) for rank in ranks]
+    error = max(most_of_ranks) / comfortable - 1
+    both = f"{max(most_of_ranks) / GIB:.2f} of {comfortable / GIB:.2f} that were called comfortable"
+    print0(f"memory    GiB reserved {both} ({error:+.1%}), by the allocator of the fullest GPU")
+    return {"peak_reserved_bytes": most_of_ranks, "reserved_error": error}
+
+
+def plan_memory(
+    setting: Setting, world: World, fit: str = "", fitted: bool = False, force: bool = False
+) -> MemoryPlan:
+    """Whether a training run fits, before anything is allocated.
+
+    fit: "same" looks for levers that fit, "any" also for LoRA and a quantized base; fitted: an earlier start
+    has found them, and they stay. Raises ConfigError with the smallest change that helps where the run does
+    not fit, unless force.
+    """
+    room = room_here(world)
+    chosen: dict[str, object] = {}
+    lines = []
+    if fit and not fitted:
+        best = fastest(setting, room, fit == "any")
+        if not best:
+            wider = "" if fit == "any" else ", --fit any"
+            fix = f"{more_memory(setting)}{wider}"
+            raise ConfigError(
+                f"--fit: nothing fits in {room.text} (fix: {fix}, a smaller --seq_len)"
+            )
+        before = setting.levers()
+        chosen = {name: value for name, value in best.levers().items() if value != before[name]}
+        rows = best.batch_size * best.grad_accum
+        chosen |= {"batch_size": best.batch_size, "grad_accum": 0}
+        chosen["global_batch_size"] = rows * setting.shards * setting.replicate
+        lines.append(f"fitted    {best.flags_from(setting) or 'nothing had to change'}")
+        setting = best
+    need = need_of(setting)
+    answer = answer_of(setting, need, room)
+    if setting.compile and need.peak:
+        lines.append("memory    estimated: compiled blocks keep less than these, which are not")
+    lines += [need.sentence(), room_sentence(setting, need, room)]
+    if answer == TOO_LARGE and not force:
+        raise ConfigError(refusal(setting, need, room))
+
+    def advice() -> str:
+        """Where memory runs out all the same: what keeps a tenth less alive."""
+        alive = max(need.acts.values())
+        fix = remedy(setting, room._replace(device=need.device - 0.1 * alive))
+        if fit and fix.startswith("--"):
+            fix = f"without --fit, and {fix}"  # which would choose again what did not do
+        both = f"planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
+        return f"{both} (fix: {fix})"
+
+    advise_on_memory(advice)
+    peaks.clear()  # they are measured from here on
+    reserved_peaks.clear()
+    base = 0 if setting.gpu else memory_bytes()
+    return MemoryPlan("\n".join(lines), chosen, planned_facts(need, room, answer), base)
+
+
+def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
+    """What plan.json keeps of the plan; sizes in bytes of the fullest rank."""
+    facts = asdict(need.states) | {
+        "device_bytes": need.device,
+        "host_bytes": need.host,
+        "room_bytes": room.device,
+        "comfortable_bytes": need.comfortable,
+        "answer": answer,
+        "acts": need.acts,
+    }
+    if need.peak:
+        facts |= asdict(need.peak) | {"peak_bytes": need.peak.total}
+    return facts
+
+
+def room_sentence(setting: Setting, need: Need, room: Room) -> str:
+    """What the plan prints of what is needed and what there is."""
+    if not setting.gpu:
+        reserve = f"{HOST_SLACK} x what is alive, since glibc keeps what is freed"
+        return f"room      {need.device / GIB:.2f} GiB a rank, {reserve}; there is {room.text}"
+    answer = answer_of(setting, need, room)
+    if answer == TIGHT:
+        answer = f"{answer}, {WHY_TIGHT}"
+    device = f"{need.device / GIB:.2f} GiB a rank must be there"
+    comfortable = f"{need.comfortable / GIB:.2f} GiB is comfortable"
+    host = f"{need.host * setting.local_ranks / GIB:.2f} GiB of host"
+    return f"room      {device}, {comfortable}, {host}; there is {room.text}: {answer}"
+
+
+def refusal(setting: Setting, need: Need, room: Room) -> str:
+    """One line: what does not fit, its largest part, and the smallest change that does."""
+    text = f"a rank needs {need.device / GIB:.2f} GiB"
+    if need.device <= room.device:
+        host = f"{need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
+        text = f"the ranks of a machine need {host}"
+    text += f"{need.largest_part()}; there is {room.text}"
+    return f"this does not fit: {text} (fix: {remedy(setting, room)}; or --force to try)"
+
+
+def plan_parts(
+    parts: dict[str, int], act: str, world: World, fix: str, force: bool = False
+) -> None:
+    """For a recipe that trains nothing: print what a rank needs by part, at most, in an act, and what there
+    is. ConfigError with `fix` where that is less, unless force.
+    """
+    room = room_here(world)
+    must = sum(parts.values())
+    if world.device.type == "cuda":
+        must, _ = must_and_comfortable(must, must, world.size)
+    print0(f"memory    {sum_of(parts)} on the fullest rank, in the act {act}")
+    print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
+    part, size = max(parts.items(), key=lambda part: part[1])
+    why = f"a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB"
+    fits = force or must <= room.device
+    check(fits, f"this does not fit: {why}; there is {room.text} (fix: {fix}; or --force to try)")
+
+
+def fitted_before(out: Path) -> dict[str, object]:
+    """The levers and the global batch in the config.yaml of a run folder that was begun with --fit; {} where
+    there is none. Raises ConfigError naming the file.
+    """
+    file = out / "config.yaml"
+    if not file.exists():
+        return {}
+    try:
+        settings = yaml.safe_load(file.read_text())
+        was_fitted = settings.get("fit")
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
+        reason = reason_of_others(error)
+        raise ConfigError(f"{file}: {reason} (fix: another --output_dir)") from None
+    names = (*LEVERS, "global_batch_size")
+    return {name: settings[name] for name in names if name in settings} if was_fitted else {}
+
+
+def estimate_disk(
+    weights: dict, steps: int, save_every: int, keep: int, optimizer: str = "adamw"
+) -> int:
+    """Bytes of the final model and of as many checkpoints as there are at a time.
+
+    weights: of the folder that is trained, as open_weights gives them. A checkpoint has fp32 weights and two
+    moments of each, in fp32 or 8 bit.
+    """
+    saves = math.ceil(steps / save_every) if save_every else 0
+    saves = min(saves, keep + 1) if keep else saves
+    kept = saves * (6 if "8bit" in optimizer else 12)
+    return sum(math.prod(info.shape) * (info.dtype.itemsize + kept) for info in weights.values())

@@ -193,7 +193,8 @@ class Replay:
         stream = ALL_REDUCE if has_replicas else REDUCE
         self.add("gradients", unit.last)
         self.add("gradients", output, REDUCE)
-        if self.setting.gloo and self.setting.shards > 1:
+        if not self.setting.gpu and self.setting.shards > 1:
+            # gloo reduces a copy of its input.
             self.add("reduced", unit.reduced, REDUCE)
             self.free("reduced", unit.reduced, REDUCE)
         self.add("gradients", cast, stream)
@@ -218,6 +219,27 @@ class Replay:
         return replace(self.peak, pools=dict(self.most_of_pools))
 
 
+def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
+    """A forward up to the head. trace: None for a few tokens, whose activations are next to nothing."""
+    rest, embedding, blocks, head = units
+    reshards = replay.setting.reshard_after_forward
+    replay.unshard("rest", rest, True)
+    replay.unshard("embedding", embedding, True)
+    if trace:
+        replay.compute(trace.embedding)
+    if head and reshards:
+        replay.reshard("embedding", embedding)
+    for k, unit in enumerate(blocks):
+        replay.unshard(k, unit, True)
+        if trace:
+            replay.compute(trace.blocks[trace.kinds[k]])
+        if reshards and k != len(blocks) - 1:
+            replay.reshard(k, unit)
+    replay.phase = "loss"
+    if head:
+        replay.unshard("head", head, True)
+
+
 def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> Peak:
     """The peak of a step on the fullest rank, from the second step on, when the optimizer has its state.
 
@@ -225,31 +247,18 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     """
     replay = Replay(states, setting)
     rest, embedding, blocks, head = units
-    named = list(enumerate(blocks))
-    end = min(setting.micro_batches, 3)  # the others are like the second
-    for i in range(end):
-        sync = setting.sync_each_microbatch or i == end - 1
+    micro_batches = min(setting.grad_accum, 3)  # the others are like the second
+    for i in range(micro_batches):
+        sync = setting.sync_each_microbatch or i == micro_batches - 1
         replay.phase = "forward"
-        replay.unshard("rest", rest, True)
-        replay.unshard("embedding", embedding, True)
-        replay.compute(trace.embedding)
-        if head and setting.reshard_after_forward:
-            replay.reshard("embedding", embedding)
-        for k, unit in named:
-            replay.unshard(k, unit, True)
-            replay.compute(trace.blocks[trace.kinds[k]])
-            if setting.reshard_after_forward and k != len(blocks) - 1:
-                replay.reshard(k, unit)
-        replay.phase = "loss"
-        if head:
-            replay.unshard("head", head, True)
+        forward(replay, units, trace)
         replay.compute(trace.loss, part="loss")
         replay.drop_buffer()
         replay.phase = "backward"
         replay.compute(trace.loss_back, (head or embedding).grads)
         if head:
             replay.reduce("head", head, sync)
-        for k, unit in reversed(named):
+        for k, unit in reversed(list(enumerate(blocks))):
             replay.unshard(k, unit, False)
             if k:
                 replay.fetch(k - 1, blocks[k - 1])
@@ -264,21 +273,11 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     return replay.found()
 
 
-def forward_peak(units: tuple, states: States, setting: Setting) -> int:
-    """The most bytes in a forward of few tokens, and in one more, before there is an optimizer: so the loss
-    is checked when the weights are there.
+def check_peak(units: tuple, states: States, setting: Setting) -> int:
+    """The most bytes in two forwards of few tokens, before there is an optimizer: so the loss is checked when
+    the weights are there.
     """
     replay = Replay(States(states.weights, 0, 0), setting)
-    rest, embedding, blocks, head = units
-    named = [("rest", rest), ("embedding", embedding), *enumerate(blocks)]
-    stay_open = {"rest", len(blocks) - 1}
-    if head:
-        named.append(("head", head))
-        stay_open.add("head")
-    else:
-        stay_open.add("embedding")
-    for name, unit in 2 * named:
-        replay.unshard(name, unit, True)
-        if setting.reshard_after_forward and name not in stay_open:
-            replay.reshard(name, unit)
+    forward(replay, units, None)
+    forward(replay, units, None)
     return replay.peak.total

@@ -1,12 +1,84 @@
-"""Estimate bytes by part: the states, what a rank holds for the whole run, exact from meta shapes."""
+"""What decides the memory of a run, and bytes by part: the states are exact from meta shapes."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
+from ..model.loading import build_model
+from ..model.loss import add_chunked_loss
+from ..model.options import Lora, Quant
 from ..model.pieces import rows_of_full_shard
 from ..run.units import GIB, MIB
+
+LEVERS = (
+    "batch_size",
+    "grad_accum",
+    "activation_checkpointing",
+    "cpu_offload",
+    "reshard_after_forward",
+    "lora_rank",
+    "quantization",
+)  # flags that a plan may change
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that decides the memory of a rank; the names are those of the flags where there is one."""
+
+    config: PretrainedConfig = field(hash=False)
+    param_dtype: torch.dtype
+    dtype: torch.dtype  # to compute in
+    seq_len: int  # tokens of the longest row
+    shards: int = 1  # ranks that a copy of the model is cut over
+    replicate: int = 1  # copies of the model, each cut over `shards` ranks (HSDP)
+    local_ranks: int = 1  # of one machine
+    gpu: bool = True  # false: ranks compute on the CPU, and gloo moves what they share
+    batch_size: int = 1
+    rows: int = 0  # of a rank in an optimizer step; 0: those of one micro-batch
+    activation_checkpointing: str = "none"
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+    lora: Lora = Lora()
+    quant: Quant = Quant()
+    attn: str = "auto"
+    trust_remote_code: bool = False
+    packing: bool = False
+    optimizer: str = "adamw"
+    sync_each_microbatch: bool = False
+    low_cpu_fsdp: bool = True
+    async_save: bool = False  # checkpoints are written from a copy on the host
+    compile: bool = False
+
+    @property
+    def grad_accum(self) -> int:
+        return max(1, self.rows // self.batch_size)
+
+    def levers(self) -> dict[str, object]:
+        """The flags that a plan may change."""
+        values = (
+            self.batch_size,
+            self.grad_accum,
+            self.activation_checkpointing,
+            self.cpu_offload,
+            self.reshard_after_forward,
+            self.lora.lora_rank,
+            self.quant.quantization,
+        )
+        return dict(zip(LEVERS, values, strict=True))
+
+    def flags_from(self, other: "Setting") -> str:
+        """The flags that lead from `other` to this setting, as they are typed."""
+        words = []
+        before = other.levers()
+        for name, value in self.levers().items():
+            if value == before[name]:
+                continue
+            text = str(value).lower() if isinstance(value, bool) else value
+            words.append(f"--{name}" if value is True else f"--{name} {text}")
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -20,20 +92,6 @@ class States:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What else decides about the memory of a rank."""
-
-    shards: int  # ranks that a copy of the model is cut over
-    dtype: torch.dtype  # to compute in
-    micro_batches: int = 1
-    reshard_after_forward: bool = True
-    sync_each_microbatch: bool = False
-    cpu_offload: bool = False  # states are on the host, and the device is another
-    replicate: int = 1  # copies of the model, each cut over `shards` ranks (HSDP)
-    gloo: bool = False  # its reduce-scatter works on a copy of its input
 
 
 @dataclass(frozen=True)
@@ -57,8 +115,40 @@ def sum_of(parts: dict[str, int]) -> str:
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    told = [f"{part} {size / unit:.2f}" for part, size in ordered if size >= unit / 200]
-    return f"{' + '.join(told)} = {total / unit:.2f} {name}"
+    texts = [f"{part} {size / unit:.2f}" for part, size in ordered if size >= unit / 200]
+    return f"{' + '.join(texts)} = {total / unit:.2f} {name}"
+
+
+def planned_model(setting: Setting) -> nn.Module:
+    """The model on meta, with its adapters, codes and chunked loss. It is the plan's own, and made once."""
+    quant = setting.quant
+    if quant.quantization != "8bit":
+        quant = Quant(quant.quantization, "dequant", quant.quantize_head, quant.keep_experts_16bit)
+    return _planned_model(
+        Setting(
+            config=setting.config,
+            param_dtype=setting.param_dtype,
+            dtype=setting.dtype,
+            seq_len=1,
+            lora=setting.lora,
+            quant=quant,
+            attn=setting.attn,
+            trust_remote_code=setting.trust_remote_code,
+        )
+    )
+
+
+@lru_cache(maxsize=16)
+def _planned_model(setting: Setting) -> nn.Module:
+    model = build_model(
+        setting.config, setting.param_dtype, setting.attn, setting.trust_remote_code
+    )
+    if setting.lora:
+        from ..model.lora import add_adapters, freeze_base
+
+        add_adapters(model, setting.lora)
+        freeze_base(model, setting.quant, setting.dtype)
+    return add_chunked_loss(model)
 
 
 def estimate_states(
@@ -78,11 +168,12 @@ def estimate_states(
     for parameter in model.parameters():
         rows, row_bytes = parameter.shape[0], parameter[0].numel() * parameter.element_size()
         most = rows_of_full_shard(rows, shards)
-        mine = min(most, max(0, rows - rank * most))
+        own_rows = min(most, max(0, rows - rank * most))
         weights += most * row_bytes
         if parameter.requires_grad:
             gradients += most * row_bytes
-            adamw = 2 * mine * row_bytes + 4  # and the count of steps, one fp32 for each parameter
-            elements = mine * parameter[0].numel()
+            # AdamW's two moments, and the count of steps, one fp32 per parameter.
+            adamw = 2 * own_rows * row_bytes + 4
+            elements = own_rows * parameter[0].numel()
             moments += adamw if optimizer == "adamw" else state_bytes(parameter, elements)
     return States(weights, gradients, moments)

@@ -1,30 +1,25 @@
 """What one step keeps and needs for its activations, found by running one decoder block of each kind, the
-embedding and the loss on tensors that have a shape and a dtype, but no memory. Nothing is computed.
+embedding and the loss on fake tensors: they have a shape and a dtype, but no memory, and nothing is computed.
 
 A storage counts from the operation that makes it until the last tensor on it is gone, as in torch's own
 tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
-
-There are two kinds of such tensors. Fake ones say that they are on the CPU, so every program runs as it runs
-there. Meta ones take a third of the time; see meta.meta_tensors.
 """
 
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
-import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from ..model import loss
-from ..model.sharding import decoder_layers
-from .costs import cost_of, flash_workspace
-from .meta import meta_tensors, parameters_in
+from ..model.activations import keep_activations, recompute_activations
+from ..model.loss import backbone, chunk_bounds
+from ..model.sharding import decoder_layers, kept_in_fp32
 
 
 @dataclass(frozen=True)
@@ -48,154 +43,40 @@ class Trace:
     embedding_back: Segment
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a step allocates and frees, in its order. Sizes are apart, so that others may take their place.
-
-    events: k where storage k is made, ~k where it goes. marks: (name, events before it), where a segment
-    ends. inputs: of each block that ran, the storage of its input if that was gone at the block's end.
-    """
-
-    kinds: list[int]
-    events: list[int]
-    marks: list[tuple[str, int]]
-    inputs: list[int | None]
-    sizes: list[int]
-    flops: list[int]  # of each product and attention
-    moved: list[int]  # bytes of each tensor that another operation reads or writes
-    # of each: (in which segment, whether in the loss's second chunk)
-    flop_parts: list[tuple[int, bool]]
-    moved_parts: list[tuple[int, bool]]
-
-    def trace(self, sizes: numpy.ndarray | None = None) -> Trace:
-        """The segments. sizes: bytes of the storages, in place of those of the run."""
-        if sizes is None:
-            sizes = numpy.array(self.sizes, dtype=float)
-        events = numpy.array(self.events)
-        changes = numpy.where(events >= 0, sizes[events], -sizes[~events])
-        live = numpy.concatenate([[0.0], changes.cumsum()])
-        segments = {name: [] for name, _ in self.marks}
-        start = 0
-        for name, end in self.marks:
-            at_start = live[start]
-            peak = live[start : end + 1].max() - at_start
-            segments[name].append(Segment(int(peak), int(live[end] - at_start)))
-            start = end
-        gone_bytes = [0 if k is None else int(sizes[k]) for k in self.inputs]
-        blocks = []
-        for block, size in zip(segments["block"], gone_bytes, strict=True):
-            blocks.append(Segment(block.peak, block.rest - size))
-        # The input of the last block goes within the segment of the loss.
-        loss = segments["loss"][0]
-        loss = Segment(loss.peak + gone_bytes[-1], loss.rest + gone_bytes[-1])
-        backward = segments["back"]
-        embedding_back = segments["end"][0]
-        if len(backward) == len(self.inputs):
-            # Nothing trains before the blocks, so the backward ends with that of the first one.
-            backward = [*backward, embedding_back]
-            embedding_back = Segment(0, 0)
-        return Trace(
-            kinds=self.kinds,
-            embedding=segments["to block"][0],
-            blocks=blocks,
-            loss=loss,
-            loss_back=backward[0],
-            blocks_back=backward[:0:-1],
-            embedding_back=embedding_back,
-        )
-
-    def times(self) -> list[int]:
-        """How many times a step runs each segment. Here is one block of each kind."""
-        counts = [self.kinds.count(kind) for kind in range(len(self.inputs))]
-        blocks = iter(counts)
-        backward = iter([1, *reversed(counts)])  # the first is that of the loss
-        times = []
-        for name, _ in self.marks:
-            if name == "block":
-                times.append(next(blocks))
-            elif name == "back":
-                times.append(next(backward))
-            else:
-                times.append(1)
-        return times
-
-
 class LiveBytes(TorchDispatchMode):
-    """Record the storages that operations make, while they live, and what operations cost. `mark` cuts the
-    time into segments.
+    """Counts the storages that operations make, while they live; `mark` cuts the time into segments."""
 
-    flash: also count what the kernels of a GPU take for a while in the backward of attention.
-    """
-
-    def __init__(self, flash=False):
+    def __init__(self):
         super().__init__()
-        self.flash = flash
-        self.known: dict[int, int | None] = {}  # storage -> its number; None: it was there before
-        self.second_chunk = False
-        # See Record.
-        self.events: list[int] = []
-        self.marks: list[tuple[str, int]] = []
-        self.sizes: list[int] = []
-        self.flops: list[int] = []
-        self.moved: list[int] = []
-        self.flop_parts: list[tuple[int, bool]] = []
-        self.moved_parts: list[tuple[int, bool]] = []
+        self.sizes: dict[int, int] = {}  # bytes of each storage that lives
+        self.segments: dict[str, list[Segment]] = {}
+        self.live = self.most = self.start = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
-        inputs = list(tensors_in((args, kwargs)))
-        for tensor in inputs:
-            self._meet(tensor, False)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = run_operation(func, args, kwargs)
-        outputs = list(tensors_in(result))
-        for tensor in outputs:
-            self._meet(tensor, True)
-        part = (len(self.marks), self.second_chunk)
-        flops, moved = cost_of(func, args, kwargs, result, inputs, outputs)
-        if flops:
-            self.flops.append(flops)
-            self.flop_parts.append(part)
-        self.moved += moved
-        self.moved_parts += [part] * len(moved)
-        if self.flash:
-            workspace = flash_workspace(func, args, kwargs)
-            if workspace:  # it comes and goes within the operation
-                number = len(self.sizes)
-                self.sizes.append(workspace)
-                self.events += [number, ~number]
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in given or key in self.sizes:
+                continue
+            self.sizes[key] = storage.nbytes()
+            self.live += self.sizes[key]
+            self.most = max(self.most, self.live)
+            weakref.finalize(storage, self._leave, key)
         return result
 
-    def _meet(self, tensor: torch.Tensor, is_made: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        number = None
-        if is_made:
-            number = len(self.sizes)
-            self.sizes.append(storage.nbytes())
-            self.events.append(number)
-        self.known[key] = number
-        weakref.finalize(storage, self._leave, key)
-
     def _leave(self, key: int) -> None:
-        number = self.known.pop(key)
-        if number is not None:
-            self.events.append(~number)
-
-    def count_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """What it costs to add left @ right to `total`."""
-        part = (len(self.marks), self.second_chunk)
-        self.flops.append(2 * left.numel() * right.shape[1])
-        self.flop_parts.append(part)
-        self.moved += [total.nbytes] * 2
-        self.moved_parts += [part] * 2
+        self.live -= self.sizes.pop(key)
 
     def mark(self, name: str) -> None:
         """A segment ends here."""
-        self.marks.append((name, len(self.events)))
+        segment = Segment(self.most - self.start, self.live - self.start)
+        self.segments.setdefault(name, []).append(segment)
+        self.start = self.most = self.live
 
 
 def run_operation(func, args: tuple, kwargs: dict):
@@ -224,71 +105,81 @@ def tensors_in(values: object) -> Iterator[torch.Tensor]:
 
 
 def trace_step(
-    model: nn.Module, dtype: torch.dtype, batch: int, seq_len: int, packed=False, flash=False
-) -> Trace:
-    """Of a model on meta, as it will be sharded: with its adapters, recomputing and chunked loss. flash: as
-    on a GPU, see flash_workspace.
-    """
-    return record_step(model, dtype, batch, seq_len, packed, flash=flash).trace()
-
-
-def record_step(
     model: nn.Module,
     dtype: torch.dtype,
     batch: int,
     seq_len: int,
-    packed=False,
-    bounds=None,
-    flash=False,
-    on_meta=False,
-) -> Record:
-    """What such a step allocates. bounds: the chunks of the loss, of at most three, in place of its own.
-    on_meta: run on meta tensors, not on fake ones; see meta.meta_tensors.
+    packed: bool = False,
+    recompute: str = "none",
+    gpu: bool = True,
+) -> Trace:
+    """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
+    documents apart. recompute: as --activation_checkpointing. gpu: the loss runs as on a GPU.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     kinds, firsts = kinds_of(layers, apart)
     repeats = [layer for layer in layers if layer not in firsts]
-    live = LiveBytes(flash)
-    was_training = model.training
+    live = LiveBytes()
+    # Where nothing keeps the input of a block it goes, but only after the mark at the block's end.
+    inputs: list[tuple] = []  # of each block that ran: its input's storage, weakly, and the bytes
+    gone: list[int] = []  # bytes of the inputs that went
     with ExitStack() as stack:
-        if on_meta:
-            stack.enter_context(meta_tensors())
-        else:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
-        stack.enter_context(documents_found(packed))
-        stack.enter_context(passed_over(repeats))
-        stack.enter_context(few_chunks(bounds, live))
-        stack.callback(model.train, was_training)
+        if not packed:
+            # transformers looks for documents in the positions, which have no values here.
+            nothing = patch.object(masking_utils, "find_packed_sequence_indices", lambda ids: None)
+            stack.enter_context(nothing)
+        stack.callback(model.train, model.training)
         model.train()
-        # Where nothing keeps the input of a block it goes, but only after the mark at the block's end.
-        inputs, gone = [], []  # of each first block
+        if recompute != "none":
+            recompute_activations(model, recompute)
+            stack.callback(keep_activations, model)
+        for layer in repeats:
+            layer.forward = pass_over
+            stack.callback(delattr, layer, "forward")
         for layer in firsts:
-            stack.enter_context(marked(layer, live, inputs, gone))
+            for hook in mark_block(layer, live, inputs, gone):
+                stack.callback(hook.remove)
+        head = model.get_output_embeddings()
+        stack.callback(setattr, head, "chunk_bounds", head.chunk_bounds)
+        stack.callback(setattr, head, "as_cuda", head.as_cuda)
+        head.chunk_bounds, head.as_cuda = few_chunks, gpu
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
-        labels = ids + 1
+        places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
-        hidden = loss.backbone(model)(ids, use_cache=False).last_hidden_state
-        gone.extend(went(inputs))  # and the last one's goes before the loss
-        rows = torch.zeros(batch * seq_len, dtype=torch.int64)
-        columns = torch.zeros(batch * seq_len, dtype=torch.int64)
-        total = model.get_output_embeddings()(hidden[rows, columns], labels.view(-1))
+        hidden = backbone(model)(ids, use_cache=False).last_hidden_state
+        gone.append(gone_bytes(inputs))  # the last one's goes before the loss
+        total = head(hidden[places, places], places)
         del hidden
         live.mark("loss")
         total.backward()
         live.mark("end")
         del total
-    return Record(
+    return trace_of_segments(kinds, live.segments, gone)
+
+
+def trace_of_segments(kinds: list[int], segments: dict, gone: list[int]) -> Trace:
+    """gone: bytes of each block's input that went after its end."""
+    blocks = []
+    for block, size in zip(segments["block"], gone, strict=True):
+        blocks.append(Segment(block.peak, block.rest - size))
+    # The input of the last block goes within the segment of the loss.
+    loss = segments["loss"][0]
+    loss = Segment(loss.peak + gone[-1], loss.rest + gone[-1])
+    backward = [*segments["back"], segments["end"][0]]
+    if len(backward) < len(blocks) + 2:
+        # Nothing trains before the blocks, so the backward ends with that of the first one.
+        backward.append(Segment(0, 0))
+    return Trace(
         kinds=kinds,
-        events=live.events,
-        marks=live.marks,
-        inputs=gone,
-        sizes=live.sizes,
-        flops=live.flops,
-        moved=live.moved,
-        flop_parts=live.flop_parts,
-        moved_parts=live.moved_parts,
+        embedding=segments["to block"][0],
+        blocks=blocks,
+        loss=loss,
+        loss_back=backward[0],
+        blocks_back=backward[-2:0:-1],
+        embedding_back=backward[-1],
     )
 
 
@@ -312,117 +203,90 @@ def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.M
     return kinds, firsts
 
 
-@contextmanager
-def documents_found(packed: bool) -> Iterator[None]:
-    """transformers looks for packed documents in the position ids, to mask them from each other. Those here
-    have no values, so it is told.
-
-    Its own search is left out: it is small and early, and a tensor of one more than the row's tokens has no
-    place in a formula of products.
+def few_chunks(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """The first two chunks of the loss and its last. Those between are like the second: each begins with what
+    the one before has left.
     """
-
-    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return position_ids.cumsum(-1) if packed else None
-
-    find_in_values = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = find
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find_in_values
+    chunks = chunk_bounds(tokens, chunk_tokens)
+    return [*chunks[:2], chunks[-1]] if len(chunks) > 3 else chunks
 
 
-class Chunks(list):
-    """Bounds of the loss's chunks, which tell `live` when the second of three begins and ends."""
-
-    def __init__(self, bounds: list[tuple[int, int]], live: LiveBytes):
-        super().__init__(bounds)
-        self.live = live
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        for i, chunk in enumerate(super().__iter__()):
-            self.live.second_chunk = i == 1 and len(self) == 3
-            yield chunk
-        self.live.second_chunk = False
+def pass_over(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """The forward of a block that is like one that ran."""
+    return hidden_states
 
 
-@contextmanager
-def few_chunks(bounds: list[tuple[int, int]] | None, live: LiveBytes) -> Iterator[None]:
-    """The loss runs its first two chunks and its last. Those between are like the second: each begins with
-    what the one before has left. What a CPU would do in blocks is done at once: the peaks are the same.
-    """
-    all_of, own_product = loss.chunk_bounds, loss._add_product
-    sizes = loss.BLOCK_SIZE, loss.PART_SIZE
-
-    def few(tokens: int, chunk_tokens: int) -> Chunks:
-        chunks = bounds or all_of(tokens, chunk_tokens)
-        if len(chunks) > 3:
-            chunks = [*chunks[:2], chunks[-1]]
-        return Chunks(chunks, live)
-
-    def add_product(total, left, right, first) -> None:
-        if left.dtype != torch.float32 and not live.flash:  # a CPU, which adds in blocks
-            block = total[: max(1, sizes[0] // total.shape[1])]
-            buffers = torch.empty_like(block, dtype=left.dtype), torch.empty_like(block)
-            del buffers
-        live.count_product(total, left, right)
-
-    loss.chunk_bounds, loss._add_product = few, add_product
-    loss.BLOCK_SIZE = loss.PART_SIZE = sys.maxsize
-    try:
-        yield
-    finally:
-        loss.chunk_bounds, loss._add_product = all_of, own_product
-        loss.BLOCK_SIZE, loss.PART_SIZE = sizes
-
-
-@contextmanager
-def passed_over(layers: list[nn.Module]) -> Iterator[None]:
-    """These blocks return what they get."""
-    for layer in layers:
-        layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-@contextmanager
-def marked(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> Iterator[None]:
-    """Marks before and after a block, and where its backward begins; before the first also where it ends.
-
-    inputs: gets (number, weak reference) of the block's input. gone: gets the numbers of inputs that went.
+def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> tuple:
+    """Hooks that mark a block's begin and end, where its backward begins, and before the first block also
+    where that ends. They add to inputs and gone, see trace_step.
     """
     forwards = []  # a second one is part of the backward
 
+    def mark_backward(gradient: torch.Tensor) -> None:
+        live.mark("back")
+
     def begin(module, args, kwargs):
-        if not forwards:
-            live.mark("to block")
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if not inputs and hidden.requires_grad:
-                hidden.register_hook(lambda grad: live.mark("back"))
-            storage = hidden.untyped_storage()
-            gone.extend(went(inputs))
-            inputs.append((live.known[storage._cdata], weakref.ref(storage)))
+        if forwards:
+            return
+        live.mark("to block")
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if inputs:
+            gone.append(gone_bytes(inputs))
+        elif hidden.requires_grad:
+            hidden.register_hook(mark_backward)
+        storage = hidden.untyped_storage()
+        inputs.append((weakref.ref(storage), live.sizes.get(storage._cdata, 0)))
 
     def end(module, args, kwargs, output):
         if not forwards:
             live.mark("block")
             hidden = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(lambda grad: live.mark("back"))
+            hidden.register_hook(mark_backward)
         forwards.append(True)
 
-    with (
+    return (
         layer.register_forward_pre_hook(begin, with_kwargs=True),
         layer.register_forward_hook(end, with_kwargs=True),
-    ):
+    )
+
+
+def gone_bytes(inputs: list[tuple]) -> int:
+    """Of the last block's input, if it is gone."""
+    storage, size = inputs[-1]
+    return size if storage() is None else 0
+
+
+@contextmanager
+def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]) -> Iterator[None]:
+    """New parameters and buffers in place of the model's, without memory, in the dtype that FSDP gathers;
+    not in the blocks `repeats`, which do not run.
+    """
+    replaced = []  # (table, name, tensor)
+    made = {}  # one for each tensor: weights may be tied
+    kept = {id(model.get_parameter(name)) for name in kept_in_fp32(model, dtype)}
+    idle = {module for layer in repeats for module in layer.modules()}
+    for module in model.modules():
+        if module in idle:
+            continue
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    gathered = torch.float32 if id(tensor) in kept else dtype
+                    made[id(tensor)] = empty_like(tensor, gathered)
+                replaced.append((table, name, tensor))
+                table[name] = made[id(tensor)]
+    try:
         yield
+    finally:
+        for table, name, tensor in replaced:
+            table[name] = tensor
 
 
-def went(inputs: list) -> list[int | None]:
-    """The number of the last block's input if it is gone, else None; an empty list if there was no block."""
-    if not inputs:
-        return []
-    number, storage = inputs[-1]
-    return [number if storage() is None else None]
+def empty_like(tensor: torch.Tensor, gathered: torch.dtype) -> torch.Tensor:
+    """Of the same shape, where new tensors are. Parameters of floating point get the dtype `gathered`."""
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    dtype = gathered if tensor.is_floating_point() else tensor.dtype
+    return nn.Parameter(torch.empty(tensor.shape, dtype=dtype), tensor.requires_grad)
