@@ -9,10 +9,11 @@ Without --model and --dataset it teaches the tiny model in recipes/tiny a task t
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
+import math
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,11 +21,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 
 import torch
 
-from utils.data.batches import GlobalBatches
+from utils.data.batches import GlobalBatches, divide_batch
 from utils.data.examples import FormName, Rows, load_data, longest_row, print_data, write_bad_rows
 from utils.data.packing import PackedBatches
 from utils.data.positions import check_positions
-from utils.data.show_data import show_data, show_masks
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.activations import recompute_activations
 from utils.model.attention import check_packing, wants_flat_packs
@@ -49,25 +49,19 @@ from utils.run.folder import check_space, claim_output, releases_output, start_r
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
 from utils.run.mesh import build_mesh, data_place, mesh_axes, mesh_sentence
-from utils.run.settings import BatchSizes, check_least, parse_cli, pick
+from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.flops import mfu
-from utils.train.optim import (
-    OptimizerName,
-    build_optimizer,
-    check_packages,
-    learning_rate,
-    state_kind,
-    stop_if_not_finite,
-    take_step,
-)
+from utils.train.optim import check_packages, clip_gradients, stop_if_not_finite
 from utils.train.profiling import start_profiler
 from utils.train.resume import continue_run, load_checkpoint
 
 TINY = Path(__file__).resolve().parent / "tiny"
-TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}  # if not given
+# What stands for flags that are not given, where --model is not.
+TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}
+BETAS = (0.9, 0.95)  # of AdamW
 
 
 @dataclass
@@ -82,8 +76,6 @@ class Config:
     columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
-    check: bool = False  # check all that needs no weights, print what the data holds, and stop
-    show_masks: int = 0  # print so many rows, trained tokens in brackets or colour, and stop
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
     max_rows: int = 0  # read only the first rows of each source; 0: all
     eval_dataset: str = ""  # held-out rows, named like --dataset
@@ -100,7 +92,7 @@ class Config:
     too_long: Literal["truncate", "drop", "error"] = "truncate"  # what becomes of longer ones
     packing: bool = False  # several documents in one row; batch sizes then count packs
     lr: float = 2e-5  # peak learning rate
-    warmup: int = -1  # steps of linear warm-up; -1: 3 % of all
+    warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
     weight_decay: float = 0.01  # not on norms and biases
     clip_norm: float = 1.0  # largest gradient norm; 0: no clipping
@@ -109,17 +101,18 @@ class Config:
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
-    optimizer: OptimizerName = "adamw"  # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
-    lora_alpha: float = 16.0  # what adapters add counts alpha / rank
+    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
     lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
-    lora_dropout: float = 0.0  # of what adapters read
+    lora_dropout: float = 0.0  # dropout on the input of the adapters
     use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
     use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
     lora_init: str = "default"  # other ways to start need whole weights, and are refused
     modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue
-    # of what is frozen, in int8 or nf4
+    # frozen weights in int8 or nf4
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
     quantize_head: bool = False  # the head too; the loss then needs full logits
@@ -135,7 +128,6 @@ class Config:
     replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
     shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
     sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
-    pin_memory: bool = True  # copy batches to a GPU from page-locked memory; nothing to do on a CPU
 
     # Where
     output_dir: str = ""  # run folder; empty: the next free output/finetune-NNN
@@ -153,10 +145,10 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        check_least(self, batch_size=1, epochs=1, seq_len=2, warmup=-1, timeout=1)
+        check_least(self, batch_size=1, epochs=1, seq_len=2, timeout=1)
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        check_adapter_flags(pick(Lora, self), pick(Quant, self), self.param_dtype)
+        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
         both = self.eval_dataset and self.eval_share
         check(not both, "--eval_dataset or --eval_share? (fix: give one)")
         given = (self.model and self.dataset) or (TINY / "config.json").exists()
@@ -164,13 +156,13 @@ class Config:
 
 
 @releases_output
-def main(cfg: Config) -> Path | None:
-    """Fine-tune; returns the run folder, None where there was only something to show."""
+def main(cfg: Config) -> Path:
+    """Fine-tune; returns the run folder."""
     quiet_transformers()
 
     # --- world: who am I, who are the others ------------------------------------------------------
     act("world")
-    world = init_distributed(alone=cfg.check)
+    world = init_distributed()
     with together(world):
         axes = mesh_axes(world.ranks, cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
@@ -187,23 +179,20 @@ def main(cfg: Config) -> Path | None:
         structure = (source.config, DTYPES[cfg.param_dtype], cfg.attn, trust)
         model = build_model(*structure)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
-    if not cfg.show_masks:
-        out = claim_output(cfg.output_dir, "finetune", world, source.folder)
-        with together(world):
-            fitted = fitted_before(out) if cfg.fit else {}  # what --fit found, stays
-            cfg = replace(cfg, **fitted)
-        earlier = continue_run(out, cfg.resume, cfg, world)
-        if earlier.finished:
-            print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
-            return out
+    out = claim_output(cfg.output_dir, "finetune", world, source.folder)
+    with together(world):
+        fitted = fitted_before(out) if cfg.fit else {}  # what --fit found, stays
+        cfg = replace(cfg, **fitted)
+    earlier = continue_run(out, cfg.resume, cfg, world)
+    if earlier.finished:
+        print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
+        return out
 
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        examples, held_out = load_data(pick(Rows, cfg), tokenizer, progress=world.rank == 0)
+        examples, held_out = load_data(rows_of(cfg), tokenizer, progress=world.rank == 0)
         check_positions(model, cfg.seq_len, examples, held_out)
-    if cfg.show_masks:
-        return show_masks(examples, tokenizer, cfg.show_masks)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
@@ -222,8 +211,8 @@ def main(cfg: Config) -> Path | None:
             activation_checkpointing=cfg.activation_checkpointing,
             cpu_offload=cfg.cpu_offload,
             reshard_after_forward=cfg.reshard_after_forward,
-            lora=pick(Lora, cfg),
-            quant=pick(Quant, cfg),
+            lora=lora_of(cfg),
+            quant=quant_of(cfg),
             attn=cfg.attn,
             trust_remote_code=trust,
             packing=cfg.packing,
@@ -235,17 +224,23 @@ def main(cfg: Config) -> Path | None:
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = pick(Lora, cfg), pick(Quant, cfg)
-    facts = {"seed": cfg.seed, "param_dtype": cfg.param_dtype, "packing": cfg.packing}
-    facts |= {**lora.flags(), "optimizer": state_kind(cfg.optimizer)}
-    facts |= run_facts(source.config, source.weights, examples.fingerprint)
+    lora, quant = lora_of(cfg), quant_of(cfg)
+    facts = {
+        "seed": cfg.seed,
+        "param_dtype": cfg.param_dtype,
+        "packing": cfg.packing,
+        "optimizer": cfg.optimizer.removeprefix("paged_"),
+        **lora.flags(),
+        **run_facts(source.config, source.weights, examples.fingerprint),
+    }
     agree(world, facts, "files")
     with together(world):
         wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         earlier.check_facts({**facts, "global_batch_size": wanted}, cfg.allow_new_data)
-        sizes = pick(BatchSizes, cfg, global_batch_size=wanted)
         data_rank, data_ranks = data_place(world, axes)
-        global_batch, micro_batches = sizes.divide(data_ranks)
+        global_batch, micro_batches = divide_batch(
+            cfg.batch_size, cfg.grad_accum, wanted, data_ranks
+        )
         shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
         if cfg.packing:
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
@@ -254,7 +249,7 @@ def main(cfg: Config) -> Path | None:
         if held_out:
             eval_loader = GlobalBatches(held_out, cfg.seed, cfg.batch_size * data_ranks, *shares)
         steps = cfg.steps or cfg.epochs * loader.per_epoch
-        warmup = cfg.warmup if cfg.warmup >= 0 else round(0.03 * steps)
+        warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
     check_space(out, 0 if lora else disk, world)
     print0(f"model     {cfg.model}: {source.sentence()}")
@@ -270,16 +265,14 @@ def main(cfg: Config) -> Path | None:
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
-    if not cfg.low_cpu_fsdp and not cfg.check:
+    if not cfg.low_cpu_fsdp:
         model = build_model(*structure, whole=source.folder)
-    names = None  # of what adapters rename
+    names = None  # names of the parameters that adapters have changed
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
             adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
-    if cfg.check:
-        return show_data(examples, held_out, loader)
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.compile:
@@ -312,7 +305,18 @@ def main(cfg: Config) -> Path | None:
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
-    optimizer = build_optimizer(model, cfg.lr, cfg.weight_decay, cfg.optimizer)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # norms and biases
+    ]
+    if cfg.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)
+    else:
+        from utils.train.optim_8bit import ShardedAdamW8bit
+
+        paged = cfg.optimizer.startswith("paged")
+        optimizer = ShardedAdamW8bit(groups, lr=cfg.lr, betas=BETAS, paged=paged)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
@@ -343,21 +347,36 @@ def main(cfg: Config) -> Path | None:
             losses = []
             for number, batch in enumerate(batches, 1):
                 sync_gradients(model, cfg.sync_each_microbatch or number == len(batches))
-                batch = batch.to(world.device, cfg.pin_memory)  # batch.ids, batch.labels: (B, T)
+                batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
                 loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
-                scaler.scale(loss * world.size / trained_tokens).backward()  # FSDP takes the mean
+                # The mean over the trained tokens of the global batch: FSDP divides by the ranks.
+                scaler.scale(loss * world.size / trained_tokens).backward()
                 losses.append(loss.detach())
             loss = all_reduce_sum(torch.stack(losses).sum(), world) / trained_tokens
             peak_bytes = peak_memory_bytes()  # where most is alive
-            lr = learning_rate(step, steps, cfg.lr, warmup, cfg.schedule)
-            guard = partial(stop_if_not_finite, step, loss, losses, batches, world)
-            norm, skipped = take_step(model, optimizer, scaler, lr, cfg.clip_norm, skipped, guard)
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            decay = {
+                "constant": 1.0,
+                "linear": 1 - done_share,
+                "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
+            }
+            lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
+            scaler.unscale_(optimizer)
+            grad_norm = clip_gradients(model, cfg.clip_norm)
+            overflows = cfg.dtype == "fp16" and not math.isfinite(grad_norm)
+            skipped = skipped + 1 if overflows else 0
+            stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.update()
+            optimizer.zero_grad()
             done, seconds = step + 1, time.monotonic() - started
             tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
             log.step(
                 step=done,
                 loss=loss,
-                grad_norm=norm,
+                grad_norm=grad_norm,
                 lr=lr,
                 trained_tokens=int(trained_tokens),
                 tokens=int(tokens),
@@ -381,7 +400,11 @@ def main(cfg: Config) -> Path | None:
             if stop:
                 break
     if stop:
-        print0(f"stopped   by {stop} after step {done}: {path}; the same command goes on")
+        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
+        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
+        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        print0(f"stopped   by {stop} after step {done}: {path}")
+        print0(f"to go on  {shlex.join(words)}")
         return out
     set_timeout()
 
@@ -409,20 +432,56 @@ def main(cfg: Config) -> Path | None:
 
 def settle(cfg: Config, world) -> Config:
     """Replace what is left open by what it means here; check what depends on the device."""
-    if not cfg.model:
-        values = {k: v for k, v in TINY_VALUES.items() if getattr(cfg, k) == getattr(Config, k)}
-        cfg = replace(cfg, model=str(TINY), **values)
-    cfg = replace(cfg, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
-    if cfg.check:  # the run may be meant for other machines: what it needs is told, and not refused
-        cfg = replace(cfg, fit="", force=True)
+    model = cfg.model or str(TINY)
+    cfg = replace(cfg, model=model, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
     cfg = replace(cfg, dtype=settle_dtype(cfg.dtype, world.device))
     check_packages(cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb, cfg.dtype, world.gpu_name)
     return cfg
+
+
+def rows_of(cfg: Config) -> Rows:
+    """Which rows are read, and how."""
+    return Rows(
+        dataset=cfg.dataset,
+        seq_len=cfg.seq_len,
+        format=cfg.format,
+        columns=cfg.columns,
+        bad_rows=cfg.bad_rows,
+        train_on=cfg.train_on,
+        max_rows=cfg.max_rows,
+        too_long=cfg.too_long,
+        eval_dataset=cfg.eval_dataset,
+        eval_share=cfg.eval_share,
+    )
+
+
+def lora_of(cfg: Config) -> Lora:
+    """The adapters that train."""
+    return Lora(
+        lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        lora_targets=cfg.lora_targets,
+        lora_dropout=cfg.lora_dropout,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        modules_to_save=cfg.modules_to_save,
+        adapter=cfg.adapter,
+    )
+
+
+def quant_of(cfg: Config) -> Quant:
+    """How frozen weights are stored."""
+    return Quant(
+        quantization=cfg.quantization,
+        int8_mode=cfg.int8_mode,
+        quantize_head=cfg.quantize_head,
+        keep_experts_16bit=cfg.keep_experts_16bit,
+    )
 
 
 if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts -----
     with report_errors():
         stop_at_once()
-        main(parse_cli(Config, aliases="foreign_flags"))
+        main(parse_cli(Config, aliases="foreign_flags", unless={"model": TINY_VALUES}))
         stop_distributed()

@@ -3,9 +3,9 @@
     python tests/fit_trials.py                20 settings, one after the other
     python tests/fit_trials.py 3 7            some of them
 
-A setting is a model of 100 to 450 million random parameters and flags, drawn from its number. Its plan is
-asked in a cgroup of 3 GiB (--check). The run is then started in one that is smaller by what the plan says is
-not needed.
+A setting is a model of 100 to 450 million random parameters and flags, drawn from its number. preview.py
+plans it in a cgroup of 3 GiB. The run is then started in one that is smaller by what the plan says is not
+needed.
 """
 
 import json
@@ -85,7 +85,9 @@ def make_rows(file: Path) -> Path:
     return file
 
 
-def command(setting: dict, model: Path, rows: Path, out: Path, *more: str) -> list[str]:
+def command(
+    setting: dict, model: Path, rows: Path, out: Path, *more: str, recipe: str = "finetune"
+) -> list[str]:
     """Two steps, each with a checkpoint, and the final save."""
     flags = {"model": model, "dataset": rows, "output_dir": out, "seq_len": setting["seq_len"]}
     flags |= {"steps": 2, "save_every": 1, "log_every": 1} | setting["flags"]
@@ -101,7 +103,7 @@ def command(setting: dict, model: Path, rows: Path, out: Path, *more: str) -> li
             "--nproc_per_node",
             str(setting["ranks"]),
         ]
-    return [*launcher, str(ROOT / "recipes" / "finetune.py"), *words, *more]
+    return [*launcher, str(ROOT / "recipes" / f"{recipe}.py"), *words, *more]
 
 
 def trial(setting: dict, model: Path, rows: Path, out: Path) -> dict:
@@ -111,7 +113,7 @@ def trial(setting: dict, model: Path, rows: Path, out: Path) -> dict:
         "env": os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
     }
     with Limit(MOST) as limit:
-        planned = limit.run(command(setting, model, rows, out, "--check"), **options)
+        planned = limit.run(command(setting, model, rows, out, recipe="preview"), **options)
     needed, there_is = map(float, re.search(ROOM, planned.stdout).groups())
     found = {"limit": MOST - int((there_is - needed - EACH) * setting["ranks"] * GIB), "killed": 0}
     found |= {

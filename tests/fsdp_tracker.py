@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 import torch.distributed as dist
-from tiny import tiny_config
+from tiny import build_optimizer, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +26,6 @@ from utils.model.activations import recompute_activations
 from utils.model.options import Lora, Quant
 from utils.model.sharding import shard_model, sync_gradients
 from utils.plan.states import Setting, planned_model
-from utils.train.optim import build_optimizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -1,4 +1,4 @@
-"""Every usual way in which data is wrong, and what `finetune.py --check` says to it: one table.
+"""Every usual way in which data is wrong, and what `preview.py` says to it: one table.
 
 python -m pytest tests/test_bad_rows.py
 
@@ -14,6 +14,7 @@ import socket
 from dataclasses import replace
 
 import finetune
+import preview
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -164,13 +165,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def said(model, tmp_path, monkeypatch, capsys):
-    """said(dataset, **flags) -> what `--check` prints, or the one line with which it refuses."""
+    """said(dataset, **flags) -> what `preview.py` prints, or the one line with which it refuses."""
     monkeypatch.chdir(tmp_path)
 
     def run(dataset: str, **flags) -> str:
         flags = {"model": str(model), "seq_len": 256} | flags
         try:
-            finetune.main(finetune.Config(dataset=dataset, check=True, **flags))
+            preview.main(preview.Config(dataset=dataset, show=0, **flags))
         except ConfigError as error:
             answer = f"refused: {error}"
         else:
@@ -331,8 +332,6 @@ def test_columns_of_the_command_line(said):
         ({"global_batch_size": 7, "batch_size": 2}, "--global_batch_size 7 is no multiple"),
         ({"lora_rank": 4, "lora_targets": "no_such_proj"}, "--lora_targets"),
         ({"lora_rank": 4, "modules_to_save": "nothing"}, "--modules_to_save"),
-        ({"output_dir": "a.jsonl/out"}, "a.jsonl"),
-        ({"output_dir": "out", "resume": "nowhere"}, "nowhere"),
         ({"shard": 3}, "--shard 3 does not divide 1 ranks"),
         ({"columns": "foo=bar"}, "'foo=bar' is no KEY=COLUMN"),
     ],
@@ -360,10 +359,8 @@ def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, mode
         lines(*[chat(USER, {"role": "assistant", "content": "a" * i}) for i in range(1, 8)]),
     )
     before = sorted(os.listdir())
-    answer = said(
-        "a.jsonl", lora_rank=4, quantization="8bit", output_dir="out/deep", global_batch_size=4
-    )
-    assert "steps     2 an epoch" in answer
+    answer = said("a.jsonl", lora_rank=4, quantization="8bit", global_batch_size=4)
+    assert "micro-batches; 2 steps" in answer
     assert "checked   all that a run checks before it reads weights" in answer
     assert sorted(os.listdir()) == before
 

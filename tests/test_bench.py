@@ -1,4 +1,4 @@
-"""recipes/bench.py on small shapes, as a user runs it.
+"""tests/benchmarks/bench.py on small shapes, as a user runs it.
 
 Alone: `.venv/bin/python -m pytest tests/test_bench.py`
 """
@@ -26,7 +26,7 @@ from shell import ROOT, shell
 
 from utils.run.errors import ConfigError
 
-BENCH = "python recipes/bench.py"
+BENCH = "python tests/benchmarks/bench.py"
 
 
 def ran(tmp_path, flags, seconds=240, **env):
@@ -224,23 +224,12 @@ def test_a_mistyped_benchmark_is_named(tmp_path):
     )
 
 
-def test_a_copy_without_the_benchmarks_says_what_it_lacks(tmp_path):
-    for name in ("recipes", "utils"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    done = shell(BENCH, cwd=tmp_path)
-    assert done.returncode == 2
-    lacks = f"{tmp_path}/tests/benchmarks is not here"
-    assert (
-        done.stderr == f"error: {lacks} (fix: copy it too, or run bench.py where it comes from)\n"
-    )
-
-
 @contextmanager
 def running(folder):
     """`bench.py load --only from_pretrained` whose ranks have been started."""
     command = [
         sys.executable,
-        "recipes/bench.py",
+        "tests/benchmarks/bench.py",
         "load",
         "--small",
         "--ranks",

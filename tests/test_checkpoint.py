@@ -9,13 +9,13 @@ import shutil
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import tiny_model
+from tiny import build_optimizer, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from utils.model.sharding import shard_model
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver
-from utils.train.optim import build_optimizer, clip_gradients
+from utils.train.optim import clip_gradients
 from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
 
 SMALL = {

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import finetune
 import generate
+import preview
 import pytest
 import torch
 from tiny import tiny_tokenizer
@@ -178,10 +178,10 @@ def test_a_flag_cannot_forge_a_line(flag, tmp_path, capsys):
     """Its value is named in the error that it leads to."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "Say.", "output": "Yes."}\n')
-    flags = {"model": str(ROOT / "recipes" / "tiny"), "dataset": str(rows), "check": True}
+    flags = {"model": str(ROOT / "recipes" / "tiny"), "dataset": str(rows)}
     flags[flag] = str(tmp_path / FORGED.replace("\x00", ""))
     with pytest.raises(SystemExit) as ended, report_errors():
-        finetune.main(finetune.Config(**flags))
+        preview.main(preview.Config(**flags))
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     (line, empty) = err.split("\n")

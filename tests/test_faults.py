@@ -202,7 +202,9 @@ def stopped(flags, out, send, torchrun="", code=None, launch=Launch) -> int:
     step = int(said.split("after step ")[1].split(":")[0])
     path = out / "checkpoints" / f"step_{step:08d}"
     assert said.startswith("stopped   by SIG")
-    assert said.endswith(f"after step {step}: {path}; the same command goes on")
+    assert said.endswith(f"after step {step}: {path}")
+    (again,) = run.lines("to go on  torchrun --nproc_per_node=2 ")
+    assert f"--output_dir {out}" in again
     assert names(out / "checkpoints") == ["latest", path.name]  # and no second save
     assert [x["step"] for x in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 1))
     return step

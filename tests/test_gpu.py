@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
-from tiny import tiny_model_folder
+from tiny import build_optimizer, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.model.folder import open_weights
@@ -23,7 +23,6 @@ from utils.model.sharding import shard_model
 from utils.plan.fit import room_here
 from utils.run.distributed import init_distributed, stop_distributed
 from utils.run.mesh import build_mesh
-from utils.train.optim import build_optimizer
 
 pytestmark = [
     pytest.mark.gpu,

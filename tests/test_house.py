@@ -32,8 +32,8 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("train/trained_run", "model/lora"),
 }
 # Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit.
-LOADED_BUDGET = 55_500  # what the promised command has loaded after two steps; goal 45,000
-UTILS_BUDGET = 65_500  # all of utils; goal 58,000
+LOADED_BUDGET = 55_200  # what the promised command has loaded after two steps; goal 45,000
+UTILS_BUDGET = 64_900  # all of utils; goal 58,000
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",
@@ -42,7 +42,6 @@ OTHERS = {  # tokens loaded by comparable commands, counted in the same way
 TOKENS_PER_LINE, TOKENS_PER_LINE_OF_A_FILE = 9.5, 11.0
 ACTS = "world folder data plan build shard load optimizer resume train save parse".split()
 OWN_ACTS = {  # (recipe, act) with a text of its own: these recipes train nothing
-    ("bench", "plan"),
     ("export", "plan"),
     ("export", "world"),
     ("finetune", "parse"),  # it also reads the flags of other projects
@@ -50,6 +49,7 @@ OWN_ACTS = {  # (recipe, act) with a text of its own: these recipes train nothin
     ("generate", "plan"),
     ("generate", "shard"),
     ("generate", "world"),
+    *(("preview", act) for act in ("world", "folder", "data", "plan", "parse")),
 }
 LAYOUT = {
     tokenize.COMMENT,

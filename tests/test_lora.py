@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_quantize import loss_of, token_ids
-from tiny import tiny_config, tiny_model_folder
+from tiny import build_optimizer, tiny_config, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -34,7 +34,6 @@ from utils.model.quantize import quantize_linears
 from utils.model.sharding import shard_model
 from utils.run.errors import ConfigError
 from utils.run.mesh import build_mesh, mesh_axes
-from utils.train.optim import build_optimizer
 
 EVERY = {"targets": "all-linear", "use_rslora": True}
 CASES = {  # of add_lora

@@ -15,7 +15,7 @@ import pytest
 import torch
 from metrics import read_metrics
 from ranks import run_ranks
-from tiny import tiny_config, tiny_model
+from tiny import build_optimizer, tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ from utils.run.errors import ConfigError
 from utils.run.log import RunLog
 from utils.run.trackers import Careful
 from utils.train.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
-from utils.train.optim import build_optimizer, check_packages
+from utils.train.optim import check_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {

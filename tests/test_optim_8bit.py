@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_checkpoint import SMALL, fingerprint, train
-from tiny import tiny_model
+from tiny import build_optimizer, tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +20,6 @@ from utils.model.sharding import shard_model
 from utils.plan.states import estimate_states
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver
-from utils.train.optim import build_optimizer
 from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
 
 SHAPES = {

@@ -8,6 +8,7 @@ import json
 from itertools import chain
 
 import finetune
+import preview
 import pytest
 import torch
 from test_data import examples_of
@@ -236,11 +237,11 @@ def test_a_packed_run_has_the_losses_of_the_unpacked_one_and_resumes(tmp_path):
 def test_what_becomes_of_longer_rows_is_counted(tmp_path, capsys, too_long, said):
     folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
     rows = write_rows(tmp_path / "rows.jsonl", 12)
-    flags = {"model": str(folder), "dataset": str(rows), "check": True, "seq_len": LONG}
-    finetune.main(finetune.Config(too_long=too_long, packing=True, **flags))
+    flags = {"model": str(folder), "dataset": str(rows), "show": 0, "seq_len": LONG}
+    preview.main(preview.Config(too_long=too_long, packing=True, **flags))
     assert said in capsys.readouterr().out
     with pytest.raises(
         ConfigError,
         match=rf"rows.jsonl:\d+: \d+ tokens, more than --seq_len {LONG} \(fix: --too_long",
     ):
-        finetune.main(finetune.Config(too_long="error", **flags))
+        preview.main(preview.Config(too_long="error", **flags))

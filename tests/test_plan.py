@@ -5,7 +5,6 @@ python -m pytest tests/test_plan.py
 
 import json
 import os
-import shlex
 import shutil
 import socket
 import subprocess
@@ -292,7 +291,7 @@ def test_an_error_is_printed_once_for_two_ranks_and_the_exit_is_not_zero(tmp_pat
 # --- a look before the run
 
 
-def test_check_reads_everything_but_weights_and_needs_no_group(flags, tmp_path):
+def test_a_preview_reads_everything_but_weights(flags, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(flags["model"], model)
     file = model / "model.safetensors"
@@ -300,35 +299,35 @@ def test_check_reads_everything_but_weights_and_needs_no_group(flags, tmp_path):
         start = 8 + int.from_bytes(weights.read(8), "little")
         weights.seek(start)
         weights.write(b"\xff" * (file.stat().st_size - start))
-    code = "import sys; sys.path.insert(0, 'recipes'); import finetune, torch.distributed as dist; "
-    code += "print(finetune.main(finetune.Config(**eval(sys.argv[1]))), dist.is_initialized())"
-    settings = {
-        **flags,
-        "model": str(model),
-        "check": True,
-        "global_batch_size": 2,
-        "output_dir": str(tmp_path / "out"),
-    }
-    result = shell(f"python -c {shlex.quote(code)} {shlex.quote(repr(settings))}")
+    settings = {**flags, "model": model, "global_batch_size": 2, "output_dir": tmp_path / "out"}
+    words = " ".join(f"--{name} {value}" for name, value in settings.items())
+    result = shell(f"python recipes/preview.py {words}")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1] == "None False"
+    assert lines[0].startswith("without effect here: ")
+    assert "--output_dir" in lines[0]
     assert (
-        lines[-2]
+        lines[-1]
         == "checked   all that a run checks before it reads weights: flags, files and every row"
     )
-    assert lines[-3].startswith("steps ")
     assert any(line.startswith("data      ") for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-    assert "an epoch" in lines[-3]
+
+
+def test_a_plan_that_does_not_fit_is_the_last_line_and_exit_code_1():
+    result = shell("python recipes/preview.py --show 0 --batch_size 900000 --ranks 2")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: this does not fit: a rank needs ")
+    assert "ranks     2 ranks" in result.stdout
 
 
 @pytest.mark.slow
-def test_check_on_two_ranks_is_done_once_and_leaves_no_folder(flags, tmp_path):
+def test_a_preview_on_two_ranks_is_done_once_and_leaves_no_folder(flags, tmp_path):
     words = " ".join(f"--{name} {value}" for name, value in flags.items() if name != "output_dir")
     out = tmp_path / "new"
-    command = f"torchrun --nproc_per_node 2 recipes/finetune.py {words}"
-    result = shell(f"{command} --check --output_dir {out}")
+    command = f"torchrun --nproc_per_node 2 recipes/preview.py {words}"
+    result = shell(f"{command} --output_dir {out}")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(set(lines)) == len(lines)
@@ -337,10 +336,16 @@ def test_check_on_two_ranks_is_done_once_and_leaves_no_folder(flags, tmp_path):
     assert not out.exists()
 
 
-def test_masks_are_shown_and_nothing_else_happens(flags, tmp_path, capsys):
+def test_masks_are_shown_and_nothing_else_happens(flags, tmp_path):
     rows = write_chats(tmp_path / "rows.jsonl", "yes", "no")
-    assert run(**{**flags, "dataset": rows, "show_masks": 1}) is None
-    shown = capsys.readouterr().out
-    assert "rows.jsonl:1\n" in shown
-    assert shown.count("[[") == 1
-    assert "[[yes" in shown
+    result = shell(f"python recipes/preview.py --model {flags['model']} --dataset {rows} --show 1")
+    assert "rows.jsonl:1\n" in result.stdout
+    assert result.stdout.count("[[") == 1
+    assert "[[yes" in result.stdout
+
+
+def test_the_former_flags_of_finetune_are_answered_with_preview():
+    for flag in ("--check", "--show_masks 2"):
+        result = shell(f"python recipes/finetune.py {flag}")
+        assert result.returncode == 2
+        assert "recipes/preview.py shows rows, masks and the plan" in result.stderr

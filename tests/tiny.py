@@ -119,3 +119,17 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=special[3:],
         chat_template=CHATML,
     )
+
+
+def build_optimizer(model, lr: float, weight_decay: float, name: str = "adamw"):
+    """The optimizer of recipes/finetune.py."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    from utils.train.optim_8bit import ShardedAdamW8bit
+
+    return ShardedAdamW8bit(groups, lr, (0.9, 0.95), paged=name.startswith("paged"))

@@ -9,6 +9,7 @@ Written by hand are only config.json, generation_config.json, tokenizer_config.j
 import hashlib
 import io
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,6 @@ from stories import chat_row, story
 from utils.data.batches import Batch
 from utils.model.loss import add_chunked_loss, summed_cross_entropy
 from utils.run.units import IGNORE
-from utils.train.optim import build_optimizer, clip_gradients, learning_rate
 
 STEPS = 1500
 BATCH = 32  # stories
@@ -132,14 +132,21 @@ def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(HERE), dtype=torch.float32)
     add_chunked_loss(model)
-    optimizer = build_optimizer(model, LR, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, STEPS, LR, WARMUP, "cosine")
+            group["lr"] = rate_of(step)
         first = step * BATCH
         loss = mean_loss(model, ids[first : first + BATCH])
         loss.backward()
-        clip_gradients(model, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 0:
@@ -147,6 +154,13 @@ def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
     model.to(torch.bfloat16).to(torch.float32)  # what the file holds
     with torch.no_grad():
         return model, mean_loss(model, ids[-VALIDATION_STORIES:]).item()
+
+
+def rate_of(step: int) -> float:
+    """Linear warm-up, then cosine to 0."""
+    if step < WARMUP:
+        return LR * (step + 1) / WARMUP
+    return LR * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
 
 
 def mean_loss(model: torch.nn.Module, stories: list[list[int]]) -> torch.Tensor:

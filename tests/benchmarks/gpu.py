@@ -105,11 +105,13 @@ def _ours(
     worker: Worker, config, batches: list[torch.Tensor], micro_batches: int
 ) -> torch.nn.Module:
     """What recipes/finetune.py does from `build` to `train`, but for the files."""
+    from tiny import build_optimizer
+
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
     from utils.model.sharding import decoder_layers, shard_model, sync_gradients
     from utils.run.mesh import build_mesh
-    from utils.train.optim import build_optimizer, clip_gradients
+    from utils.train.optim import clip_gradients
 
     device, name = worker.world.device, worker.contender
     offload = name == "offload_1b"

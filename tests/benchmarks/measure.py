@@ -31,7 +31,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))  # utils/ is beside recipes/
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(TESTS.parent), str(TESTS)]  # utils/ is beside tests/, which has tiny.py
 
 import torch.distributed as dist
 

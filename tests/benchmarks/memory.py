@@ -14,6 +14,7 @@ import statistics
 import torch
 from gpu import TINY, fill, write_table
 from measure import Bound, Worker, run_worker  # also puts the repository on sys.path
+from tiny import build_optimizer
 
 from utils.model.activations import recompute_activations
 from utils.model.loading import load_pieces
@@ -25,7 +26,7 @@ from utils.plan.states import Setting, planned_model
 from utils.run.distributed import World
 from utils.run.mesh import build_mesh
 from utils.run.units import GIB
-from utils.train.optim import build_optimizer, clip_gradients
+from utils.train.optim import clip_gradients
 
 CONTENDERS = {
     "settings": "recompute, rows, length, LoRA, 8bit, 4bit, offload and dtypes, alone and together"

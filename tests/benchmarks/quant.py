@@ -11,6 +11,7 @@ import load
 import torch
 from measure import MIB, Bound, Worker, measured, run_worker
 from step import WireBytes
+from tiny import build_optimizer
 from transformers import LlamaConfig
 
 from utils.model.folder import open_weights
@@ -21,7 +22,6 @@ from utils.model.quantize import KINDS, quantize_linears
 from utils.model.sharding import decoder_layers, shard_model
 from utils.run.distributed import all_reduce_sum
 from utils.run.mesh import build_mesh
-from utils.train.optim import build_optimizer
 
 CONTENDERS = {
     "16bit": "LoRA over bf16 weights",

@@ -27,6 +27,7 @@ from load import ELEMENTS, compare, prepare, shards_of  # noqa: F401 (prepare is
 from load import ours as load
 from measure import MIB, Bound, Worker, anonymous_bytes, measured, run_worker
 from safetensors.torch import save_file
+from tiny import build_optimizer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -39,7 +40,7 @@ from utils.model.sharding import shard_model
 from utils.run.distributed import broadcast
 from utils.run.mesh import build_mesh
 from utils.train.checkpoint import CheckpointSaver, checkpoint_tensors
-from utils.train.optim import build_optimizer, clip_gradients
+from utils.train.optim import clip_gradients
 
 CONTENDERS = {
     "ours": "utils/model/saving.py: every rank writes its shards at their places, reads back, compares",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..run.errors import ConfigError, check
 from ..run.units import IGNORE
 from .examples import Example, permutation
 
@@ -32,9 +33,9 @@ class Batch:
     def trained_tokens(self) -> int:
         return int((self.labels != IGNORE).sum())
 
-    def to(self, device: torch.device, pin_memory: bool = False) -> "Batch":
+    def to(self, device: torch.device) -> "Batch":
         """The batch on a device. For a GPU it goes through page-locked memory, so that the copy overlaps."""
-        pin = pin_memory and device.type == "cuda"
+        pin = device.type == "cuda"
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if pin:
@@ -136,3 +137,34 @@ class GlobalBatches:
         most_rows = math.ceil(len(rows) / self.ranks)
         starts = range(0, most_rows, self.batch_size)
         return [self.batch(share[start : start + self.batch_size]) for start in starts]
+
+
+def divide_batch(
+    batch_size: int, grad_accum: int, global_batch_size: int, ranks: int
+) -> tuple[int, int]:
+    """(the global batch, micro-batches of a rank in it), in sequences or packs. 0: follows from the others.
+
+    ranks: those that divide the data. ConfigError where the sizes contradict each other names those that
+    would fit.
+    """
+    at_once = batch_size * ranks
+    if not global_batch_size:
+        micro_batches = max(1, grad_accum)
+        return at_once * micro_batches, micro_batches
+    micro_batches, remainder = divmod(global_batch_size, at_once)
+    product = f"--batch_size {batch_size} x {ranks} ranks"
+    if remainder:
+        sizes = [
+            n
+            for n in range(1, global_batch_size // ranks + 1)
+            if global_batch_size % (n * ranks) == 0
+        ]
+        counts = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+        fix = f"{', '.join(map(str, counts))} ranks"
+        if sizes:
+            fix = f"--batch_size {', '.join(map(str, sizes))}"
+        text = f"--global_batch_size {global_batch_size} is no multiple of {product}"
+        raise ConfigError(f"{text} (fix: {fix})")
+    text = f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
+    check(grad_accum in (0, micro_batches), f"{text} (fix: leave one of them out)")
+    return global_batch_size, micro_batches

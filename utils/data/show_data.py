@@ -13,14 +13,12 @@ def show_masks(examples, tokenizer, count: int) -> None:
         print0(f"{escaped(item.where)}\n{marked(item, tokenizer)}\n", ready=True)
 
 
-def show_data(examples, held_out, loader) -> None:
-    """Print the lengths of the rows below the plan, which says everything else. loader: of the examples."""
+def print_lengths(examples, held_out) -> None:
+    """The lengths of the rows."""
     for name, part in (("lengths", examples), ("held out", held_out)):
         if part:
             half, most = int(part.lengths.median()), int(part.lengths.max())
             print0(f"{name:9} {len(part):,} rows; half have at most {half:,} tokens, all {most:,}")
-    print0(f"steps     {loader.per_epoch:,} an epoch")
-    print0("checked   all that a run checks before it reads weights: flags, files and every row")
 
 
 def marked(item, tokenizer) -> str:

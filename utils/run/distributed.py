@@ -40,15 +40,17 @@ class World:
     local_size: int
     device: torch.device
 
+    plans_for: int = 0  # ranks of one machine that preview.py plans for; 0: these
+
     @property
     def ranks(self) -> int:
-        """Ranks of the run: also for ALONE, of which torchrun may have started several."""
-        return (_env_int("WORLD_SIZE") or 1) if self is ALONE else self.size
+        """Ranks of the run."""
+        return self.plans_for or self.size
 
     @property
     def local_ranks(self) -> int:
-        """Those of this machine, likewise."""
-        return (_env_int("LOCAL_WORLD_SIZE") or 1) if self is ALONE else self.local_size
+        """Those of this machine."""
+        return self.plans_for or self.local_size
 
     @property
     def gpu_name(self) -> str:
@@ -59,17 +61,22 @@ class World:
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # one process without a group, for what needs none
 
 
-def init_distributed(alone: bool = False) -> World:
-    """Join the gloo group that torchrun's variables describe; a world of one where there are none; ALONE
-    if asked.
+def alone(ranks: int = 0) -> World:
+    """A world of one process without a group, which plans for `ranks` on this machine; 0: for those that
+    torchrun has started, of which the first does the work and the others end here.
+    """
+    if _env_int("RANK"):
+        sys.exit(0)
+    ranks = ranks or _env_int("WORLD_SIZE", 1)
+    return World(0, 1, 0, 1, _device(0, 1), plans_for=ranks)
+
+
+def init_distributed() -> World:
+    """Join the gloo group that torchrun's variables describe; a world of one where there are none.
 
     Raises ConfigError for variables that do not fit together, a port in use, or more ranks on this machine
     than GPUs.
     """
-    if alone:
-        if _env_int("RANK"):
-            sys.exit(0)  # torchrun started several: the first one does the work, and prints it once
-        return ALONE
     rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
     store = None
     if rank is None and size is None:
@@ -134,7 +141,7 @@ def _set_timeouts(seconds: float) -> None:
 def gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
-    if world is not ALONE:
+    if world.size > 1:
         dist.all_gather_object(values, value)
     return values
 
@@ -142,7 +149,7 @@ def gather(world: World, value: object) -> list:
 def broadcast(world: World, value: object, source: int = 0) -> object:
     """`value` of rank `source`, on every rank."""
     box = [value if world.rank == source else None]
-    if world is not ALONE:
+    if world.size > 1:
         dist.broadcast_object_list(box, src=source)
     return box[0]
 
@@ -168,12 +175,12 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     except ConfigError as error:
         mine = error.lines
     said: dict[str, list[str]] = {}
-    if patient and world is not ALONE:
+    if patient and world.size > 1:
         _set_timeouts(PATIENT_SECONDS)
     for rank, lines in enumerate(gather(world, mine)):
         for line in lines or []:
             said.setdefault(line, []).append(str(rank))
-    if patient and world is not ALONE:
+    if patient and world.size > 1:
         _set_timeouts(START_SECONDS)
     whose = {
         line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()

@@ -116,7 +116,7 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
     sizes = f"need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB"
     text = f"no space left: {sizes} at {folder} (fix: another --output_dir, or make room)"
     if needed_bytes > free_bytes:
-        raise ConfigError(text, agreed=world is not ALONE)
+        raise ConfigError(text, agreed=world.size > 1)
 
 
 def _free_bytes(folder: Path) -> float:

@@ -59,9 +59,9 @@ def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
 
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     """What the mesh does, for the plan."""
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    ranks = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
     cores = os.cpu_count()
-    if world.device.type == "cpu" and world.local_size > (cores or 1):
+    if world.device.type == "cpu" and world.local_ranks > (cores or 1):
         ranks += f" that share {cores} cores"
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     weights = f"{copies}every weight cut into {axes['shard']}"
@@ -71,7 +71,7 @@ def mesh_sentence(world: World, axes: dict[str, int]) -> str:
 def data_place(world: World, axes: dict[str, int]) -> tuple[int, int]:
     """(data rank of this rank, number of data ranks). Ranks that share rows are one data rank.
 
-    Copies and shards both read rows of their own. ALONE is the first of the run's ranks.
+    Copies and shards both read rows of their own.
     """
     data_axes = [axis for axis in ("replicate", "shard") if axis in axes]
     data_ranks = math.prod(axes[axis] for axis in data_axes)

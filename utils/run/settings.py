@@ -16,7 +16,8 @@ import re
 import sys
 import typing
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import fire
@@ -32,11 +33,18 @@ BARE = "True"  # what fire hands over for a flag that stands alone
 NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0.001 or 1e-3"}
 
 
-def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
+def parse_cli(
+    cls: type,
+    argv: list[str] | None = None,
+    aliases: str = "",
+    unless: dict[str, dict[str, object]] | None = None,
+    others: Sequence[str] = (),
+):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
     aliases names a module beside this one that knows other projects' flags, foreign_flags; it is imported
-    only for a name that `cls` lacks, and may be absent.
+    only for a name that `cls` lacks, and may be absent. unless: for a setting that is not given, others that
+    then stand in place of their defaults. others: settings of a sibling that have no effect here.
     Raises ConfigError, with a line for each name that nobody knows. On --help prints help_text(cls) and exits
     with 0.
     """
@@ -48,7 +56,10 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
     kinds = kinds_of(cls)
     texts = split_words(argv)
     path = texts.pop("config", "")
-    from_file = read_yaml(cls, path) if path else {}
+    from_file = read_yaml(cls, path, others) if path else {}
+    without_effect = [texts.pop(name) and f"--{name}" for name in others if name in texts]
+    if without_effect:
+        print0(f"without effect here: {', '.join(without_effect)}")
     implied: dict[str, str] = {}
     unknown = [name for name in texts if name not in kinds]
     table = import_table(aliases) if unknown else None
@@ -62,6 +73,9 @@ def parse_cli(cls: type, argv: list[str] | None = None, aliases: str = ""):
     values = {name: read_value(*kinds[name], f"--{name}", text) for name, text in implied.items()}
     values |= from_file
     values |= {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
+    for name, others in (unless or {}).items():
+        if name not in values:
+            values = others | values
     return cls(**values)
 
 
@@ -156,9 +170,11 @@ def load_config(cls: type, path: str | Path):
     return cls(**read_yaml(cls, path))
 
 
-def read_yaml(cls: type, path: str | Path) -> dict[str, str | int | float | bool]:
-    """The settings of a flat YAML file. Only its text counts: YAML's own readings (no as False, 1e-4 as text,
-    010 as 8) never come into play.
+def read_yaml(
+    cls: type, path: str | Path, others: Sequence[str] = ()
+) -> dict[str, str | int | float | bool]:
+    """The settings of a flat YAML file, without those named `others`. Only its text counts: YAML's own
+    readings (no as False, 1e-4 as text, 010 as 8) never come into play.
     """
     kinds = kinds_of(cls)
     try:
@@ -178,6 +194,8 @@ def read_yaml(cls: type, path: str | Path) -> dict[str, str | int | float | bool
         plain = isinstance(key, yaml.ScalarNode) and isinstance(node, yaml.ScalarNode)
         check(plain, f"{at}: one `name: value` a line, no lists and no mappings")
         name = key.value.replace("-", "_")
+        if name in others:
+            continue
         check(name in kinds, f"{at} is no setting ({hint(name, kinds, {})})")
         check(name not in values, f"{at} is set twice: write it once")
         values[name] = read_value(*kinds[name], at, node.value)
@@ -229,44 +247,3 @@ def described(cls: type) -> dict[str, dict[str, str]]:
     shown = {name for comments in groups.values() for name in comments}
     inherited = [field.name for field in dataclasses.fields(cls) if field.name not in shown]
     return groups | ({"Also": dict.fromkeys(inherited, "")} if inherited else {})
-
-
-def pick(options: type, settings: object, **others: object) -> object:
-    """A small dataclass of options, from a recipe's settings of the same names."""
-    names = [field.name for field in dataclasses.fields(options)]
-    found = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-    return options(**(found | others))
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """What is given of a run's batch sizes, in sequences (or packs); 0: follows from the others."""
-
-    batch_size: int  # of a rank and micro-batch
-    grad_accum: int = 0  # micro-batches of a rank in an optimizer step
-    global_batch_size: int = 0  # of an optimizer step
-
-    def divide(self, ranks: int) -> tuple[int, int]:
-        """(the global batch, micro-batches of a rank in it). ConfigError where the sizes contradict each
-        other names those that would fit.
-        """
-        batch, total = self.batch_size, self.global_batch_size
-        at_once = batch * ranks
-        if not total:
-            micro_batches = max(1, self.grad_accum)
-            return at_once * micro_batches, micro_batches
-        micro_batches, remainder = divmod(total, at_once)
-        product = f"--batch_size {batch} x {ranks} ranks"
-        if remainder:
-            sizes = [n for n in range(1, total // ranks + 1) if total % (n * ranks) == 0]
-            counts = [n for n in range(1, total + 1) if total % n == 0]
-            if sizes:
-                fix = f"--batch_size {', '.join(map(str, sizes))}"
-            else:
-                fix = f"{', '.join(map(str, counts))} ranks"
-            text = f"--global_batch_size {total} is no multiple of {product}"
-            raise ConfigError(f"{text} (fix: {fix})")
-        text = f"--grad_accum {self.grad_accum} x {product} is not --global_batch_size {total}"
-        fits = self.grad_accum in (0, micro_batches)
-        check(fits, f"{text} (fix: leave one of them out)")
-        return total, micro_batches

@@ -1,8 +1,8 @@
 """
 Measure what the README claims, beside the peers: ratios within one run, median with min and max.
 
-    python recipes/bench.py load                      # also: save, step, loss, quant, data, gpu, memory
-    python recipes/bench.py save --ranks 2 --only ours,raw_write --json save.json
+    python tests/benchmarks/bench.py load                 # also: save, step, loss, quant, data, gpu, memory
+    python tests/benchmarks/bench.py save --ranks 2 --only ours,raw_write --json save.json
 
 Every contender runs in fresh processes, and they take turns (a b c, a b c, ...): a drift of the machine
 affects all alike. If one fails, the table shows its error and the others go on: peers are optional installs.
@@ -29,9 +29,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-HERE = Path(__file__).resolve().parent
-BENCHMARKS = HERE.parent / "tests" / "benchmarks"
-sys.path[1:1] = [str(HERE.parent), str(BENCHMARKS)]  # utils/ is beside recipes/
+BENCHMARKS = Path(__file__).resolve().parent
+sys.path.insert(1, str(BENCHMARKS.parent.parent))  # utils/ is beside tests/
 
 from utils.run.errors import act, check, report_errors
 from utils.run.settings import parse_cli
@@ -67,10 +66,6 @@ def main(cfg: Config) -> bool:
     check(
         sys.platform == "linux",
         f"bench.py measures through /proc, which {sys.platform} lacks (fix: run it on Linux)",
-    )
-    check(
-        (BENCHMARKS / f"{cfg.what}.py").is_file(),
-        f"{BENCHMARKS} is not here (fix: copy it too, or run bench.py where it comes from)",
     )
     benchmark = importlib.import_module(cfg.what)
     names = cfg.only.split(",") if cfg.only else list(benchmark.CONTENDERS)

@@ -1,0 +1,249 @@
+"""
+Show what a run of finetune.py would train on and what it would need, and train nothing: rows with their
+masks, lengths, the global batch, the plan of memory. Takes the flags of finetune.py.
+
+    python recipes/preview.py --show 2
+    python recipes/preview.py --model DIR --dataset chat.jsonl --ranks 8 --lora_rank 16
+    torchrun --nproc_per_node 8 recipes/preview.py --config run.yaml    # the first process does the work
+
+Everything that a run checks before it reads weights is checked. Exit code 1: the run does not fit.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+
+from utils.data.batches import GlobalBatches, divide_batch
+from utils.data.examples import FormName, Rows, load_data, longest_row, print_data
+from utils.data.packing import PackedBatches
+from utils.data.positions import check_positions
+from utils.data.show_data import print_lengths, show_masks
+from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
+from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
+from utils.model.loading import build_model, plan_pieces
+from utils.model.options import Lora, Quant, check_adapter_flags
+from utils.model.sharding import DTYPES, settle_dtype
+from utils.plan.fit import plan_memory
+from utils.plan.states import Setting
+from utils.run.distributed import alone, together
+from utils.run.errors import ConfigError, act, check, print0, print_once, report_errors
+from utils.run.mesh import mesh_axes, mesh_sentence
+from utils.run.settings import check_least, parse_cli
+from utils.run.signals import stop_at_once
+
+TINY = Path(__file__).resolve().parent / "tiny"
+# What stands for flags that are not given, where --model is not.
+TINY_VALUES = {"epochs": 3, "batch_size": 16}
+# Flags of finetune.py that change nothing of what is shown.
+OTHERS = """eval_every lr warmup schedule weight_decay clip_norm fit force output_dir resume save_every keep
+allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
+
+
+@dataclass
+class Config:
+    # What
+    model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
+    tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
+    dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
+    format: FormName = "auto"  # of rows
+    columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
+    bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
+    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    max_rows: int = 0  # read only the first rows of each source; 0: all
+    eval_dataset: str = ""  # held-out rows, named like --dataset
+    eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
+
+    # How much
+    show: int = 3  # rows that are printed with their masks
+    ranks: int = 0  # plan for so many on one machine; 0: those that torchrun has started, or 1
+    epochs: int = 1  # times through the data
+    steps: int = 0  # optimizer steps; 0: whatever --epochs gives
+    global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
+    batch_size: int = 1  # sequences per rank and micro-batch
+    grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
+    seq_len: int = 2048  # tokens of a row
+    too_long: Literal["truncate", "drop", "error"] = "truncate"  # what becomes of longer ones
+    packing: bool = False  # several documents in one row; batch sizes then count packs
+    seed: int = 0  # order of the data, dropout
+
+    # How
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
+    # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
+    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
+    lora_dropout: float = 0.0  # dropout on the input of the adapters
+    use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+    use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
+    modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
+    adapter: str = ""  # peft folder of an adapter to continue
+    # frozen weights in int8 or nf4
+    quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
+    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
+    quantize_head: bool = False  # the head too; the loss then needs full logits
+    keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
+    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    compile: bool = False  # torch.compile for each layer
+    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
+    replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
+    shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
+
+    # Where
+    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
+
+    def __post_init__(self):
+        check_least(self, batch_size=1, epochs=1, seq_len=2)
+        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
+        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
+        both = self.eval_dataset and self.eval_share
+        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
+
+
+def main(cfg: Config) -> bool:
+    """Show it; returns whether the run would fit."""
+    quiet_transformers()
+
+    # --- world: one process, which stands for all ranks of the run --------------------------------
+    act("world")
+    world = alone(cfg.ranks)
+    axes = mesh_axes(world.ranks, cfg.replicate, cfg.shard)
+    model_name = cfg.model or str(TINY)
+    dtype = settle_dtype(cfg.dtype, world.device)
+    cfg = replace(
+        cfg, model=model_name, dataset=cfg.dataset or str(TINY / "chat.jsonl"), dtype=dtype
+    )
+
+    # --- folder: the model's ----------------------------------------------------------------------
+    act("folder")
+    trust = cfg.trust_remote_code
+    source = open_model(cfg.model, world, trust)
+    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
+    tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+    check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
+    model = build_model(source.config, DTYPES[cfg.param_dtype], cfg.attn, trust)  # on meta
+    plan_pieces(model, source.weights, source.folder)
+
+    # --- data: every row is read, checked and tokenized -------------------------------------------
+    act("data")
+    with together(world, patient=True):
+        examples, held_out = load_data(rows_of(cfg), tokenizer, progress=True)
+        check_positions(model, cfg.seq_len, examples, held_out)
+    show_masks(examples, tokenizer, cfg.show)
+
+    # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
+    act("plan")
+    with together(world):
+        setting = Setting(
+            config=source.config,
+            param_dtype=DTYPES[cfg.param_dtype],
+            dtype=DTYPES[cfg.dtype],
+            seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
+            shards=axes["shard"],
+            replicate=world.ranks // axes["shard"],
+            local_ranks=world.local_ranks,
+            gpu=world.device.type == "cuda",
+            batch_size=cfg.batch_size,
+            rows=cfg.global_batch_size // world.ranks or cfg.batch_size * cfg.grad_accum,
+            activation_checkpointing=cfg.activation_checkpointing,
+            cpu_offload=cfg.cpu_offload,
+            reshard_after_forward=cfg.reshard_after_forward,
+            lora=lora_of(cfg),
+            quant=quant_of(cfg),
+            attn=cfg.attn,
+            trust_remote_code=trust,
+            packing=cfg.packing,
+            optimizer=cfg.optimizer,
+            sync_each_microbatch=cfg.sync_each_microbatch,
+            low_cpu_fsdp=cfg.low_cpu_fsdp,
+            async_save=cfg.async_save,
+            compile=cfg.compile,
+        )
+        plan = plan_memory(setting, world, force=True)
+    data_ranks = world.ranks  # copies and shards both read rows of their own
+    global_batch, micro_batches = divide_batch(
+        cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, data_ranks
+    )
+    shares = (cfg.batch_size, 0, data_ranks, pad_id(tokenizer))
+    if cfg.packing:
+        loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
+    else:
+        loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+    steps = cfg.steps or cfg.epochs * loader.per_epoch
+    print0(f"model     {cfg.model}: {source.sentence()}")
+    print_template_notes(tokenizer)
+    print_data(cfg.dataset, loader.summary(), examples, held_out)
+    print_lengths(examples, held_out)
+    print0(f"ranks     {mesh_sentence(world, axes)}")
+    text = f"{cfg.batch_size} rows x {data_ranks} ranks x {micro_batches} micro-batches"
+    print0(
+        f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
+    )
+    print0(plan.text, ready=True)
+    try:
+        plan_memory(setting, world)
+    except ConfigError as error:
+        print_once(error.lines)
+        return False
+    print0("checked   all that a run checks before it reads weights: flags, files and every row")
+    return True
+
+
+def rows_of(cfg: Config) -> Rows:
+    """Which rows are read, and how."""
+    return Rows(
+        dataset=cfg.dataset,
+        seq_len=cfg.seq_len,
+        format=cfg.format,
+        columns=cfg.columns,
+        bad_rows=cfg.bad_rows,
+        train_on=cfg.train_on,
+        max_rows=cfg.max_rows,
+        too_long=cfg.too_long,
+        eval_dataset=cfg.eval_dataset,
+        eval_share=cfg.eval_share,
+    )
+
+
+def lora_of(cfg: Config) -> Lora:
+    """The adapters that train."""
+    return Lora(
+        lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        lora_targets=cfg.lora_targets,
+        lora_dropout=cfg.lora_dropout,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        modules_to_save=cfg.modules_to_save,
+        adapter=cfg.adapter,
+    )
+
+
+def quant_of(cfg: Config) -> Quant:
+    """How frozen weights are stored."""
+    return Quant(
+        quantization=cfg.quantization,
+        int8_mode=cfg.int8_mode,
+        quantize_head=cfg.quantize_head,
+        keep_experts_16bit=cfg.keep_experts_16bit,
+    )
+
+
+if __name__ == "__main__":
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
+    with report_errors():
+        stop_at_once()
+        fits = main(
+            parse_cli(Config, aliases="foreign_flags", unless={"model": TINY_VALUES}, others=OTHERS)
+        )
+        sys.exit(0 if fits else 1)
