@@ -487,7 +487,7 @@ def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():
         torch.bool,
     )
     assert batch.where == ["a", "f:1"]
-    assert batch.to("meta").ids.device.type == "meta"
+    assert batch.to(torch.device("meta")).ids.device.type == "meta"
 
 
 # --- what inference asks for
