@@ -39,7 +39,11 @@ from utils.plan.states import Setting
 from utils.run.distributed import (
     agree,
     all_reduce_sum,
+    build_mesh,
+    data_place,
     init_distributed,
+    mesh_axes,
+    mesh_sentence,
     set_timeout,
     stop_distributed,
     together,
@@ -48,14 +52,12 @@ from utils.run.errors import act, check, print0, report_errors
 from utils.run.folder import check_space, claim_output, releases_output, start_run, write_plan
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
-from utils.run.mesh import build_mesh, data_place, mesh_axes, mesh_sentence
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
-from utils.train.flops import mfu
 from utils.train.optim import check_packages, clip_gradients, stop_if_not_finite
-from utils.train.profiling import start_profiler
+from utils.train.profiling import mfu, start_profiler
 from utils.train.resume import continue_run, load_checkpoint
 
 TINY = Path(__file__).resolve().parent / "tiny"

@@ -36,6 +36,7 @@ from utils.plan.states import Setting, estimate_states
 from utils.run.distributed import (
     World,
     broadcast,
+    build_mesh,
     gather,
     init_distributed,
     stop_distributed,
@@ -43,7 +44,6 @@ from utils.run.distributed import (
 )
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0, report_errors
 from utils.run.folder import releases_output
-from utils.run.mesh import build_mesh
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
 from utils.train.trained_run import load_weights, open_trained

@@ -17,10 +17,17 @@ from typing import Literal
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
 from utils.data.batches import GlobalBatches, divide_batch
-from utils.data.examples import FormName, Rows, load_data, longest_row, print_data
+from utils.data.examples import (
+    FormName,
+    Rows,
+    load_data,
+    longest_row,
+    print_data,
+    print_lengths,
+    show_masks,
+)
 from utils.data.packing import PackedBatches
 from utils.data.positions import check_positions
-from utils.data.show_data import print_lengths, show_masks
 from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
 from utils.model.loading import build_model, plan_pieces
@@ -28,9 +35,8 @@ from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES, settle_dtype
 from utils.plan.fit import plan_memory
 from utils.plan.states import Setting
-from utils.run.distributed import alone, together
+from utils.run.distributed import alone, mesh_axes, mesh_sentence, together
 from utils.run.errors import ConfigError, act, check, print0, print_once, report_errors
-from utils.run.mesh import mesh_axes, mesh_sentence
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_at_once
 

@@ -14,7 +14,7 @@ from utils.model.options import Lora, Quant
 from utils.model.sharding import DTYPES
 from utils.plan.fit import need_of
 from utils.plan.states import Setting
-from utils.run.mesh import mesh_axes
+from utils.run.distributed import mesh_axes
 from utils.run.settings import load_config
 from utils.run.units import GIB
 

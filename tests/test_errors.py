@@ -19,7 +19,7 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from utils.data.show_data import show_masks
+from utils.data.examples import show_masks
 from utils.run.distributed import ALONE, together
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors
 from utils.run.units import IGNORE

@@ -22,9 +22,8 @@ from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.saving import save_model
 from utils.model.sharding import compute_alone, shard_model
-from utils.run.distributed import gather
+from utils.run.distributed import build_mesh, gather
 from utils.run.errors import ConfigError
-from utils.run.mesh import build_mesh
 from utils.run.units import IGNORE
 
 README = Path(__file__).parent.parent / "recipes" / "README.md"

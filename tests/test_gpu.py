@@ -21,8 +21,7 @@ from utils.model.loss import add_chunked_loss, check_chunked_loss
 from utils.model.quantize import KINDS
 from utils.model.sharding import shard_model
 from utils.plan.fit import room_here
-from utils.run.distributed import init_distributed, stop_distributed
-from utils.run.mesh import build_mesh
+from utils.run.distributed import build_mesh, init_distributed, stop_distributed
 
 pytestmark = [
     pytest.mark.gpu,

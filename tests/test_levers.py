@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from test_parity import GLOBAL_BATCH, plain_loop, with_recipe, write_rows
 from tiny import tiny_model_folder
 
+from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError
-from utils.run.mesh import mesh_axes
 
 LEVERS = {
     "full_recompute": {"activation_checkpointing": "full"},

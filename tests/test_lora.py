@@ -32,8 +32,8 @@ from utils.model.lora import (
 )
 from utils.model.quantize import quantize_linears
 from utils.model.sharding import shard_model
+from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
-from utils.run.mesh import build_mesh, mesh_axes
 
 EVERY = {"targets": "all-linear", "use_rslora": True}
 CASES = {  # of add_lora

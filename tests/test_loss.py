@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from utils.data.batches import Batch
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.sharding import shard_model, sync_gradients
-from utils.run.mesh import build_mesh
+from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
 
 CPU = torch.device("cpu")

@@ -22,10 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.model.sharding import shard_model
 from utils.plan.states import States, estimate_states, sum_of
 from utils.run.errors import ConfigError
-from utils.run.log import RunLog
-from utils.run.trackers import Careful
-from utils.train.flops import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
+from utils.run.log import TRACKERS, RunLog
 from utils.train.optim import check_packages
+from utils.train.profiling import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {
@@ -57,8 +56,7 @@ def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
     ]
     assert "\r" not in said
     assert [entry["step"] for entry in objects(tmp_path)] == [1, 2, 3, 4, 5, 5]
-    old = {"taught_tokens": 99}  # as the version before called them
-    assert objects(tmp_path)[0] == {"run": 1, "step": 1, **NUMBERS, "peak_memory_gib": 1.5, **old}
+    assert objects(tmp_path)[0] == {"run": 1, "step": 1, **NUMBERS, "peak_memory_gib": 1.5}
 
 
 def test_other_ranks_are_silent(capsys):
@@ -309,30 +307,28 @@ def test_parts_and_their_sum_are_one_line():
     assert sum_of(vars(states)) == "optimizer 7.48 + weights 3.74 + gradients 3.74 = 14.96 GiB"
 
 
-class Broken:
+def broken(where):
     """A tracker that fails to start, to log or to close."""
 
-    def __init__(self, where):
-        self.where = where
-        self.fail("start")
-
-    def fail(self, act):
-        if act == self.where:
+    def fail(act):
+        if act == where:
             raise OSError(f"no network to {act}\nand more")
 
-    def log(self, numbers, step):
-        self.fail("log")
+    def start(folder, done):
+        fail("start")
+        return (lambda numbers, step: fail("log")), (lambda: fail("close"))
 
-    def close(self):
-        self.fail("close")
+    return start
 
 
 @pytest.mark.parametrize("where", ["start", "log", "close"])
-def test_a_tracker_that_fails_is_left_out_with_one_warning(where, capsys):
+def test_a_tracker_that_fails_is_left_out_with_one_warning(where, tmp_path, capsys, monkeypatch):
     """Row 57 of the fault matrix, for a service that is down."""
-    tracker = Careful(Broken, where)
-    for step in (1, 2):
-        tracker.log({"loss": 1.0}, step)
-    tracker.close()
-    said = f"warning: the run goes on without Broken: OSError: no network to {where}\n"
+    monkeypatch.setitem(TRACKERS, "TensorBoard", broken(where))
+    log = RunLog(tmp_path, total_steps=2, log_every=3, trackers=(True, False))
+    log.step(step=1, loss=1.0)
+    log.close()
+    said = (
+        f"warning: the run goes on without TensorBoard: OSError: no network to {where} and more\n"
+    )
     assert capsys.readouterr().out == said

@@ -29,8 +29,8 @@ from utils.model.quantize import (
     quantize_linears,
 )
 from utils.model.sharding import decoder_layers, shard_model, sync_gradients
+from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
-from utils.run.mesh import build_mesh, mesh_axes
 
 KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
 # rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks

@@ -16,7 +16,7 @@ from measure import Worker, measured, run_worker  # also puts the repository on 
 from step import hf_trainer, median_step, step_ends
 
 from utils.run.memory import peak_memory_bytes
-from utils.train.flops import mfu
+from utils.train.profiling import mfu
 
 CONTENDERS = {
     "plain": "the recipe's step, nothing recomputed; 8 micro-batches of 1 row",
@@ -110,7 +110,7 @@ def _ours(
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
     from utils.model.sharding import decoder_layers, shard_model, sync_gradients
-    from utils.run.mesh import build_mesh
+    from utils.run.distributed import build_mesh
     from utils.train.optim import clip_gradients
 
     device, name = worker.world.device, worker.contender

@@ -28,8 +28,7 @@ from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.pieces import transfer
 from utils.model.sharding import shard_model
-from utils.run.distributed import all_reduce_sum
-from utils.run.mesh import build_mesh
+from utils.run.distributed import all_reduce_sum, build_mesh
 
 CONTENDERS = {
     "ours": "utils/model/loading.py: built on meta, sharded, then each rank reads its own slices",

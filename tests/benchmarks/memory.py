@@ -23,8 +23,7 @@ from utils.model.options import Lora, Quant
 from utils.model.sharding import shard_model, sync_gradients
 from utils.plan.fit import need_of
 from utils.plan.states import Setting, planned_model
-from utils.run.distributed import World
-from utils.run.mesh import build_mesh
+from utils.run.distributed import World, build_mesh
 from utils.run.units import GIB
 from utils.train.optim import clip_gradients
 

@@ -20,8 +20,7 @@ from utils.model.lora import add_lora, base_names, cast_frozen, init_lora
 from utils.model.loss import add_chunked_loss
 from utils.model.quantize import KINDS, quantize_linears
 from utils.model.sharding import decoder_layers, shard_model
-from utils.run.distributed import all_reduce_sum
-from utils.run.mesh import build_mesh
+from utils.run.distributed import all_reduce_sum, build_mesh
 
 CONTENDERS = {
     "16bit": "LoRA over bf16 weights",

@@ -37,8 +37,7 @@ from utils.model import saving
 from utils.model.folder import open_weights
 from utils.model.loading import plan_pieces
 from utils.model.sharding import shard_model
-from utils.run.distributed import broadcast
-from utils.run.mesh import build_mesh
+from utils.run.distributed import broadcast, build_mesh
 from utils.train.checkpoint import CheckpointSaver, checkpoint_tensors
 from utils.train.optim import clip_gradients
 

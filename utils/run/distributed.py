@@ -1,10 +1,11 @@
-"""Start and stop torch.distributed; World; the few collectives.
+"""Start and stop torch.distributed; World; the few collectives; sizes -> a DeviceMesh.
 
 RANK and WORLD_SIZE are read here and nowhere else. The default group is gloo, on the CPU: it exists before
 any CUDA context does, carries the small things (counts, error texts), and is enough for a whole run on a
 machine without a GPU.
 """
 
+import math
 import os
 import socket
 import sys
@@ -13,9 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import ConfigError, check, print0
 from .signals import die_with_parent
@@ -228,3 +231,65 @@ def _device(local_rank: int, local_size: int) -> torch.device:
     too_many = f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
     check(local_size <= count, f"{too_many} (fix: --nproc_per_node {count})")
     return torch.device("cuda", local_rank)
+
+
+def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
+    """Sizes by axis: `shard` (FSDP), or `replicate` and `shard` (HSDP): shards within a group, copies across.
+
+    0 means: derived from the other. Raises ConfigError where their product is not the number of ranks.
+    """
+    flags = []
+    if replicate:
+        flags.append(f"--replicate {replicate}")
+    if shard:
+        flags.append(f"--shard {shard}")
+    given_ranks = (replicate or 1) * (shard or 1)
+    fits = ranks % given_ranks == 0
+    if replicate and shard:
+        fits = ranks == given_ranks
+    fix = f"numbers whose product is {ranks}"
+    check(fits, f"{' x '.join(flags)} does not divide {ranks} ranks (fix: {fix})")
+    if not replicate:
+        replicate = ranks // shard if shard else 1
+    if replicate == 1:
+        return {"shard": ranks}
+    return {"replicate": replicate, "shard": ranks // replicate}
+
+
+def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
+    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL begins here."""
+    axes = axes or mesh_axes(world.size)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    return _mesh_of(dist.group.WORLD, world.device.type, tuple(axes), tuple(axes.values()))
+
+
+@cache  # each group has threads that wake 100 times a second
+def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    # gloo also beside GPUs, for what --cpu_offload keeps on the host
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    return init_device_mesh(
+        device_type, sizes, mesh_dim_names=names, backend_override=dict.fromkeys(names, backend)
+    )
+
+
+def mesh_sentence(world: World, axes: dict[str, int]) -> str:
+    """What the mesh does, for the plan."""
+    ranks = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
+    cores = os.cpu_count()
+    if world.device.type == "cpu" and world.local_ranks > (cores or 1):
+        ranks += f" that share {cores} cores"
+    copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
+    weights = f"{copies}every weight cut into {axes['shard']}"
+    return f"{ranks} on {world.device.type}; {weights}, the data too"
+
+
+def data_place(world: World, axes: dict[str, int]) -> tuple[int, int]:
+    """(data rank of this rank, number of data ranks). Ranks that share rows are one data rank.
+
+    Copies and shards both read rows of their own.
+    """
+    data_axes = [axis for axis in ("replicate", "shard") if axis in axes]
+    data_ranks = math.prod(axes[axis] for axis in data_axes)
+    ranks_per_data_rank = world.ranks // data_ranks
+    return world.rank // ranks_per_data_rank, data_ranks

@@ -18,7 +18,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import version
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.serialization import config as serialization
 
 from ..model.pieces import local
@@ -36,12 +38,12 @@ from ..run.distributed import World, all_reduce_sum, broadcast
 from ..run.errors import ConfigError, check, print0
 from ..run.files import sync_path
 from ..run.folder import check_space
-from .async_save import Background
 
 Optimizer = torch.optim.Optimizer
 SAVE_TIMEOUT = timedelta(minutes=30)  # one rank's disk may be slower than the others'
 RNG_BYTES = 2**15
 DIGESTS = dcp.metadata.MetadataIndex("digests")
+NICE = 19  # of the thread that saves: the training steps have priority
 VERSIONS = {"torch": str(torch.__version__), "transformers": version("transformers")}
 
 
@@ -50,7 +52,7 @@ class CheckpointSaver:
     Older ones are removed by a thread, behind the steps that follow: to free a large file takes a while.
     After the first save it warns where a SIGTERM would not leave the time for another.
 
-    background: `save` copies the tensors to host memory and returns; a thread writes them (async_save.py).
+    background: `save` copies the tensors to host memory and returns; a thread writes them.
     The saver has a group of ranks of its own, or its collectives would meet those of the steps.
     """
 
@@ -303,3 +305,41 @@ def _retire(final: Path, keep: int) -> None:
             os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
         for path in final.parent.glob(".tmp_*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class Background:
+    """One thread, and one copy of the tensors that it saves. The copy is used again for each save; beside a
+    GPU it is page-locked.
+
+    torch's async_save would look at every tensor anew, which takes longer than to copy it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        on_gpu = device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_non_blocking_copy=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+        )
+        self.stager = DefaultStager(options)
+        self.copies: dict[str, torch.Tensor] = {}
+        self.thread = ThreadPoolExecutor(1, "save", initializer=_lower_priority)
+
+    @torch.no_grad()
+    def submit(self, save: Callable, tensors: dict[str, torch.Tensor], **options) -> Future:
+        """Call save(a copy of the tensors, **options) in the thread. The tensors may change after this."""
+        if self.copies.keys() != tensors.keys():
+            self.copies = self.stager.stage(tensors)
+        else:
+            for name, copy in self.copies.items():
+                local(copy).copy_(local(tensors[name]), non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.thread.submit(save, self.copies, **options)
+
+
+def _lower_priority() -> None:
+    with suppress(AttributeError, OSError):  # only Linux has priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
