@@ -23,11 +23,9 @@ import torch
 
 from utils.data.batches import GlobalBatches, divide_batch
 from utils.data.examples import FormName, Rows, load_data, longest_row, print_data, write_bad_rows
-from utils.data.packing import PackedBatches
 from utils.data.positions import check_positions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.activations import recompute_activations
-from utils.model.attention import check_packing, wants_flat_packs
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
@@ -245,6 +243,8 @@ def main(cfg: Config) -> Path:
         )
         shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
         if cfg.packing:
+            from utils.data.packing import PackedBatches
+
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
         else:
             loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
@@ -302,6 +302,8 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     if cfg.packing:
+        from utils.model.attention import check_packing, wants_flat_packs
+
         loader.flat = wants_flat_packs(model)
         check_packing(model, 1 if loader.flat else cfg.batch_size, DTYPES[cfg.dtype], world.device)
 

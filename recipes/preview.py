@@ -26,7 +26,6 @@ from utils.data.examples import (
     print_lengths,
     show_masks,
 )
-from utils.data.packing import PackedBatches
 from utils.data.positions import check_positions
 from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
@@ -182,6 +181,8 @@ def main(cfg: Config) -> bool:
     )
     shares = (cfg.batch_size, 0, data_ranks, pad_id(tokenizer))
     if cfg.packing:
+        from utils.data.packing import PackedBatches
+
         loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
     else:
         loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)

@@ -13,6 +13,8 @@ from tiny import tiny_model_folder
 
 NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
+    "data/packing",
+    "model/attention",
     "model/lora",
     "model/quantize",
     "run/foreign_flags",
