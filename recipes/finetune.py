@@ -136,7 +136,7 @@ class Config:
     keep: int = 2  # newest checkpoints that stay; 0: all
     async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
     allow_new_data: bool = False  # resume though the data changed
-    timeout: int = 300  # seconds a rank waits for the others in training; before and after: 600
+    timeout: int = 300  # seconds that ranks wait for each other in a step; twice as many in a save
     save_model: bool = True  # write OUT/model at the end
     save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
     log_every: int = 1  # steps between console lines
@@ -339,7 +339,9 @@ def main(cfg: Config) -> Path:
     profiler = start_profiler(out / "profile", world, first, steps) if cfg.profile else None
     skipped, stop = 0, ""  # skipped: steps in a row that fp16 left out
     with (
-        CheckpointSaver(out / "checkpoints", cfg.keep, world, cfg.async_save) as saver,
+        CheckpointSaver(
+            out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
+        ) as saver,
         RunLog(out, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 from .errors import ranks_gone, say_who_is_gone
@@ -72,9 +73,14 @@ def _look_for_the_lost(reader: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let Linux kill this process when the one that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Let Linux kill this process when the one that started it ends; end it where that has happened: its new
+    parent is then the first process, and no Python.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
+        os._exit(1)
 
 
 def _raise(number: int, _: FrameType | None) -> None:

@@ -40,7 +40,6 @@ from ..run.files import sync_path
 from ..run.folder import check_space
 
 Optimizer = torch.optim.Optimizer
-SAVE_TIMEOUT = timedelta(minutes=30)  # one rank's disk may be slower than the others'
 RNG_BYTES = 2**15
 DIGESTS = dcp.metadata.MetadataIndex("digests")
 NICE = 19  # of the thread that saves: the training steps have priority
@@ -53,12 +52,16 @@ class CheckpointSaver:
     After the first save it warns where a SIGTERM would not leave the time for another.
 
     background: `save` copies the tensors to host memory and returns; a thread writes them.
-    The saver has a group of ranks of its own, or its collectives would meet those of the steps.
+    timeout: seconds that ranks wait for each other in a save; one's disk may be slower than the others'. The
+    saver has a group of ranks of its own, or its collectives would meet those of the steps.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World, background: bool = False):
+    def __init__(
+        self, folder: Path, keep: int, world: World, background: bool = False, timeout: float = 1800
+    ):
         self.folder, self.keep, self.world = folder, keep, world
-        self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc="saver")
+        wait = timedelta(seconds=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=wait, group_desc="saver")
         self.pending = self.writer = self.background = None
         if background:
             self.background = Background(world.device)
