@@ -25,16 +25,15 @@ def install() -> None:
         wrapped = sys.modules.get("utils.train.checkpoint")
         errors = sys.modules.get("utils.run.errors")
         batches = sys.modules.get("utils.data.batches")
-        packing = sys.modules.get("utils.data.packing")
-        if hasattr(wrapped, "set_seed") and hasattr(packing, "PackedBatches"):
+        if hasattr(wrapped, "set_seed") and hasattr(batches, "GlobalBatches"):
             done = True
-            wrap(wrapped, errors, batches, packing)
+            wrap(wrapped, errors, batches)
 
     sys.addaudithook(look)
     look("import", ())
 
 
-def wrap(checkpoint, errors, batches, packing) -> None:
+def wrap(checkpoint, errors, batches) -> None:
     print0 = errors.print0
 
     def announce(*parts, **options):
@@ -43,9 +42,7 @@ def wrap(checkpoint, errors, batches, packing) -> None:
             break_at(parts[0].removeprefix("--- "), 0)
 
     errors.print0 = announce
-    for loader in (batches.GlobalBatches, packing.PackedBatches):
-        if "batches" in vars(loader):
-            before(loader, "batches", "step", lambda loader, step: step)
+    before(batches.GlobalBatches, "batches", "step", lambda loader, step: step)
     before(checkpoint.CheckpointSaver, "save", "begin", lambda saver, step, *_, **__: step)
     before(checkpoint._Writer, "finish", "metadata", lambda writer, *_, **__: writer.step)
     before(checkpoint, "point_to", "pointer", lambda final: int(final.name[-8:]))
