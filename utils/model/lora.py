@@ -46,8 +46,7 @@ from .quantize import (  # noqa: E402
     ROUTER,
     Quantized,
     check_experts,
-    is_read_past,
-    multiplies_plainly,
+    is_plain,
     quantize_linears,
 )
 
@@ -323,11 +322,7 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     """Names of the layers that get adapters."""
     kinds = nn.Linear | Conv1D | nn.Embedding
     layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    alone = set()  # no adapter can stand beside them
-    for name, layer in layers.items():
-        odd = isinstance(layer, nn.Linear) and not multiplies_plainly(layer)
-        if odd or is_read_past(model, name):
-            alone.add(name)
+    alone = {name for name, layer in layers.items() if not is_plain(model, name, layer)}
     if targets == "all-linear":
         return _all_linear(model, layers.keys() - alone)
     if re.search(r"[\\*+?\[\](){}|^$]", targets):
@@ -340,7 +335,7 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     fix = f"all-linear, or match whole names, as {example}"
     check(wanted, f"{TARGETS} {targets} matches no layer (fix: {fix})")
     unseen = first_five(sorted(wanted & alone))
-    why = f"{model.config.model_type} reads these weights past an adapter: {unseen}"
+    why = f"{model.config.model_type} reads weights past an adapter: {unseen}"
     check(not unseen, f"{TARGETS} {targets}: {why} (fix: all-linear, which leaves them out)")
     return sorted(wanted)
 

@@ -280,23 +280,21 @@ def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
         return "a router"
     if isinstance(layer, Conv1D):
         return "a Conv1D: its rows are input features, the scales would run across ranks"
-    if not multiplies_plainly(layer):
-        return f"a {type(layer).__name__}"
-    if is_read_past(model, name):
-        return "the model reads its weight past the layer"
+    if not is_plain(model, name, layer):
+        return f"a {type(layer).__name__} that {model.config.model_type} does not simply call"
     if kind == NF4Linear.kind and layer.in_features % BLOCK:
         return f"{layer.in_features} input features are no multiple of {BLOCK}"
     return ""
 
 
-def multiplies_plainly(layer: nn.Linear) -> bool:
-    """Whether it multiplies as nn.Linear does: FalconLinear does so in its own words."""
-    return type(layer).forward is nn.Linear.forward or type(layer).__name__ == "FalconLinear"
-
-
-def is_read_past(model: nn.Module, name: str) -> bool:
-    """See READ_PAST."""
-    return name.rpartition(".")[2] in READ_PAST.get(model.config.model_type, "").split()
+def is_plain(model: nn.Module, name: str, layer: nn.Module) -> bool:
+    """Whether a layer multiplies as its class does in torch, and is only called: see READ_PAST. FalconLinear
+    multiplies so in its own words.
+    """
+    own_words = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    if own_words and type(layer).__name__ != "FalconLinear":
+        return False
+    return name.rpartition(".")[2] not in READ_PAST.get(model.config.model_type, "").split()
 
 
 def _frozen(*shape: int, dtype: torch.dtype, device) -> nn.Parameter:
