@@ -24,10 +24,9 @@ import torch
 from torch import nn
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
-from utils.model.adapter_file import base_of
 from utils.model.folder import quiet_transformers, read_json
 from utils.model.loading import load_pieces
-from utils.model.lora import save_adapter
+from utils.model.lora import base_of, save_adapter
 from utils.model.merge import allocate, plan_merge, save_merged
 from utils.model.saving import save_model
 from utils.model.sharding import DTYPES, shard_model

@@ -109,7 +109,6 @@ class Config:
     lora_dropout: float = 0.0  # dropout on the input of the adapters
     use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
     use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
-    lora_init: str = "default"  # other ways to start need whole weights, and are refused
     modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue
     # frozen weights in int8 or nf4

@@ -191,7 +191,6 @@ def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(
             {"keep_experts_16bit": True},
             "--keep_experts_16bit without --quantization changes nothing",
         ),
-        ({"lora_init": "pissa"}, "--lora_init pissa"),
         ({"lora_targets": "w_proj"}, "--lora_targets w_proj"),
         ({"adapter": "nowhere"}, "nowhere"),
         (

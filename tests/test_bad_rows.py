@@ -328,7 +328,7 @@ def test_columns_of_the_command_line(said):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"adapter": "nowhere"}, "nowhere: no adapter_config.json"),
+        ({"adapter": "nowhere"}, "nowhere: adapter_config.json is missing"),
         ({"global_batch_size": 7, "batch_size": 2}, "--global_batch_size 7 is no multiple"),
         ({"lora_rank": 4, "lora_targets": "no_such_proj"}, "--lora_targets"),
         ({"lora_rank": 4, "modules_to_save": "nothing"}, "--modules_to_save"),

@@ -21,8 +21,8 @@ from utils.model.activations import recompute_activations
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import (
-    add_adapter,
-    add_lora,
+    adapt,
+    add_adapters,
     base_names,
     cast_frozen,
     init_lora,
@@ -30,21 +30,22 @@ from utils.model.lora import (
     load_adapter,
     save_adapter,
 )
+from utils.model.options import Lora, Quant
 from utils.model.quantize import quantize_linears
 from utils.model.sharding import shard_model
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
 
-EVERY = {"targets": "all-linear", "use_rslora": True}
-CASES = {  # of add_lora
+EVERY = {"lora_targets": "all-linear", "use_rslora": True}
+CASES = {  # of Lora
     "all_linear": EVERY,
-    "regex": {"targets": r"model\.layers\.[02]\..*(q_proj|down_proj)"},
-    "embedding_and_head": {"targets": "embed_tokens,lm_head,q_proj"},
+    "regex": {"lora_targets": r"model\.layers\.[02]\..*(q_proj|down_proj)"},
+    "embedding_and_head": {"lora_targets": "embed_tokens,lm_head,q_proj"},
     "modules_to_save": {
-        "targets": "q_proj",
+        "lora_targets": "q_proj",
         "modules_to_save": "lm_head,embed_tokens,input_layernorm",
     },
-    "dora": {"targets": "q_proj,down_proj,embed_tokens", "use_dora": True},
+    "dora": {"lora_targets": "q_proj,down_proj,embed_tokens", "use_dora": True},
 }
 
 
@@ -52,9 +53,10 @@ def build(folder, case, kind="", adapter=None):
     """(model on meta, pieces, config)"""
     model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)
-    config = add_adapter(model, adapter, {}) if adapter else add_lora(model, 4, 8, **case)
+    lora = Lora(adapter=str(adapter)) if adapter else Lora(lora_rank=4, lora_alpha=8, **case)
+    config = add_adapters(model, lora)
     if kind:
-        quantize_linears(model, kind, torch.float32)
+        quantize_linears(model, Quant(kind), torch.float32)
     cast_frozen(model, torch.float32)
     return model, pieces, config
 
@@ -119,7 +121,7 @@ def saved(folders, tmp_path_factory):
 
 
 def test_fresh_adapters_are_the_same_on_any_number_of_ranks_and_with_recompute(folders):
-    case = {**EVERY, "targets": "all-linear", "modules_to_save": "embed_tokens"}
+    case = {**EVERY, "lora_targets": "all-linear", "modules_to_save": "embed_tokens"}
     one = run_ranks(values, 1, folders["llama"], case, False)[0]
     others = [run_ranks(values, n, folders["llama"], case, n == 2)[0] for n in (2, 3)]
     for other in others:
@@ -193,9 +195,9 @@ def test_adapters_on_a_mixture_of_experts_leave_router_and_experts_alone(folders
 
 @pytest.mark.parametrize("kind", ["8bit", "4bit"])
 def test_dora_starts_as_the_quantized_base_on_uneven_rows(folders, kind):
-    case = {"targets": "q_proj,o_proj", "use_dora": True}
+    case = {"lora_targets": "q_proj,o_proj", "use_dora": True}
     logits = run_ranks(answers, 3, folders["llama"], case, kind)
-    without = run_ranks(answers, 1, folders["llama"], {"targets": "q_proj"}, kind)[0]
+    without = run_ranks(answers, 1, folders["llama"], {"lora_targets": "q_proj"}, kind)[0]
     for rank in logits:
         torch.testing.assert_close(rank, without, rtol=1e-4, atol=1e-4)
 
@@ -235,7 +237,7 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_the_routers():
     ):
         model = meta(family)
         linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
-        add_lora(model, 4, 8, "all-linear")
+        add_adapters(model, Lora(4, 8, "all-linear"))
         assert adapted(model) == linear - {"lm_head"}
         assert len(adapted(model)) == count
 
@@ -260,7 +262,7 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_the_routers():
 )
 def test_all_linear_leaves_out_what_an_adapter_cannot_stand_beside(family, some, none):
     model = build_model(family_config(family), torch.float32)
-    add_lora(model, 4, 8, "all-linear")
+    add_adapters(model, Lora(4, 8, "all-linear"))
     names = {name.rpartition(".")[2] for name in adapted(model)}
     assert some <= names
     assert not none & names
@@ -283,84 +285,72 @@ def test_what_an_adapter_cannot_stand_beside_is_refused_where_it_is_named(family
     with pytest.raises(
         ConfigError, match=r"^--lora_targets .* past an adapter: .*\(fix: all-linear, which"
     ):
-        add_lora(model, 4, 8, targets)
+        add_adapters(model, Lora(4, 8, targets))
 
 
 def test_what_peft_raises_is_one_line_with_the_remedy():
     model = build_model(family_config("llama"), torch.float32)
     with pytest.raises(
-        ConfigError, match=r"^--lora_targets: peft: Target module LlamaMLP\(.*\(fix: "
+        ConfigError, match=r"^--lora_targets: peft: ValueError: Target module LlamaMLP\(.*\(fix: "
     ):
         inject(model, LoraConfig(target_modules=["mlp"]), "--lora_targets")
 
 
 def test_targets_are_names_or_one_regular_expression():
     model = meta()
-    add_lora(model, 4, 8, "q_proj, layers.1.mlp.up_proj")
+    add_adapters(model, Lora(4, 8, "q_proj, layers.1.mlp.up_proj"))
     attention = {f"model.layers.{i}.self_attn.q_proj" for i in range(3)}
     assert adapted(model) == attention | {"model.layers.1.mlp.up_proj"}
     model = meta("mixtral")
     # peft itself would forget the layer numbers here
-    add_lora(model, 4, 8, r".*\.[01]\..*[qv]_proj")
+    add_adapters(model, Lora(4, 8, r".*\.[01]\..*[qv]_proj"))
     assert adapted(model) == {f"model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qv"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"targets": "q_porj"}, "--lora_targets q_porj: .* (fix: q_proj, "),
-        ({"targets": ""}, "--lora_targets is empty"),
-        ({"targets": ".*query"}, "--lora_targets .*query matches no layer"),
-        ({"targets": "(q_proj"}, "is no regular expression"),
-        ({"targets": "q_proj", "modules_to_save": "head"}, "--modules_to_save head: .*lm_head"),
-        ({"targets": "q_proj", "modules_to_save": "q_proj"}, "nothing is left"),
-        ({"targets": "q_proj", "rank": 0}, "--lora_rank 0 trains nothing"),
-        *(
-            (
-                {"targets": "q_proj", "init": init},
-                f"--lora_init {init} starts from whole weights",
-            )
-            for init in ("pissa", "pissa_niter_4", "olora", "loftq", "eva", "corda")
+        ({"lora_targets": "q_porj"}, "--lora_targets q_porj: .* (fix: q_proj, "),
+        ({"lora_targets": ""}, "matches no layer"),
+        ({"lora_targets": ".*query"}, "--lora_targets .*query matches no layer"),
+        ({"lora_targets": "(q_proj"}, "--lora_targets (q_proj: .*"),
+        (
+            {"lora_targets": "q_proj", "modules_to_save": "head"},
+            "--modules_to_save head: .*lm_head",
+        ),
+        (
+            {"lora_targets": "q_proj", "modules_to_save": "q_proj"},
+            "--lora_targets: peft: .*excluded",
         ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(options, message):
-    options = {"rank": 4, "alpha": 8, **options}
     with pytest.raises(
         ConfigError, match=message.replace("(fix", r"\(fix").replace("(q_", r"\(q_")
     ):
-        add_lora(meta(), **options)
+        add_adapters(meta(), Lora(4, 8, **options))
 
 
 def test_experts_cannot_be_targets():
     for targets in ("gate_proj,up_proj", "experts", "gate"):
         with pytest.raises(ConfigError, match="--lora_targets"):
-            add_lora(meta("qwen3_moe"), 4, 8, targets)
+            add_adapters(meta("qwen3_moe"), Lora(4, 8, targets))
 
 
 def test_only_adapters_train_in_fp32_and_the_rest_is_stored_in_the_compute_dtype():
     model = meta()
-    add_lora(model, 4, 8, "q_proj", modules_to_save="lm_head")
-    quantize_linears(model, "8bit", torch.bfloat16)
+    add_adapters(model, Lora(4, 8, "q_proj", modules_to_save="lm_head"))
+    quantize_linears(model, Quant("8bit"), torch.bfloat16)
     cast_frozen(model, torch.bfloat16)
     dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
     frozen = {(False, dtype) for dtype in (torch.bfloat16, torch.int8, torch.int32)}
     assert dtypes == {(True, torch.float32), *frozen}
 
 
-def test_flags_that_contradict_a_stored_adapter_are_refused_by_field(saved):
-    config = add_adapter(
-        meta(), saved, {"lora_rank": 4, "use_rslora": True, "lora_targets": "all-linear"}
-    )
+def test_flags_beside_a_stored_adapter_have_no_effect_and_say_so(saved, capsys):
+    config, _ = adapt(meta(), Lora(64, adapter=str(saved)), Quant(), torch.float32)
     assert config.r == 4
-    for flag, value in (
-        ("lora_rank", 8),
-        ("lora_alpha", 16),
-        ("use_dora", True),
-        ("lora_targets", "q_proj"),
-    ):
-        with pytest.raises(ConfigError, match=f"--{flag} {value}, there "):
-            add_adapter(meta(), saved, {flag: value})
+    assert f"--lora_rank has no effect: {saved} has its own" in capsys.readouterr().out
 
 
 def change_config(folder, **fields):
@@ -381,12 +371,12 @@ def test_an_adapter_of_another_kind_is_refused(saved, tmp_path, fields, message)
     folder = shutil.copytree(saved, tmp_path / "adapter")
     change_config(folder, **fields)
     with pytest.raises(ConfigError, match=message):
-        add_adapter(meta(), folder, {})
+        add_adapters(meta(), Lora(adapter=str(folder)))
 
 
 def test_an_adapter_with_other_names_or_shapes_or_cut_short_is_refused(saved, tmp_path):
     model = build_model(tiny_config("llama", vocab_size=271), torch.float32)
-    add_adapter(model, saved, {})
+    add_adapters(model, Lora(adapter=str(saved)))
     model.to_empty(device="cpu")
     tensors = load_file(saved / "adapter_model.safetensors")
     folder = shutil.copytree(saved, tmp_path / "adapter")
@@ -430,7 +420,7 @@ def test_a_save_replaces_an_adapter_and_nothing_else(folders, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "adapter")
     for refused, text in run_ranks(save_over, 2, folders["llama"], tmp_path):
         assert "is no adapter, and a save would replace it" in refused
-        assert text.endswith("not 0")
+        assert text.endswith("numbers")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "notes"]
     assert [p.name for p in (tmp_path / "notes").iterdir()] == ["diary.txt"]
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

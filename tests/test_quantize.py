@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from utils.model.activations import recompute_activations
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.lora import add_adapter, add_lora, base_names, cast_frozen, load_adapter
+from utils.model.lora import add_adapters, base_names, cast_frozen, load_adapter
+from utils.model.options import Lora, Quant
 from utils.model.quantize import (
     Int8Linear,
     NF4Linear,
@@ -162,8 +163,8 @@ def test_a_weight_that_is_too_large_is_named(tmp_path, value):
     model.save_pretrained(tmp_path)
     model = build_model(AutoConfig.from_pretrained(tmp_path), torch.float32)
     pieces = plan_pieces(model, open_weights(tmp_path), tmp_path)
-    add_lora(model, 4, 8, "q_proj")
-    quantize_linears(model, "8bit", torch.float32)
+    add_adapters(model, Lora(4, 8, "q_proj"))
+    quantize_linears(model, Quant("8bit"), torch.float32)
     with pytest.raises(ConfigError, match=f"^{name} is too large for 8bit or not finite"):
         load_pieces(model, pieces, torch.device("cpu"), names=base_names(model))
 
@@ -171,8 +172,8 @@ def test_a_weight_that_is_too_large_is_named(tmp_path, value):
 @pytest.mark.parametrize(("kind", "each"), [("8bit", 4), ("4bit", 3)])  # one is 96 wide
 def test_a_subclass_that_multiplies_as_nn_linear_does_is_quantized(kind, each):
     model = build_model(family_config("falcon"), torch.float32)
-    add_lora(model, 4, 8, "all-linear")
-    assert quantize_linears(model, kind, torch.float32).layers == each * 3  # blocks
+    add_adapters(model, Lora(4, 8, "all-linear"))
+    assert quantize_linears(model, Quant(kind), torch.float32).layers == each * 3  # blocks
 
 
 @pytest.mark.parametrize(
@@ -182,16 +183,14 @@ def test_a_subclass_that_multiplies_as_nn_linear_does_is_quantized(kind, each):
         ("jamba", {"dt_proj"}),  # multiplied with by the code around it
         ("rwkv", {"output", "value"}),  # divided in place where the model answers
         ("gemma3n_text", {"correction_coefs", "prediction_coefs"}),  # clamped in training
-        ("deepseek_v32", {"weights_proj"}),  # its input is cast to its dtype
-        ("bloom", set()),  # only with slow_but_exact
         ("llama", set()),
     ],
 )
 def test_a_layer_whose_weight_the_model_reads_itself_is_not_quantized(family, left):
     model = build_model(family_config(family), torch.float32)
-    why = "its layer reads the weight itself"
-    add_lora(model, 4, 8, "all-linear")
-    stays = quantize_linears(model, "8bit", torch.float32).left
+    why = "does not simply call"
+    add_adapters(model, Lora(4, 8, "all-linear"))
+    stays = quantize_linears(model, Quant("8bit"), torch.float32).left
     assert {text.split(" ")[0] for text in stays if why in text} == left
 
 
@@ -199,8 +198,8 @@ def test_the_head_the_norms_and_layers_that_nf4_gets_wrong_stay_in_16_bit():
     config = tiny_config("llama", intermediate_size=96)
     for kind, left in (("8bit", 0), ("4bit", 3)):
         model = build_model(config, torch.float32)
-        add_lora(model, 4, 8, "q_proj,down_proj")
-        quantized = quantize_linears(model, kind, torch.float32)
+        add_adapters(model, Lora(4, 8, "q_proj,down_proj"))
+        quantized = quantize_linears(model, Quant(kind), torch.float32)
         assert quantized.layers == 21 - left
         assert type(model.lm_head) is torch.nn.Linear
         text = "3 x down_proj (96 input features are no multiple of 64)"
@@ -209,14 +208,12 @@ def test_the_head_the_norms_and_layers_that_nf4_gets_wrong_stay_in_16_bit():
     assert type(model.model.layers[0].mlp.down_proj.base_layer) is torch.nn.Linear
 
 
-def test_what_trains_and_what_was_named_stays_in_16_bit():
+def test_what_trains_stays_in_16_bit():
     model = build_model(tiny_config("llama"), torch.float32)
-    add_lora(model, 4, 8, "q_proj", modules_to_save="k_proj,lm_head")
-    quantize_linears(model, "8bit", torch.float32, skip=("v_proj",))
+    add_adapters(model, Lora(4, 8, "q_proj", modules_to_save="k_proj,lm_head"))
+    quantize_linears(model, Quant("8bit"), torch.float32)
     attention = model.model.layers[0].self_attn
-    assert not any(
-        isinstance(m, QuantizedLinear) for m in [*attention.k_proj.modules(), attention.v_proj]
-    )
+    assert not any(isinstance(m, QuantizedLinear) for m in attention.k_proj.modules())
     assert isinstance(attention.q_proj.base_layer, Int8Linear)
     assert isinstance(attention.o_proj, Int8Linear)
 
@@ -224,11 +221,11 @@ def test_what_trains_and_what_was_named_stays_in_16_bit():
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_routers_and_experts_stay_in_16_bit_and_are_counted(family):
     model = build_model(tiny_config(family), torch.float32)
-    add_lora(model, 4, 8, "all-linear")
+    add_adapters(model, Lora(4, 8, "all-linear"))
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     experts = sum(p.numel() for name, p in frozen.items() if p.ndim == 3)
     share = experts / sum(p.numel() for p in frozen.values())
-    quantized = quantize_linears(model, "4bit", torch.bfloat16)
+    quantized = quantize_linears(model, Quant("4bit"), torch.bfloat16)
     assert quantized.layers == 12  # q, k, v, o of 3 layers
     assert quantized.expert_bytes == 2 * experts
     assert quantized.expert_share == pytest.approx(share)
@@ -238,8 +235,8 @@ def test_routers_and_experts_stay_in_16_bit_and_are_counted(family):
 
 def test_a_model_that_is_mostly_experts_is_not_called_quantized():
     model = build_model(tiny_config("mixtral", vocab_size=64), torch.float32)
-    add_lora(model, 4, 8, "all-linear")
-    quantized = quantize_linears(model, "8bit", torch.bfloat16)
+    add_adapters(model, Lora(4, 8, "all-linear"))
+    quantized = quantize_linears(model, Quant("8bit"), torch.bfloat16)
     assert quantized.expert_share > 0.5
     with pytest.raises(
         ConfigError, match=r"0\.\d+ GiB, \d\d% of the weights .*--keep_experts_16bit"
@@ -248,15 +245,11 @@ def test_a_model_that_is_mostly_experts_is_not_called_quantized():
     check_experts(quantized, keep_experts_16bit=True)
 
 
-def test_nothing_to_quantize_and_a_mode_without_effect_are_refused():
+def test_nothing_to_quantize_is_refused():
     model = build_model(tiny_config("gpt2"), torch.float32)
-    add_lora(model, 4, 8, "all-linear")
-    with pytest.raises(
-        ConfigError, match="no linear layer that can be: c_attn, c_proj, c_fc .*Conv1D"
-    ):
-        quantize_linears(model, "8bit", torch.float32)
-    with pytest.raises(ConfigError, match="--int8_mode llm_int8 is of --quantization 8bit"):
-        quantize_linears(model, "4bit", torch.float32, int8_mode="llm_int8")
+    add_adapters(model, Lora(4, 8, "all-linear"))
+    with pytest.raises(ConfigError, match="no linear layer that can be: c_attn .a Conv1D"):
+        quantize_linears(model, Quant("8bit"), torch.float32)
 
 
 # --- the whole model, against transformers, bitsandbytes and peft in one process ------------------------
@@ -319,8 +312,8 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     else:
         model = build_model(config, torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)
-    add_adapter(model, adapter, {})
-    quantize_linears(model, kind, dtype)
+    add_adapters(model, Lora(adapter=str(adapter)))
+    quantize_linears(model, Quant(kind), dtype)
     cast_frozen(model, dtype)
     if lever == "recompute":
         recompute_activations(model, "full")

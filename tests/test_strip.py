@@ -123,7 +123,7 @@ def losses(recipe, model, rows, flags="") -> list[float]:
 
 def test_adapters_and_quantization_are_taken_out_of_one_file(files, tmp_path):
     recipe = edited(tmp_path / "copy", WITHOUT_ADAPTERS, most_files=1)
-    for name in ("lora", "quantize", "adapter_file"):
+    for name in ("lora", "quantize"):
         (tmp_path / "copy" / "utils" / "model" / f"{name}.py").unlink()
     assert "lora" not in recipe.read_text().lower()
     whole = edited(tmp_path / "whole", [], most_files=0)

@@ -16,8 +16,9 @@ from transformers import LlamaConfig
 
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.lora import add_lora, base_names, cast_frozen, init_lora
+from utils.model.lora import add_adapters, base_names, cast_frozen, init_lora
 from utils.model.loss import add_chunked_loss
+from utils.model.options import Lora, Quant
 from utils.model.quantize import KINDS, quantize_linears
 from utils.model.sharding import decoder_layers, shard_model
 from utils.run.distributed import all_reduce_sum, build_mesh
@@ -61,9 +62,9 @@ def contend(worker: Worker) -> dict[str, float]:
     world, kind = worker.world, worker.contender
     model = build_model(LlamaConfig.from_pretrained(worker.folder), torch.float32)
     pieces = plan_pieces(model, open_weights(worker.folder), worker.folder)
-    add_lora(model, 4, 8, "all-linear")
+    add_adapters(model, Lora(4, 8))
     if kind in KINDS:
-        quantize_linears(model, kind, torch.bfloat16)
+        quantize_linears(model, Quant(kind), torch.bfloat16)
     cast_frozen(model, torch.bfloat16)
     names = base_names(model)
     add_chunked_loss(model)

@@ -8,26 +8,22 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import nn
 
 from ..run.distributed import World
-from ..run.errors import check, first_five
-from ..run.files import file_inside
-from .adapter_file import SETTINGS, TENSORS, check_finite, read_lora_config, stored_shapes
-from .folder import INDEX, open_weights, read_json
-from .lora import LoraLayer, ModulesToSaveWrapper, inject
+from .folder import INDEX, read_json
+from .lora import inject, load_adapter, match_tensors, read_lora_config
 from .pieces import Piece, transfer
 from .saving import save_folder
-
-PREFIX = "base_model.model."  # of names in an adapter's file
+from .sharding import plain_name
 
 
 @dataclass
@@ -49,23 +45,25 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     base_names: dict[str, str] = {}  # name -> the name in the base; tied parameters have one
     for name, tensor in model.state_dict(keep_vars=True).items():
         base_names[name] = name_of.setdefault(id(tensor), name)
-    load_peft(model, folder)
+    inject(model, read_lora_config(folder, merge=True), str(folder))
+    stored = match_tensors(model, folder).values()
+    allocate(model, stored)
+    load_adapter(model, folder)
 
     copies: dict[str, torch.Tensor] = {}  # of modules_to_save
+    replaced: dict[str, torch.Tensor] = {}  # parameters of the base that the adapter's file holds
+    for name in stored:
+        plain = plain_name(name)
+        if ".modules_to_save." in name:
+            copies[plain] = model.get_parameter(name)
+        elif plain in base_names:
+            replaced[base_names[plain]] = model.get_parameter(name)
     layers: dict[str, list[tuple]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            for name, parameter in module.modules_to_save["default"].named_parameters():
-                copies[f"{path}.{name}"] = parameter
-        elif isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer):
             for name, _ in module.get_base_layer().named_parameters():
                 base_name = base_names[f"{path}.{name}"]
                 layers.setdefault(base_name, []).append((module, name))
-    replaced: dict[str, torch.Tensor] = {}  # parameters of the base that the adapter's file holds
-    for name, parameter in model.named_parameters():
-        plain = name.replace(".base_layer.", ".")
-        if plain in base_names and not parameter.is_meta:
-            replaced[base_names[plain]] = parameter
 
     own = dict(copies)
     layers_of: dict[str, list[tuple]] = {}
@@ -92,48 +90,6 @@ def _untied(model: nn.Module, pieces: list[Piece], copies: dict) -> list[Piece]:
             if name not in piece_of:
                 untied.append(replace(stored, name=name, param=name))
     return untied
-
-
-def load_peft(model: nn.Module, folder: Path) -> None:
-    """Inject the adapter as peft does, and allocate what its file holds; the base stays on meta."""
-    from peft import set_peft_model_state_dict
-
-    settings = file_inside(folder, SETTINGS)
-    file = file_inside(folder, TENSORS)
-    config = read_lora_config(folder, merge=True)
-    shapes = stored_shapes(file)
-    inject(model, config, str(settings))
-
-    stored = {name.removeprefix(PREFIX) for name in shapes}
-    wanted = []  # parameters of the adapter
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        is_new = ".lora_" in name or ".modules_to_save." in name
-        if isinstance(tensor, nn.Parameter) and (is_new or name in stored):
-            wanted.append(name)
-
-    # before anything is allocated: a small file may name a large base
-    fix = "(fix: the base that it was trained on)"
-    wanted_numbers = sum(model.get_parameter(name).numel() for name in wanted)
-    stored_numbers = sum(math.prod(shape) for shape in shapes.values())
-    smaller, larger = sorted((wanted_numbers, stored_numbers))
-    check(
-        larger <= 16 * max(1, smaller),
-        f"{folder} does not fit this base: it holds {stored_numbers:,} numbers,"
-        f" and its settings ask for {wanted_numbers:,} {fix}",
-    )
-    try:
-        tensors = {}
-        for name, tensor in load_file(file).items():
-            tensors[name.removeprefix(PREFIX)] = tensor
-        for name, tensor in tensors.items():
-            check_finite(file, name, tensor)
-        allocate(model, wanted)
-        result = set_peft_model_state_dict(model, tensors)
-        missing = [name for name in result.missing_keys if name in wanted]
-        problem = first_five(result.unexpected_keys + missing)
-    except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
-        problem = " ".join(str(error).split())[:300]
-    check(not problem, f"{folder} does not fit this base: {problem} {fix}")
 
 
 @torch.no_grad()
@@ -201,17 +157,8 @@ def save_merged(
                 untie(temp, names, merge)
         return 0  # only some bytes change
 
-    def finish(temp: Path) -> None:
-        found = {}
-        for name, info in open_weights(temp).items():
-            found[name] = (info.dtype, info.shape)
-        planned = {}
-        for piece in merge.pieces + merge.untied:
-            planned[piece.name] = (piece.info.dtype, piece.info.shape)
-        assert found == planned, f"{temp} holds other tensors than was planned"
-
     chunks = partial(merged_chunks, changed, own_files, names, merge)
-    save_folder(out, world, prepare, chunks, finish)
+    save_folder(out, world, prepare, chunks)
     return f"{len(changed)} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied"
 
 
@@ -251,11 +198,8 @@ def shard_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def allocate(model: nn.Module, names: list[str]) -> None:
-    """Memory for some parameters of a meta model."""
+def allocate(model: nn.Module, names: Iterable[str]) -> None:
+    """Memory for some parameters of a meta model, and for those beside them in their modules."""
     for name in names:
-        path, _, leaf = name.rpartition(".")
-        parameter = model.get_parameter(name)
-        empty = torch.empty_like(parameter, device="cpu")
-        module = model.get_submodule(path)
-        setattr(module, leaf, nn.Parameter(empty, parameter.requires_grad))
+        module = model.get_submodule(name.rpartition(".")[0])
+        module.to_empty(device="cpu", recurse=False)

@@ -19,7 +19,6 @@ class Lora:
     lora_alpha: float = 16.0
     lora_targets: str = "all-linear"
     lora_dropout: float = 0.0
-    lora_init: str = "default"
     use_rslora: bool = False
     use_dora: bool = False
     modules_to_save: str = ""
@@ -34,8 +33,7 @@ class Lora:
 
     def changed_flags(self) -> dict[str, object]:
         """Those of them that are not left at their defaults."""
-        defaults = Lora().flags()
-        return {flag: value for flag, value in self.flags().items() if value != defaults[flag]}
+        return {flag: value for flag, value in self.flags().items() if value != getattr(Lora, flag)}
 
 
 @dataclass(frozen=True)
@@ -50,22 +48,18 @@ class Quant:
     def __bool__(self) -> bool:
         return self.quantization != "none"
 
-    def changed_flags(self) -> list[str]:
-        """The options that are not left at their defaults, by flag, without the kind."""
-        names = ("int8_mode", "quantize_head", "keep_experts_16bit")
-        return [name for name in names if getattr(self, name) != getattr(Quant, name)]
-
 
 def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
     """Raise ConfigError where flags of adapters or of a quantized base do not go together."""
-    for given, flags, fix in (
-        (lora, list(lora.changed_flags()), "lora_rank 16"),
-        (quant, quant.changed_flags(), "quantization 8bit"),
-    ):
-        alone = ", ".join(f"--{name}" for name in flags)
-        needed = fix.split()[0]
-        check(given or not alone, f"{alone} without --{needed} changes nothing (fix: --{fix})")
+    alone = ", ".join(f"--{flag}" for flag in lora.changed_flags())
+    check(lora or not alone, f"{alone} without --lora_rank changes nothing (fix: --lora_rank 16)")
+    for flag in ("int8_mode", "quantize_head", "keep_experts_16bit"):
+        changed = getattr(quant, flag) != getattr(Quant, flag)
+        why = f"--{flag} without --quantization changes nothing"
+        check(quant or not changed, f"{why} (fix: --quantization 8bit)")
     frozen = f"--quantization {quant.quantization} freezes the weights and --lora_rank is 0"
     check(lora or not quant, f"{frozen}: nothing would train (fix: --lora_rank 16)")
+    both = quant.quantization == "4bit" and quant.int8_mode != "dequant"
+    check(not both, "--int8_mode llm_int8 is of --quantization 8bit (fix: leave it out)")
     plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
     check(not lora or param_dtype == "fp32", f"{plain} (fix: leave it out)")

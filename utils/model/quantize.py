@@ -10,16 +10,12 @@ int8 is LLM.int8()'s row-wise absmax (arXiv 2208.07339), nf4 is QLoRA's (arXiv 2
 quantization, whose statistics run over the whole tensor. The kernels are bitsandbytes'.
 """
 
-import ast
-import inspect
 import logging
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -27,20 +23,38 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..run.errors import check
-from .pieces import Piece, local_box
+from ..run.units import GIB
+from .options import Quant
+from .pieces import Piece, local, local_box
 
-# it warns of an optional CPU kernel, on every rank
+# It warns of an optional CPU kernel, on every rank.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 import bitsandbytes.functional as bnb  # noqa: E402
 
-from ..run.units import GIB
-from .pieces import local
-
 ELEMENTS = 2**20  # quantized at a time while loading
 BLOCK = 64  # weights that share an nf4 scale
+ADDED = re.compile(r"\.(lora_|modules_to_save\.|original_module)")  # names of what peft adds
 OUTLIER = 6.0  # LLM.int8(): columns with an activation above this are not quantized
-# What picks the experts: small, and small errors there are not.
-ROUTER = re.compile(r"(^|[._])(gate|router)(\.|$)")
+# What picks experts, or tokens to attend to: small, and small errors there are not.
+ROUTER = re.compile(r"(^|[._])(gate|router|weights?_proj)(\.|$)")
+# Layers that a model's own code does not simply call, by model type: it reads or changes their weights, or
+# casts to their dtype. An adapter beside them would be passed over in silence, and codes taken for numbers.
+# (laguna: peft does not find the adapters of its shared experts again.)
+READ_PAST = {
+    "bamba": "out_proj",
+    "falcon_h1": "out_proj",
+    "falcon_mamba": "dt_proj out_proj x_proj lm_head",
+    "gemma3n_text": "correction_coefs prediction_coefs",
+    "granitemoehybrid": "out_proj",
+    "jamba": "dt_proj",
+    "laguna": "down_proj gate_proj up_proj",
+    "mamba": "dt_proj out_proj x_proj lm_head",
+    "mamba2": "out_proj lm_head",
+    "nemotron_h": "out_proj",
+    "phi4_multimodal": "out_proj",
+    "rwkv": "output value",
+    "xlstm": "lm_head",
+}
 
 
 class QuantizedLinear(nn.Module):
@@ -85,9 +99,6 @@ class QuantizedLinear(nn.Module):
         last = first + len(rows)
         local(self.weight)[first:last].copy_(codes)
         local(self.scale)[first:last].copy_(scale.view(torch.int32))
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
 
 
 class Int8Linear(QuantizedLinear):
@@ -197,75 +208,39 @@ class Quantized:
 
 
 @torch.no_grad()
-def quantize_linears(
-    model: nn.Module,
-    kind: str,
-    dtype: torch.dtype,
-    int8_mode="dequant",
-    skip: tuple = (),
-    head=False,
-) -> Quantized:
+def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized:
     """Put a quantized layer in the place of every frozen linear layer, in place, LoRA's base layers included.
 
-    kind: 8bit or 4bit; dtype: what the model computes in; skip: last parts of names to leave; head: the head
-    too. What trains, and the routers of experts, stay as they are. On meta this changes the structure only,
-    and copy_rows brings the weights; real weights are quantized here. Raises ConfigError if nothing can be.
+    dtype: what the model computes in. The head (unless quant.quantize_head), what trains, and the routers of
+    experts stay as they are. On meta this changes the structure only, and copy_rows brings the weights; real
+    weights are quantized here. Raises ConfigError if nothing can be.
     """
-    only = "--int8_mode llm_int8 is of --quantization 8bit"
-    check(
-        kind == Int8Linear.kind or int8_mode == "dequant", f"{only}, not {kind} (fix: leave it out)"
-    )
+    kind = quant.quantization
     frozen = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
     experts = sum(size for name, size in frozen.items() if ".experts." in name)
-    last = next(
-        name for name, module in model.named_modules() if module is model.get_output_embeddings()
-    )
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
     stays = "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)"
-    check(not (head and tied), stays)
-    mine = "" if head else rf"^{re.escape(last)}(\.|$)|"
-    own = re.compile(mine + r"\.lora_|\.modules_to_save\.|\.original_module")
-    layers, left, bypassed = 0, Counter(), read_by_others(model, dtypes=True)
+    check(not (quant.quantize_head and tied), stays)
+    stays_whole = set() if quant.quantize_head else set(head.modules())
+    layers, left = 0, Counter()
     for name, old in list(model.named_modules()):
-        if not isinstance(old, nn.Linear | Conv1D) or own.search(name):
+        if not isinstance(old, nn.Linear | Conv1D) or old in stays_whole or ADDED.search(name):
             continue
         plain = name.removesuffix(".base_layer")
-        leaf = plain.rpartition(".")[2]
-        reason = _reason(plain, old, kind, leaf in skip or old.weight.requires_grad)
-        if plain in bypassed:
-            reason = "its layer reads the weight itself"
-        if reason:
-            left[f"{leaf} ({reason})"] += 1
+        if reason := _reason(model, plain, old, kind):
+            left[f"{plain.rpartition('.')[2]} ({reason})"] += 1
             continue
-        options = (
-            old.in_features,
-            old.out_features,
-            old.bias is not None,
-            dtype,
-            old.weight.device,
-        )
-        new = KINDS[kind](*options)
-        new.mode, new.bias = int8_mode, old.bias
+        bias = old.bias is not None
+        new = KINDS[kind](old.in_features, old.out_features, bias, dtype, old.weight.device)
+        new.mode, new.bias = quant.int8_mode, old.bias
         if not old.weight.is_meta:
             new.copy_rows(0, old.weight, f"{plain}.weight")
         model.set_submodule(name, new)
         layers += 1
-    result = Quantized(kind, layers, dict(left), 2 * experts, experts / sum(frozen.values()))
-    why = f"{type(model).__name__} has no linear layer that can be: {_by_reason(left)}"
+    why = f"{type(model).__name__} has no linear layer that can be: {'; '.join(left)}"
     check(layers, f"--quantization {kind}: {why} (fix: --quantization none)")
-    return result
-
-
-def _by_reason(left: Counter) -> str:
-    """The layers that stay as they are, those with the same reason together."""
-    together = defaultdict(list)
-    for text in left:
-        leaf, _, reason = text.partition(" (")
-        together[reason.removesuffix(")")].append(leaf)
-    return (
-        "; ".join(f"{', '.join(leaves)} ({reason})" for reason, leaves in together.items())
-        or "none is there"
-    )
+    return Quantized(kind, layers, dict(left), 2 * experts, experts / sum(frozen.values()))
 
 
 def load_rows(
@@ -297,86 +272,29 @@ def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
     check(keep_experts_16bit or quantized.expert_share <= 0.5, f"{what} {how_much} (fix: {fix})")
 
 
-def _reason(name: str, module: nn.Module, kind: str, wanted: bool) -> str:
+def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
     """Why a layer stays in 16 bit; "" where it does not."""
-    if wanted:
-        return "trains or was named"
+    if layer.weight.requires_grad:
+        return "it trains"
     if ROUTER.search(name):
         return "a router"
-    if not isinstance(module, Conv1D) and not is_plain_linear(type(module)):
-        return f"a {type(module).__name__}"
-    if isinstance(module, Conv1D):
+    if isinstance(layer, Conv1D):
         return "a Conv1D: its rows are input features, the scales would run across ranks"
-    if kind == NF4Linear.kind and module.in_features % BLOCK:
-        return f"{module.in_features} input features are no multiple of {BLOCK}"
+    if not is_plain(model, name, layer):
+        return f"a {type(layer).__name__} that {model.config.model_type} does not simply call"
+    if kind == NF4Linear.kind and layer.in_features % BLOCK:
+        return f"{layer.in_features} input features are no multiple of {BLOCK}"
     return ""
 
 
-@cache
-def is_plain_linear(kind: type) -> bool:
-    """Whether a subclass of nn.Linear multiplies as nn.Linear does: tried with small numbers."""
-    if kind.forward is nn.Linear.forward:
-        return True
-    try:
-        layer, x = kind(3, 2, bias=True), torch.eye(3)
-        with torch.no_grad():
-            layer.weight.copy_(torch.arange(6.0).view(2, 3))
-            layer.bias.copy_(torch.arange(2.0))
-            return bool(torch.equal(layer(x), F.linear(x, layer.weight, layer.bias)))
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        # it wants other numbers than these
-        return False
-
-
-def read_by_others(model: nn.Module, dtypes: bool = False) -> set[str]:
-    """The linear layers whose weight the code around them reads by its name, as mamba's fused kernels do, or
-    changes, as rwkv does when it rescales: an adapter beside them would be passed over in silence, and codes
-    taken for numbers. Looked for in the source of the model's classes.
-
-    dtypes: also those to whose dtype the code around casts their input.
+def is_plain(model: nn.Module, name: str, layer: nn.Module) -> bool:
+    """Whether a layer multiplies as its class does in torch, and is only called: see READ_PAST. FalconLinear
+    multiplies so in its own words.
     """
-    found = set()
-    for path, module in model.named_modules():
-        if getattr(module, "slow_but_exact", None) is False:
-            # bloom reads its weights for tensor parallelism of its own, and only if this is on
-            continue
-        own, inner = _weights_read(type(module), dtypes)
-        below = dict(module.named_modules()) if own or inner else {}
-        names = [name for name in below if name in own or name.endswith(inner)]
-        for name in names:
-            layer = getattr(below[name], "base_layer", below[name])
-            if isinstance(layer, nn.Linear | Conv1D):
-                found.add(f"{path}.{name}" if path else name)
-    return found
-
-
-@cache
-def _weights_read(kind: type, dtypes: bool) -> tuple[set[str], tuple[str, ...]]:
-    """(the layers of which a class reads the weight, ends of the names of layers further in)."""
-    classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    sources = (_sources(inspect.getmodule(cls)).get(cls.__name__, "") for cls in classes)
-    code = "\n".join(
-        line for source in sources for line in source.splitlines() if "init" not in line
-    )
-    own = set(
-        re.findall(r"\bself\.([\w.]+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape|type)\b)", code)
-    )
-    if dtypes:
-        own |= set(re.findall(r"\.to\(self\.([\w.]+)\.weight\.dtype", code))
-    inner = re.findall(r"\b(?!self\b)\w+\.(\w+\.\w+)\.weight\.\w", code)
-    return own, tuple(f".{name}" for name in inner)
-
-
-@cache
-def _sources(module: ModuleType | None) -> dict[str, str]:
-    """Each class of a Python file with its source; nothing where there is no file."""
-    try:
-        text = inspect.getsource(module)
-    except (OSError, TypeError):
-        return {}
-    lines = text.splitlines()
-    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
+    own_words = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    if own_words and type(layer).__name__ != "FalconLinear":
+        return False
+    return name.rpartition(".")[2] not in READ_PAST.get(model.config.model_type, "").split()
 
 
 def _frozen(*shape: int, dtype: torch.dtype, device) -> nn.Parameter:

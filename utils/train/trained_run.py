@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..model.folder import Source, find_model, open_model
 from ..model.loading import build_model, plan_pieces
+from ..model.options import Lora
 from ..model.sharding import DTYPES
 from ..run.distributed import World, broadcast, together
 from ..run.errors import ConfigError, check, first_five
@@ -50,7 +51,7 @@ def open_trained(
     with together(world):
         base = model or run.get("model", "")
         if adapter:
-            from ..model.adapter_file import base_of
+            from ..model.lora import base_of
 
             base = base or base_of(Path(adapter))
             has_tokenizer = (Path(adapter) / "tokenizer_config.json").exists()
@@ -66,21 +67,11 @@ def open_trained(
         built = build_model(source.config, dtype, "auto", trust_remote_code)  # on meta
         pieces = plan_pieces(built, source.weights, source.folder)
         if adapter or run.get("lora_rank"):
-            from ..model.lora import add_adapter, add_lora, base_names
+            from ..model.lora import add_adapters, base_names
 
-            if adapter:
-                config = add_adapter(built, Path(adapter), {})
-            else:
-                config = add_lora(
-                    built,
-                    run["lora_rank"],
-                    run.get("lora_alpha", 16.0),
-                    run.get("lora_targets", "all-linear"),
-                    dropout=run.get("lora_dropout", 0.0),
-                    use_rslora=run.get("use_rslora", False),
-                    use_dora=run.get("use_dora", False),
-                    modules_to_save=run.get("modules_to_save", ""),
-                )
+            trained = {name: run[name] for name in Lora().flags() if name in run}
+            lora = Lora(adapter=adapter) if adapter else Lora(**trained)
+            config = add_adapters(built, lora)
             names = base_names(built)
         if path:
             check_weights(path, built)
