@@ -4,6 +4,7 @@ The named function ends its process, or misbehaves as KIND says, at its CALL-th 
 """
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -19,9 +20,17 @@ from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
 from utils.train import checkpoint
 
+_retire = checkpoint._retire
+
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_middle(final, keep):
+    """When the old checkpoint has its other name, and before it is gone."""
+    shutil.rmtree = die
+    _retire(final, keep)
 
 
 def leave_out(*_, **__) -> float:
@@ -33,7 +42,7 @@ def fail(*_, **__):
 
 
 FAULTS = {  # kind -> (where, name, what happens instead)
-    "retire": (checkpoint.shutil, "rmtree", die),  # half of an old checkpoint's removal
+    "retire": (checkpoint, "_retire", die_in_the_middle),
     "export": (saving, "verify_chunks", die),  # the final model is written, and not yet renamed
     "collective": (finetune, "all_reduce_sum", leave_out),
     "data": (finetune.GlobalBatches, "batches", fail),

@@ -443,16 +443,16 @@ def plan_memory(
     if answer == TOO_LARGE and not force:
         raise ConfigError(refusal(setting, need, room))
 
-    def advice() -> str:
+    def less_memory() -> str:
         """Where memory runs out all the same: what keeps a tenth less alive."""
         alive = max(need.acts.values())
         fix = remedy(setting, room._replace(device=need.device - 0.1 * alive))
         if fit and fix.startswith("--"):
             fix = f"without --fit, and {fix}"  # which would choose again what did not do
-        both = f"planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
-        return f"{both} (fix: {fix})"
+        return fix
 
-    advise_on_memory(advice)
+    planned = f"planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
+    advise_on_memory(planned, less_memory)
     peaks.clear()  # they are measured from here on
     reserved_peaks.clear()
     base = 0 if setting.gpu else memory_bytes()

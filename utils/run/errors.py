@@ -21,7 +21,8 @@ from pathlib import Path
 from .memory import note_peak
 
 _act = "parse"
-_memory_advice: Callable[[], str] | None = None  # of the plan
+_planned = ""  # memory, as the plan has it
+_less_memory: Callable[[], str] | None = None  # finds what needs less of it
 
 
 # What a terminal obeys or breaks a line at: C0 and C1 but the tab, separators of lines, marks that turn the
@@ -92,10 +93,10 @@ def end_act() -> None:
     note_peak(_act)
 
 
-def advise_on_memory(advice: Callable[[], str]) -> None:
-    """What errors say where memory ran out or a rank was killed: the plan, and what needs less."""
-    global _memory_advice
-    _memory_advice = advice
+def advise_on_memory(planned: str, less: Callable[[], str]) -> None:
+    """What errors say where memory ran out or a rank was killed: what was planned, and what needs less."""
+    global _planned, _less_memory
+    _planned, _less_memory = f"; {planned}", less
 
 
 @contextmanager
@@ -175,6 +176,8 @@ def explain(error: Exception) -> None:
     """Say in one line what a full disk, a lack of memory or a missing rank is, and end the process. Return
     where it is something else.
     """
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun's, while this error is looked into
+        signal.signal(number, signal.SIG_IGN)
     text = str(error)
     for code in (errno.ENOSPC, errno.EDQUOT):
         reason = os.strerror(code)  # safetensors and torch keep the system's words
@@ -187,8 +190,9 @@ def explain(error: Exception) -> None:
             _leave()
     first_line = (text or "MemoryError").splitlines()[0][:300]
     if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or REFUSED in text:
-        advice = _memory_advice() if _memory_advice else "(fix: fewer ranks, or more memory)"
-        write_errors([f"rank {rank()} is out of memory in act '{_act}': {first_line}; {advice}"])
+        what = f"rank {rank()} is out of memory in act '{_act}': {first_line}{_planned}"
+        fix = _less_memory() if _less_memory else "fewer ranks, or more memory"
+        write_errors([f"{what} (fix: {fix})"])
         _leave()
     if LOST.search(text):
         say_who_is_gone()
@@ -202,10 +206,9 @@ def say_who_is_gone() -> None:
     """Where ranks of this machine are gone, the first of the others says so; and the process ends."""
     if gone := ranks_gone():
         if rank() == min(ranks_present()):
-            advice = f"; {_memory_advice()}" if _memory_advice else ""
             names = ", ".join(map(str, gone[:5]))
             killed = "if it said nothing itself, it was killed, most likely by the kernel for lack of memory"
-            write_errors([f"rank {names} is gone in act '{_act}': {killed}{advice}"])
+            write_errors([f"rank {names} is gone in act '{_act}': {killed}{_planned}"])
         _leave()
 
 

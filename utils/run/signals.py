@@ -21,8 +21,7 @@ _received: list[int] = []
 def stop_at_once() -> None:
     """Any of the signals, but those that nohup ignores, raises KeyboardInterrupt: all is cleaned up then.
 
-    torchrun sends SIGTERM when a rank has ended. A thread looks for it too, because the main one may wait for
-    that rank where Python runs no handler.
+    A thread looks at them too, because the main one may wait for other ranks where Python runs no handler.
     """
     for number in CAUGHT:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -30,29 +29,18 @@ def stop_at_once() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    threading.Thread(target=_look_for_the_lost, args=(reader,), daemon=True).start()
+    threading.Thread(target=_look, args=(reader,), daemon=True).start()
 
 
 def stop_after_step() -> None:
-    """From now on a signal is only noted, for `stop_asked`; a second Ctrl-C leaves at once.
+    """From now on a signal is only noted, for `stop_asked`; one more after Ctrl-C leaves at once.
 
     It replaces what `stop_at_once` set: a program that calls a recipe's main keeps its own handlers.
     """
     _received.clear()
-    begun = 0.0
-
-    def note(number: int, _: FrameType | None) -> None:
-        nonlocal begun
-        # At Ctrl-C the terminal and torchrun may each send one, at once; a person takes longer.
-        if number == signal.SIGINT and begun and time.monotonic() - begun > 0.5:
-            print("second Ctrl-C: leaving at once, without a checkpoint", flush=True)
-            os._exit(130)
-        begun = begun or time.monotonic()
-        _received.append(number)
-
     for number in CAUGHT:
         if signal.getsignal(number) is _raise:
-            signal.signal(number, note)
+            signal.signal(number, lambda number, _: _received.append(number))
 
 
 def stop_asked() -> str:
@@ -65,11 +53,20 @@ def stop_asked() -> str:
     return signal.Signals(number.item()).name if number else ""
 
 
-def _look_for_the_lost(reader: int) -> None:
+def _look(reader: int) -> None:
+    first, begun = 0, 0.0
     while number := os.read(reader, 1):
+        # torchrun sends SIGTERM when a rank has ended.
         if number[0] == signal.SIGTERM and ranks_gone():
             time.sleep(1)  # the main thread says so, if it can
             say_who_is_gone()
+        # At Ctrl-C the terminal and torchrun may each send one, at once; a person takes longer. At the second
+        # torchrun sends SIGTERM.
+        if first == signal.SIGINT and time.monotonic() - begun > 0.5:
+            print("second Ctrl-C: leaving at once, without a checkpoint", flush=True)
+            os._exit(130)
+        first = first or number[0]
+        begun = begun or time.monotonic()
 
 
 def die_with_parent() -> None:
