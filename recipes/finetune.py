@@ -26,14 +26,19 @@ from utils.data.packing import PackedBatches
 from utils.data.positions import check_positions
 from utils.data.show_data import show_data, show_masks
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
-from utils.model.activations import recompute_activations
 from utils.model.attention import check_packing, wants_flat_packs
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
-from utils.model.sharding import DTYPES, decoder_layers, settle_dtype, shard_model, sync_gradients
+from utils.model.sharding import (
+    DTYPES,
+    decoder_layers,
+    recompute_activations,
+    settle_dtype,
+    shard_model,
+)
 from utils.plan.fit import estimate_disk, fitted_before, plan_memory
 from utils.plan.states import Setting
 from utils.run.distributed import (
@@ -342,7 +347,7 @@ def main(cfg: Config) -> Path | None:
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
             losses = []
             for number, batch in enumerate(batches, 1):
-                sync_gradients(model, cfg.sync_each_microbatch or number == len(batches))
+                model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
                 batch = batch.to(world.device, cfg.pin_memory)  # batch.ids, batch.labels: (B, T)
                 loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
                 scaler.scale(loss * world.size / trained_tokens).backward()  # FSDP takes the mean

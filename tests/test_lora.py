@@ -17,7 +17,6 @@ from tiny import tiny_config, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from utils.model.activations import recompute_activations
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import (
@@ -31,7 +30,7 @@ from utils.model.lora import (
     save_adapter,
 )
 from utils.model.quantize import quantize_linears
-from utils.model.sharding import shard_model
+from utils.model.sharding import recompute_activations, shard_model
 from utils.run.errors import ConfigError
 from utils.run.mesh import build_mesh, mesh_axes
 from utils.train.optim import build_optimizer
