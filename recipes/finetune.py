@@ -20,18 +20,29 @@ from typing import Literal
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
 import torch
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from utils.data.batches import GlobalBatches, divide_batch
 from utils.data.examples import FormName, Rows, load_data, longest_row, print_data, write_bad_rows
 from utils.data.positions import check_positions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
-from utils.model.activations import recompute_activations
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
-from utils.model.sharding import DTYPES, decoder_layers, settle_dtype, shard_model, sync_gradients
+from utils.model.sharding import (
+    DTYPES,
+    decoder_layers,
+    recompute_activations,
+    settle_dtype,
+    units,
+)
 from utils.plan.fit import estimate_disk, fitted_before, plan_memory
 from utils.plan.states import Setting
 from utils.run.distributed import (
@@ -287,7 +298,24 @@ def main(cfg: Config) -> Path:
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
-    shard_model(model, mesh, DTYPES[cfg.dtype], cfg.reshard_after_forward, cfg.cpu_offload)
+    offload = OffloadPolicy()
+    if cfg.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
+    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
+    for unit in units(model, DTYPES[cfg.dtype]):
+        fully_shard(
+            unit.modules,
+            mesh=mesh,
+            reshard_after_forward=cfg.reshard_after_forward and unit.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+        )
+        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
 
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
@@ -351,7 +379,7 @@ def main(cfg: Config) -> Path:
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
             losses = []
             for number, batch in enumerate(batches, 1):
-                sync_gradients(model, cfg.sync_each_microbatch or number == len(batches))
+                model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
                 loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
                 # The mean over the trained tokens of the global batch: FSDP divides by the ranks.

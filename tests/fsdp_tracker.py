@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
-from utils.model.activations import recompute_activations
 from utils.model.options import Lora, Quant
-from utils.model.sharding import shard_model, sync_gradients
+from utils.model.sharding import recompute_activations, shard_model
 from utils.plan.states import Setting, planned_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -61,7 +60,6 @@ def loss_of_all(self, ids, labels):
 def peak(case: dict) -> int:
     plan = setting_of(case)
     model = planned_model(plan)
-    model.get_output_embeddings().as_cuda = True  # as it is planned
     if plan.activation_checkpointing != "none":
         recompute_activations(model, plan.activation_checkpointing)
     masking_utils.find_packed_sequence_indices = lambda positions: None  # it looks at values too
@@ -84,7 +82,9 @@ def peak(case: dict) -> int:
             for i in range(plan.grad_accum):
                 if tracker:
                     tracker.reset_mod_stats()
-                sync_gradients(model, plan.sync_each_microbatch or i == plan.grad_accum - 1)
+                model.set_requires_gradient_sync(
+                    plan.sync_each_microbatch or i == plan.grad_accum - 1
+                )
                 model(ids, labels=ids).backward()
 
         step()

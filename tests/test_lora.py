@@ -17,7 +17,6 @@ from tiny import build_optimizer, tiny_config, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from utils.model.activations import recompute_activations
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import (
@@ -32,7 +31,7 @@ from utils.model.lora import (
 )
 from utils.model.options import Lora, Quant
 from utils.model.quantize import quantize_linears
-from utils.model.sharding import shard_model
+from utils.model.sharding import recompute_activations, shard_model
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
 

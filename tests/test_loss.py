@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.data.batches import Batch
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
-from utils.model.sharding import shard_model, sync_gradients
+from utils.model.sharding import shard_model
 from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
 
@@ -183,7 +183,7 @@ def collectives(world, kind, micro_batches):
     batch = some_batch()
     with Calls() as calls:
         for i in range(micro_batches):
-            sync_gradients(model, i == micro_batches - 1)
+            model.set_requires_gradient_sync(i == micro_batches - 1)
             summed_cross_entropy(model, batch).backward()
     return tuple(
         sum(name in op for op in calls.names)

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from utils.model.activations import recompute_activations
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import add_adapters, base_names, cast_frozen, load_adapter
@@ -29,7 +28,7 @@ from utils.model.quantize import (
     dequantize,
     quantize_linears,
 )
-from utils.model.sharding import decoder_layers, shard_model, sync_gradients
+from utils.model.sharding import decoder_layers, recompute_activations, shard_model
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
 
@@ -331,7 +330,7 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     micro = mine.chunk(2) if lever == "accumulate" else [mine]
     total = 0.0
     for i, ids in enumerate(micro):
-        sync_gradients(model, i == len(micro) - 1)
+        model.set_requires_gradient_sync(i == len(micro) - 1)
         loss = loss_of(model, ids) / len(micro)
         loss.backward()
         total += loss.item()

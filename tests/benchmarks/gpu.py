@@ -109,7 +109,7 @@ def _ours(
 
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
-    from utils.model.sharding import decoder_layers, shard_model, sync_gradients
+    from utils.model.sharding import decoder_layers, recompute_activations, shard_model
     from utils.run.distributed import build_mesh
     from utils.train.optim import clip_gradients
 
@@ -131,8 +131,6 @@ def _ours(
     add_chunked_loss(model)
     recompute = "full" if offload else name
     if recompute in ("selective", "full"):
-        from utils.model.activations import recompute_activations
-
         recompute_activations(model, recompute)
     if name == "compiled":
         for layer in decoder_layers(model):
@@ -150,7 +148,7 @@ def _ours(
         for i, ids in enumerate(batches[first : first + micro_batches], start=1):
             # --sync_each_microbatch: on one GPU it costs no traffic, and deferring keeps fp32 gradients of
             # the whole model. Offloaded ones would go to the host each time.
-            sync_gradients(model, i == micro_batches or not offload)
+            model.set_requires_gradient_sync(i == micro_batches or not offload)
             ids = ids.to(device)
             (model(ids, labels=ids) / trained).backward()
         clip_gradients(model, 1.0)

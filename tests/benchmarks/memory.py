@@ -16,11 +16,10 @@ from gpu import TINY, fill, write_table
 from measure import Bound, Worker, run_worker  # also puts the repository on sys.path
 from tiny import build_optimizer
 
-from utils.model.activations import recompute_activations
 from utils.model.loading import load_pieces
 from utils.model.lora import init_lora
 from utils.model.options import Lora, Quant
-from utils.model.sharding import shard_model, sync_gradients
+from utils.model.sharding import recompute_activations, shard_model
 from utils.plan.fit import need_of
 from utils.plan.states import Setting, planned_model
 from utils.run.distributed import World, build_mesh
@@ -114,7 +113,7 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     model.train()
     for _ in range(2):
         for i in range(chosen.grad_accum):
-            sync_gradients(model, i == chosen.grad_accum - 1)
+            model.set_requires_gradient_sync(i == chosen.grad_accum - 1)
             ids = torch.randint(model.config.vocab_size, (chosen.batch_size, seq_len)).to(device)
             (model(ids, labels=ids) / ids.numel()).backward()
         clip_gradients(model, 1.0)

@@ -10,24 +10,30 @@ same list backwards.
 
 import os
 import re
+from collections.abc import Iterable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..run.errors import check, first_five, others_code
+from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN
-from .experts import expert_box
 from .folder import TensorInfo, check_family
 from .pieces import Piece, local, local_box, runs, transfer
+from .sharding import family_of
 
 CHUNK = 2**20  # elements that are read, and converted or quantized, at a time
+# How experts that are separate on disk are fused in memory: one after the other, and of gate and up one below
+# the other.
+KNOWN = (
+    [("MergeModulelist", 0)],
+    [("MergeModulelist", 0), ("Concatenate", 1)],
+)
 NOT_TEXT = ("vision_config", "audio_config", "speech_config")
 Tensors = dict[str, torch.Tensor]
 Names = dict[str, list[str]]
@@ -112,7 +118,7 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
         at = (0,) * len(info.shape)
         shape = info.shape
         if pattern is not None:
-            at, shape = expert_box(name, info, pattern, converters, folder)
+            at, shape = _expert_box(name, info, pattern, converters, folder)
         piece = Piece(name, info, target, at, shape)
         problem = _misfit(piece, state[target])
         if problem:
@@ -131,6 +137,26 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
     fix = "weights and config.json of one and the same model"
     check(not problems, f"{folder}: the weights {'; '.join(problems)} (fix: {fix})")
     return pieces
+
+
+def _expert_box(
+    name: str, info: TensorInfo, pattern: str, converters: list[WeightConverter], folder: Path
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(at, shape) of one expert's matrix within the parameter that holds all experts, e.g. gate_up_proj (E,
+    2I, D).
+    """
+    converter = next(c for c in converters if pattern in c.source_patterns)
+    operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
+    if operations not in KNOWN or expert is None or len(info.shape) != 2:
+        steps = ", ".join(kind for kind, _ in operations)
+        fix = "load it with transformers, then save_pretrained(..., save_original_format=False)"
+        raise ConfigError(
+            f"{folder}: {name} is stored in a layout that is not read in slices: {steps} (fix: {fix})"
+        )
+    first_row = converter.source_patterns.index(pattern) * info.shape[0]
+    at = (int(expert[1]), first_row, 0)
+    return at, (1, *info.shape)
 
 
 def _misfit(piece: Piece, parameter: torch.Tensor) -> str:
@@ -207,7 +233,7 @@ def load_pieces(
                         load_rows(read, piece, state[name], module, device)
                     else:
                         _load_piece(file, piece, state[name], filled, staging)
-    _fill_buffers(model, state)
+    _fill_buffers(model, state.values())
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
@@ -245,30 +271,26 @@ def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:
     check(read_bytes == len(data), f"{file.name}: cut short while it was read {AGAIN}")
 
 
-def _fill_buffers(model: nn.Module, state: Tensors) -> None:
+def _fill_buffers(model: nn.Module, loaded: Iterable[torch.Tensor]) -> None:
     """Compute what no checkpoint holds: rotary frequencies, embedding scales.
 
-    After to_empty they hold arbitrary values, and nothing complains. All loaded tensors are marked, and so
-    are modules of which all tensors were loaded. Then the model's own initialization runs on the others
-    twice, over bytes of zeros and of ones: a buffer that differs the second time was not filled. Raises
-    ConfigError naming it.
+    After to_empty they hold arbitrary values, and nothing complains. As in transformers' own loader, loaded
+    tensors are marked, and so are modules of which all tensors were loaded; the model's own initialization
+    fills the others. Raises ConfigError for a buffer that is then as before: every byte 255.
     """
-    for tensor in state.values():
+    for tensor in loaded:
         tensor._is_hf_initialized = True
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        module._is_hf_initialized = bool(tensors) and all(map(_is_loaded, tensors))
     computed = {}
     for name, buffer in model.named_buffers():
-        if not _is_loaded(buffer):
-            computed[name] = buffer
-    first = _initialized_over(model, computed, 0)
-    second = _initialized_over(model, computed, 255)
-    unfilled = []
-    for name in computed:
-        if not torch.equal(bytes_of(second[name]), bytes_of(first[name])):
-            unfilled.append(name)
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                unfilled.append(f"{path}.{name}")
+        if buffer.numel() and not _is_loaded(buffer):
+            computed[name] = buffer.view(-1).view(torch.uint8).fill_(255)
+    # transformers takes FSDP's classes for code from elsewhere, and passes over some modules of such code.
+    model.is_custom_code = family_of(model).is_custom_code
+    model.initialize_weights()
+    unfilled = [name for name, values in computed.items() if (values == 255).all()]
     reason = "no checkpoint holds them, and the model's own _init_weights does not fill them"
     fix = "a model whose _init_weights fills all of its buffers, or --low_cpu_fsdp false"
     check(not unfilled, f"{type(model).__name__}: {first_five(unfilled)}: {reason} (fix: {fix})")
@@ -276,35 +298,3 @@ def _fill_buffers(model: nn.Module, state: Tensors) -> None:
 
 def _is_loaded(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
-
-
-def _initialized_over(model: nn.Module, buffers: Tensors, byte: int) -> Tensors:
-    """Copies of the buffers as the model's own initialization leaves them, over this byte everywhere."""
-    for buffer in buffers.values():
-        fill_bytes(buffer, byte)
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        module._is_hf_initialized = bool(tensors) and all(map(_is_loaded, tensors))
-    _own_code(model).initialize_weights()
-    return {name: buffer.clone() for name, buffer in buffers.items()}
-
-
-def _own_code(model: nn.Module) -> nn.Module:
-    """The model, marked as code of transformers, which is to initialize it.
-
-    transformers takes FSDP's classes for code from elsewhere. Of that it passes over modules without tensors
-    of their own, although their _init_weights may fill those of their layers.
-    """
-    if isinstance(model, FSDPModule):
-        family = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
-        model.is_custom_code = family.is_custom_code
-    return model
-
-
-def fill_bytes(tensor: torch.Tensor, byte: int) -> None:
-    """Overwrite every byte; of truth values, which have two, with one of them."""
-    bytes_of(tensor).fill_(min(byte, 1) if tensor.dtype == torch.bool else byte)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,27 +1,97 @@
-"""FSDP2 / HSDP: which modules are units, when they reshard, in which dtype.
+"""FSDP2 / HSDP: which modules are units, when they reshard, in which dtype, and what is recomputed.
 
 A unit is what is gathered together, used, and freed. See the FSDP2 tutorial,
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
-from collections import Counter
-from dataclasses import replace
-from types import MethodType
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.core_model_loading import build_glob_alternation
 
 from ..run.errors import ConfigError, check
 
-OWN_DTYPES: dict[tuple, tuple[dict, dict]] = {}  # see _own_dtypes
-# what peft puts into names
-ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")
-
 # What flags and files call dtypes; "original" keeps that of the checkpoint.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
+
+# What peft puts into names.
+ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")
+
+# What is worth keeping: results that take long to compute for their size. The attention kernels differ by
+# device.
+ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+EXPENSIVE = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    *(f"_scaled_dot_product_{kind}" for kind in ATTENTION),
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters FSDP2 gathers in one collective: what fully_shard takes."""
+
+    modules: list[nn.Module]
+    param_dtype: torch.dtype | None  # in which they are gathered; None: as they are stored
+    reshard_after_forward: bool = True  # False: the backward needs them at once
+    unshard_in_backward: bool = True  # False: the backward does not need them
+    cast_forward_inputs: bool = False
+
+
+def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
+    """The units of a model on meta, inner ones first, and the dtypes of its tensors made so that they can be.
+
+    dtype: of compute. The last unit is the root, with what is left: the final norm, position embeddings.
+    """
+    prepare_dtypes(model, dtype)
+    param_dtype = None if dtype == torch.float32 else dtype
+    in_fp32 = fp32_modules(model, dtype)
+    found = []
+    layers = decoder_layers(model)
+    for layer in layers:
+        inner = [module for module in layer.modules() if module in in_fp32]
+        if inner:
+            found.append(Unit(inner, torch.float32))
+        # Free a layer after its forward and gather it again for its backward; but the last one's backward
+        # comes at once.
+        found.append(Unit([layer], param_dtype, reshard_after_forward=layer is not layers[-1]))
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # The head's backward follows its forward. Families with an fp32 residual give it its weight's dtype, but
+    # see that of the shard.
+    of_head = {"reshard_after_forward": False, "cast_forward_inputs": True}
+    if embedding.weight is head.weight:
+        # One unit, since a tied weight cannot be in two. It is needed first and last in the forward, and
+        # again at once.
+        found.append(Unit([embedding, head], param_dtype, **of_head))
+    else:
+        # The gradient of a lookup needs no table; that of an adapter or of a norm beside it needs those.
+        is_lookup = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
+        found.append(Unit([embedding], param_dtype, unshard_in_backward=not is_lookup))
+        head_dtype = torch.float32 if head in in_fp32 else param_dtype
+        found.append(Unit([head], head_dtype, **of_head))
+    taken = set(chain.from_iterable(module.modules() for unit in found for module in unit.modules))
+    others = [module for module in in_fp32 if module not in taken]
+    if others:
+        found.append(Unit(others, torch.float32, reshard_after_forward=False))
+    return [
+        *found,
+        Unit([model], param_dtype, reshard_after_forward=False),
+    ]  # small: it stays gathered
 
 
 def shard_model(
@@ -33,73 +103,95 @@ def shard_model(
 ) -> nn.Module:
     """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
 
-    The shards keep the parameters' dtype (fp32 masters); they are gathered in `dtype`, but for those that the
-    model's family computes with in fp32, and gradients are reduced in fp32. What goes into a layer is not
-    cast: some of it (rotary tables, states) is fp32 on purpose, and the rest has the embedding's dtype. So
-    the logits are those of from_pretrained(dtype=dtype), to the bit.
+    The shards keep the parameters' dtype (fp32 masters); they are gathered in `dtype`, but for the modules
+    that the model's family computes with in fp32, and gradients are reduced in fp32. What goes into a layer
+    is not cast: some of it (rotary tables, states) is fp32 on purpose, and the rest has the embedding's
+    dtype. So the logits are those of from_pretrained(dtype=dtype), to the bit.
 
     reshard_after_forward False keeps the layers gathered until their backward, like ZeRO stage 2: less
     traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host.
     """
-    kept = kept_in_fp32(model, dtype)
-    store_alike(model)
-    cast_buffers(model, dtype)
-    param_dtype = None if dtype == torch.float32 else dtype
-    precision = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
-    options = {"mesh": mesh, "mp_policy": precision}
-    if cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-
-    layers = decoder_layers(model)
-    for layer in layers:
-        # Free a layer after its forward and gather it again for its backward; but the last one's backward
-        # comes at once.
-        free = reshard_after_forward and layer is not layers[-1]
-        fully_shard(layer, reshard_after_forward=free, **options)
-
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    # Families with an fp32 residual give the head its weight's dtype, but see that of the shard.
-    own = {f"{name}.weight" for name, module in model.named_modules() if module is head}
-    at_head = options | {"mp_policy": replace(precision, cast_forward_inputs=not own & kept)}
-    if embedding.weight is head.weight:
-        # One unit, since a tied weight cannot be in two. It is needed first and last in the forward, and
-        # again at once.
-        fully_shard([embedding, head], reshard_after_forward=False, **at_head)
-    else:
-        table = fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
-        # The gradient of a lookup needs no table; that of an adapter or of a norm beside it needs those.
-        lookup = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
-        table.set_unshard_in_backward(not lookup)
-        # The head's backward follows its forward: freeing it in between would gather it twice.
-        fully_shard(head, reshard_after_forward=False, **at_head)
-
-    # The root holds the rest: the final norm, position embeddings. Small, so it stays gathered.
-    fully_shard(model, reshard_after_forward=False, **options)
-    if kept:
-        gather_in_fp32(model, kept)
+    offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    for unit in units(model, dtype):
+        fully_shard(
+            unit.modules,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward and unit.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+        )
+        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     return model
 
 
-def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Names of the parameters that from_pretrained(dtype=dtype) leaves in fp32: those that the family lists,
-    and those that its code makes in fp32 whatever the dtype.
+def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the buffers of a model on meta the dtypes of from_pretrained(dtype=dtype), and what is trained in
+    one unit one dtype to be stored in, as FSDP2 wants it. Some families make some weights in fp32.
+    """
+    dtypes = dtypes_as_loaded(model, dtype)
+    for name, buffer in model.named_buffers():
+        _cast(buffer, dtypes.get(plain_name(name)))
+    apart = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad and p not in apart]
+    for parameter in trained:
+        _cast(parameter, max(trained, key=torch.numel).dtype)
+
+
+def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """For a model on meta that is not sharded: the dtypes that from_pretrained(dtype=dtype) gives."""
+    dtypes = dtypes_as_loaded(model, dtype)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        _cast(tensor, dtypes.get(plain_name(name)))
+    return model
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+    if dtype and tensor.is_floating_point():
+        tensor.data = tensor.data.to(dtype)
+
+
+def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
+    """The outermost modules of which from_pretrained(dtype=dtype) leaves all parameters in fp32: routers, the
+    convolutions of some families. A module that uses such a parameter beside others computes in `dtype`.
+    """
+    dtypes = dtypes_as_loaded(model, dtype)
+    names = {name for name, _ in model.named_parameters()}
+    kept = {name for name in names if dtypes.get(plain_name(name)) == torch.float32}
+    found, inside = [], set()
+    for path, module in model.named_modules() if kept else ():
+        own = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        # Mixers use a convolution's weight without a call, and only a call gathers it.
+        is_called = not isinstance(module, nn.Conv1d)
+        if own and own <= kept and is_called and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each parameter and buffer, by its name without adapters, that from_pretrained(dtype=dtype)
+    gives it, where that is 16 bit: some families list, or make, some of them in fp32.
     """
     if dtype == torch.float32:
-        return set()
-    wanted = _own_dtypes(model, dtype)[0]
-    listed = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])
-    if dtype == torch.float16:
-        listed += getattr(model, "_keep_in_fp32_modules", None) or []
-    pattern = build_glob_alternation(listed)[0] if listed else None
-    kept = set()
-    for name, parameter in model.named_parameters():
-        own = plain_name(name)
-        fp32 = wanted.get(own) == torch.float32 or (
-            own in wanted and pattern and pattern.search(own)
-        )
-        if fp32 and parameter.is_floating_point():
-            kept.add(name)
-    return kept
+        return {}
+    known = vars(model).setdefault("dtypes_as_loaded", {})  # a plan asks for it often
+    if dtype not in known:
+        with torch.device("meta"):
+            made = family_of(model)._from_config(model.config, dtype=dtype)
+        listed = list(made._keep_in_fp32_modules_strict)
+        if dtype == torch.float16:
+            listed += made._keep_in_fp32_modules
+        pattern = build_glob_alternation(listed)[0] if listed else None
+        saved = made.state_dict().keys()
+        known[dtype] = {}
+        for name, tensor in chain(made.named_parameters(), made.named_buffers()):
+            in_fp32 = pattern and name in saved and pattern.search(name)
+            known[dtype][name] = torch.float32 if in_fp32 else tensor.dtype
+    return known[dtype]
 
 
 def plain_name(name: str) -> str:
@@ -109,86 +201,9 @@ def plain_name(name: str) -> str:
     return name
 
 
-def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """For a model on meta that is not sharded: the dtypes that from_pretrained(dtype=dtype) gives."""
-    for name in kept_in_fp32(model, dtype):
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.float()
-    cast_buffers(model, dtype)
-    return model
-
-
-def store_alike(model: nn.Module) -> None:
-    """One dtype for all masters, as FSDP2 wants it in a unit. Some families make some weights in fp32."""
-    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    dtypes = Counter(p.dtype for p in trained)
-    for parameter in trained if len(dtypes) > 1 else []:
-        parameter.data = parameter.data.to(dtypes.most_common(1)[0][0])
-
-
-def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the buffers the dtypes that from_pretrained(dtype=dtype) gives them."""
-    if dtype == torch.float32:
-        return
-    listed = list(getattr(model, "_keep_in_fp32_modules_strict", None) or [])
-    pattern = build_glob_alternation(listed)[0] if listed else None
-    wanted = _own_dtypes(model, dtype)[1]
-    saved = model.state_dict().keys()
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            whole = f"{path}.{name}" if path else name
-            own = plain_name(whole)
-            fp32 = whole in saved and pattern and pattern.search(own)
-            if own in wanted and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(torch.float32 if fp32 else wanted[own])
-
-
-def _own_dtypes(model: nn.Module, dtype: torch.dtype) -> tuple[dict, dict]:
-    """(of the parameters, of the buffers): the dtype of each by name, as the library makes the same model in
-    `dtype`, without adapters. It is made once, on meta; a plan asks for it often.
-    """
-    family = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
-    key = family, model.config.to_json_string(use_diff=False), dtype
-    if key not in OWN_DTYPES:
-        with torch.device("meta"):
-            made = family._from_config(model.config, dtype=dtype)
-        found = made.named_parameters(), made.named_buffers()
-        OWN_DTYPES[key] = tuple(
-            {name: tensor.dtype for name, tensor in tensors} for tensors in found
-        )
-    return OWN_DTYPES[key]
-
-
-def gather_in_fp32(model: nn.Module, names: set[str]) -> None:
-    """Have FSDP2 gather these parameters of a sharded model in fp32, in one all-gather with their unit.
-
-    It takes dtypes per unit; its all-gather takes any mixture of them, but its reduce-scatter wants gradients
-    of one dtype. So in units with such parameters all gradients are made in fp32, in which they are reduced
-    anyway. A unit of their own is not possible for parameters that a module uses beside others.
-    """
-    kept = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-    for module in model.modules():
-        unit = (
-            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        )
-        parts = unit.fsdp_params if unit else []
-        if not any(id(part.sharded_param) in kept for part in parts):
-            continue
-        for part in parts:
-            if id(part.sharded_param) in kept:
-                part.init_dtype_attrs = MethodType(_gathered_in_fp32, part)
-            part.init_unsharded_param = MethodType(_gradient_in_fp32, part)
-
-
-def _gathered_in_fp32(part, policy: MixedPrecisionPolicy) -> None:
-    type(part).init_dtype_attrs(part, policy)
-    part.param_dtype = None if part.orig_dtype == torch.float32 else torch.float32
-
-
-def _gradient_in_fp32(part) -> None:
-    type(part).init_unsharded_param(part)
-    if part._unsharded_param.requires_grad:
-        part._unsharded_param.grad_dtype = torch.float32
+def family_of(model: nn.Module) -> type:
+    """The model's class, without the class that FSDP2 adds."""
+    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:
@@ -205,11 +220,39 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
 
-def sync_gradients(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward reduces gradients over ranks. Deferring it saves traffic and keeps unsharded
-    gradients meanwhile.
+def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
+    """Keep for the backward only each layer's input (full), or its matrix products and attention too
+    (selective), or everything (none).
+
+    full costs one more forward, selective the cheap part of one; the losses do not change. Raises ConfigError
+    for a model that cannot. https://docs.pytorch.org/docs/stable/checkpoint.html
     """
-    model.set_requires_gradient_sync(sync)
+    if mode == "none":
+        return model
+    refused = f"--activation_checkpointing {mode}: {type(model).__name__} does not support it"
+    check(model.supports_gradient_checkpointing, refused)
+    options = {"use_reentrant": False}
+    if mode == "selective":
+        kept = {
+            getattr(torch.ops.aten, op).default for op in EXPENSIVE if hasattr(torch.ops.aten, op)
+        }
+
+        def policy(context, op, *args, **kwargs):
+            return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    if hasattr(model, "activation_checkpointing_enable"):  # the older name warns
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+def keep_activations(model: nn.Module) -> nn.Module:
+    """Recompute nothing again, as a model does that recompute_activations has not met."""
+    newer = hasattr(model, "activation_checkpointing_disable")
+    (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
+    return model
 
 
 def settle_dtype(dtype: str, device: torch.device) -> str:

@@ -132,7 +132,6 @@ def trace_of(setting: Setting) -> Trace:
         setting.seq_len,
         setting.packing,
         setting.activation_checkpointing,
-        setting.gpu,
     )
 
 

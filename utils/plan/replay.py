@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..model.pieces import rows_of_full_shard
-from ..model.sharding import decoder_layers, kept_in_fp32
+from ..model.sharding import decoder_layers, fp32_modules
 from .states import Peak, Setting, States
 from .trace import Segment, Trace
 
@@ -40,7 +40,8 @@ def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit]
     parts = [embedding, *layers]
     if not is_tied:
         parts.append(head)
-    kept = {model.get_parameter(name) for name in kept_in_fp32(model, setting.dtype)}
+    in_fp32 = fp32_modules(model, setting.dtype)
+    kept = {p for module in in_fp32 for p in module.parameters()}
     parameters_of_parts = [list(part.parameters()) for part in parts]
     own = set()
     for parameters in parameters_of_parts:
@@ -52,8 +53,7 @@ def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit]
 
 
 def _unit(parameters: list[nn.Parameter], kept: set[nn.Parameter], setting: Setting) -> Unit:
-    """kept: what is gathered in fp32; a unit with such parameters makes all its gradients in fp32."""
-    is_mixed = any(p in kept for p in parameters)
+    """kept: what is gathered in fp32, in a unit of its own, which counts as part of this one."""
     gathered = copied = grads = reduced = share = last = 0
     for p in parameters:
         share_numel = rows_of_full_shard(p.shape[0], setting.shards) * p[0].numel()
@@ -65,7 +65,7 @@ def _unit(parameters: list[nn.Parameter], kept: set[nn.Parameter], setting: Sett
         if is_cast or setting.cpu_offload:
             copied += share_numel * itemsize
         if p.requires_grad:
-            last = p.numel() * (4 if is_mixed else itemsize)
+            last = p.numel() * itemsize
             grads += last
             reduced += padded_numel * 4
             share += share_numel * p.element_size()

@@ -17,9 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from ..model.activations import keep_activations, recompute_activations
 from ..model.loss import backbone, chunk_bounds
-from ..model.sharding import decoder_layers, kept_in_fp32
+from ..model.sharding import (
+    decoder_layers,
+    fp32_modules,
+    keep_activations,
+    recompute_activations,
+)
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,9 @@ def trace_step(
     seq_len: int,
     packed: bool = False,
     recompute: str = "none",
-    gpu: bool = True,
 ) -> Trace:
     """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
-    documents apart. recompute: as --activation_checkpointing. gpu: the loss runs as on a GPU.
+    documents apart. recompute: as --activation_checkpointing.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
@@ -144,8 +147,7 @@ def trace_step(
                 stack.callback(hook.remove)
         head = model.get_output_embeddings()
         stack.callback(setattr, head, "chunk_bounds", head.chunk_bounds)
-        stack.callback(setattr, head, "as_cuda", head.as_cuda)
-        head.chunk_bounds, head.as_cuda = few_chunks, gpu
+        head.chunk_bounds = few_chunks
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
@@ -263,7 +265,8 @@ def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]
     """
     replaced = []  # (table, name, tensor)
     made = {}  # one for each tensor: weights may be tied
-    kept = {id(model.get_parameter(name)) for name in kept_in_fp32(model, dtype)}
+    in_fp32 = fp32_modules(model, dtype)
+    kept = {id(p) for module in in_fp32 for p in module.parameters()}
     idle = {module for layer in repeats for module in layer.modules()}
     for module in model.modules():
         if module in idle:
