@@ -40,7 +40,6 @@ from ..run.files import sync_path
 from ..run.folder import check_space
 
 Optimizer = torch.optim.Optimizer
-RNG_BYTES = 2**15
 DIGESTS = dcp.metadata.MetadataIndex("digests")
 NICE = 19  # of the thread that saves: the training steps have priority
 VERSIONS = {"torch": str(torch.__version__), "transformers": version("transformers")}
@@ -80,7 +79,6 @@ class CheckpointSaver:
         state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
         state |= {"save_seconds": self.seconds, "ranks": self.world.size, "versions": VERSIONS}
         tensors = checkpoint_tensors(model, optimizer)
-        tensors[f"rng.{self.world.rank}"] = rng_state(self.world.device)
         if not self.needed_bytes:
             self.needed_bytes = all_reduce_sum(
                 sum(local(t).nbytes for t in tensors.values()), self.world
@@ -156,22 +154,10 @@ def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
 
 
 def set_seed(seed: int) -> None:
-    """Of every generator that rng_state saves."""
+    """Of every generator. Each step has a seed of its own, so a resume needs no state of them."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def rng_state(device: torch.device) -> torch.Tensor:
-    """This rank's random number generators as JSON in RNG_BYTES bytes, which are always as many."""
-    kind, keys, *rest = numpy.random.get_state()
-    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
-    state["torch"] = torch.get_rng_state().numpy().tobytes().hex()
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes().hex()
-    text = json.dumps(state, separators=(",", ":")).encode()
-    assert len(text) <= RNG_BYTES, len(text)
-    return torch.frombuffer(bytearray(text.ljust(RNG_BYTES)), dtype=torch.uint8)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -9,12 +9,10 @@ import io
 import json
 import os
 import pickle
-import random
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -26,7 +24,6 @@ from ..run.errors import ConfigError, check, first_five, print0
 from ..run.folder import holds_run
 from ..run.settings import load_config
 from .checkpoint import (
-    RNG_BYTES,
     Optimizer,
     checkpoint_tensors,
     complete_checkpoints,
@@ -225,8 +222,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
             was == now,
             f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)",
         )
-        rng = {name for name in saved if name.startswith("rng.")}
-        saved = {name: entry for name, entry in saved.items() if name not in rng}
+        # Earlier versions also saved the state of generators.
+        saved = {name: entry for name, entry in saved.items() if not name.startswith("rng.")}
         old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
         new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
         differ = [
@@ -236,27 +233,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
             [f"{n} {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in differ]
         )
         check(not differ, f"{path} is of another model, then -> now: {first} (fix: --resume none)")
-    if len(rng) == world.size:  # else they start from the seed
-        tensors[f"rng.{world.rank}"] = torch.zeros(RNG_BYTES, dtype=torch.uint8)
     try:
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}", agreed=True) from error
-    if len(rng) == world.size:
-        set_rng_state(tensors[f"rng.{world.rank}"], world.device)
     return state
-
-
-def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    """Undo checkpoint.rng_state."""
-    saved = json.loads(state.numpy().tobytes())
-    random.setstate((saved["python"][0], tuple(saved["python"][1]), saved["python"][2]))
-    numpy.random.set_state(tuple(saved["numpy"]))
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
-    if device.type == "cuda" and "cuda" in saved:
-        torch.cuda.set_rng_state(
-            torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8), device
-        )
 
 
 class Reader(dcp.FileSystemReader):
