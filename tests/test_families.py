@@ -21,7 +21,7 @@ from utils.model.folder import ENCODERS, NOT_CAUSAL, SEQ2SEQ, check_model_config
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.saving import save_model
-from utils.model.sharding import compute_alone, shard_model
+from utils.model.sharding import compute_alone, recompute_activations, shard_model
 from utils.run.distributed import build_mesh, gather
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
@@ -201,6 +201,30 @@ def test_a_model_that_is_not_sharded_has_the_dtypes_of_from_pretrained(model_typ
     load_pieces(compute_alone(model, torch.bfloat16), pieces, torch.device("cpu"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert compare_logits(model, reference, torch.bfloat16) == []
+
+
+def fp32_units(world, folder, mode):
+    """(dtypes of the routers as they are gathered, gradients by name) of one step in bf16."""
+    model, _ = load(world, folder, torch.bfloat16)
+    recompute_activations(add_chunked_loss(model.train()), mode)
+    gathered = set()
+
+    def see(module, args):
+        gathered.update(parameter.dtype for parameter in module.parameters())
+
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_pre_hook(see)
+    summed_cross_entropy(model, some_batch()).backward()
+    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    return gathered, {name: p.grad.full_tensor() for name, p in trained}
+
+
+def test_routers_in_fp32_are_units_of_their_own_also_where_activations_are_recomputed(tmp_path):
+    family_model("ernie4_5_moe").save_pretrained(tmp_path)
+    found = [run_ranks(fp32_units, 2, tmp_path, mode)[0] for mode in ("none", "full")]
+    (first_dtypes, first), (second_dtypes, second) = found
+    assert first_dtypes == second_dtypes == {torch.float32}
+    assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
 
 
 @pytest.mark.parametrize("model_type", NOT_CAUSAL)

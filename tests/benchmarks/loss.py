@@ -33,7 +33,7 @@ RATIOS = ("peak_bytes", "seconds")
 BOUNDS = tuple(
     Bound(
         "seconds",
-        1.0,
+        1.15,
         "time, over plain's",
         f"plain_{v}_{t}",
         timed=True,

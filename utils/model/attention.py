@@ -32,9 +32,8 @@ def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch
     positions = positions.to(device)[None]  # (1, 16)
 
     model.eval()
-    alone_first = model(first, use_cache=False).logits
-    alone_second = model(second, use_cache=False).logits
-    alone = torch.cat([alone_first, alone_second], 1).float()  # (1, 16, V)
+    alone = [model(document, use_cache=False).logits for document in (first, second)]
+    alone = torch.cat(alone, 1).float()  # (1, 16, V)
     output = model(
         ids.repeat(rows, 1),
         use_cache=False,

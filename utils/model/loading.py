@@ -34,7 +34,6 @@ KNOWN = (
     [("MergeModulelist", 0)],
     [("MergeModulelist", 0), ("Concatenate", 1)],
 )
-NOT_TEXT = ("vision_config", "audio_config", "speech_config")
 Tensors = dict[str, torch.Tensor]
 Names = dict[str, list[str]]
 
@@ -54,39 +53,28 @@ def build_model(
     """
     check_family(config.model_type, "--model")
     check_text_model(config)
-    attn_implementation = None if attn == "auto" else attn
+    options = {
+        "dtype": dtype,
+        "attn_implementation": None if attn == "auto" else attn,
+        "trust_remote_code": trust_remote_code,
+    }
     problem = f"{config.model_type} cannot be built with --attn {attn}"
     if not whole:
         fix = f"other values in the config.json of {config.name_or_path or 'the model'}"
         with others_code(problem, fix), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
+            return AutoModelForCausalLM.from_config(config, **options)
+    options |= {"config": config, "use_safetensors": True, "local_files_only": True}
     with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
-        return AutoModelForCausalLM.from_pretrained(
-            whole,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-        )
+        return AutoModelForCausalLM.from_pretrained(whole, **options)
 
 
 def check_text_model(config: PretrainedConfig) -> None:
-    """Refuse a model of pictures or sounds that transformers does not list as a causal language model."""
+    """Refuse what transformers does not list as a causal language model, such as one of pictures."""
     listed = type(config) in AutoModelForCausalLM._model_mapping
     has_own_code = getattr(config, "auto_map", None)
-    if listed or has_own_code:
-        return
-    parts = [name for name in NOT_TEXT if getattr(config, name, None)]
-    found = f"{config.model_type} has a {' and a '.join(parts)}, and is no text-only causal model"
     fix = "a text-only causal model of the family, such as qwen2.5-7b for qwen2_5_vl"
-    check(not parts, f"--model: {found} (fix: {fix})")
+    refused = f"--model: {config.model_type} is no text-only causal model (fix: {fix})"
+    check(listed or has_own_code, refused)
 
 
 def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) -> list[Piece]:
@@ -120,13 +108,17 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
         if pattern is not None:
             at, shape = _expert_box(name, info, pattern, converters, folder)
         piece = Piece(name, info, target, at, shape)
-        problem = _misfit(piece, state[target])
-        if problem:
-            misshapen.append(problem)
+        parameter = state[target]
+        if not _fits(piece, parameter):
+            found = f"{name} {info.dtype} {list(info.shape)}"
+            misshapen.append(f"{found} for {target} {parameter.dtype} {list(parameter.shape)}")
             continue
         covered[target] += torch.Size(shape).numel()
         pieces.append(piece)
-    missing, repeated = _wrongly_covered(model, state, covered)
+    # A tied weight may be stored under one of its names.
+    whole = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
+    missing = [name for name, tensor in state.items() if id(tensor) not in whole]
+    repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
     wrong = {
         "lacks": missing,
         "has unknown": extra,
@@ -159,41 +151,13 @@ def _expert_box(
     return at, (1, *info.shape)
 
 
-def _misfit(piece: Piece, parameter: torch.Tensor) -> str:
-    """Why a piece is no box of its parameter; "" where it is one."""
-    info = piece.info
-    full = tuple(parameter.shape)
-    fits = len(piece.shape) == len(full)
-    if fits:
-        dims = zip(piece.at, piece.shape, full, strict=True)
-        fits = all(begin + length <= size for begin, length, size in dims)
-    if not fits:
-        return f"{piece.name} {list(info.shape)} for {piece.param} {list(full)}"
-    if info.dtype.is_floating_point != parameter.is_floating_point():
-        return f"{piece.name} {info.dtype} for {piece.param} {parameter.dtype}"
-    return ""
-
-
-def _wrongly_covered(
-    model: nn.Module, state: Tensors, covered: dict[str, int]
-) -> tuple[list[str], list[str]]:
-    """(parameters that the checkpoint lacks, those that it holds more than once). covered: elements by name.
-
-    A tied weight may be stored under one of its two names.
-    """
-    source_of = model.all_tied_weights_keys  # tied name -> name of its source
-    tied_to = {}  # name of a source -> the first name tied to it
-    for name, source in source_of.items():
-        tied_to.setdefault(source, name)
-    missing, repeated = [], []
-    for name, tensor in state.items():
-        twin = source_of.get(name) or tied_to.get(name)
-        stored_as_twin = twin and covered[twin] and not covered[name]
-        if covered[name] < tensor.numel() and not stored_as_twin:
-            missing.append(name)
-        if covered[name] > tensor.numel():
-            repeated.append(name)
-    return missing, repeated
+def _fits(piece: Piece, parameter: torch.Tensor) -> bool:
+    """Whether a piece is a box of its parameter, with numbers of the same kind."""
+    if len(piece.shape) != parameter.ndim:
+        return False
+    dims = zip(piece.at, piece.shape, parameter.shape, strict=True)
+    is_inside = all(begin + length <= size for begin, length, size in dims)
+    return is_inside and piece.info.dtype.is_floating_point == parameter.is_floating_point()
 
 
 @torch.no_grad()

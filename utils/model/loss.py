@@ -30,7 +30,8 @@ PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Transform = Callable[[torch.Tensor], torch.Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
 LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
-ROWS = 4096  # of the weight's gradient whose product a CPU holds at a time
+CPU_ROWS = 256  # of a product, so that it stays in a CPU's cache
+ROWS = 4096  # of the weight's gradient: a block of the sum, whose memory goes back as it is cast
 
 # Fields of configs that say what happens to the logits after the head.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, xLSTM
@@ -208,9 +209,9 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needed = [grad and one for one in ctx.needs_input_grad[:3]]
         d_hidden = torch.empty_like(hidden) if needed[0] else None
-        d_weight = None
+        d_weight, sums = None, []
         if needed[1] and len(chunks) != 1:
-            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+            sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
         for start, end in chunks:
             h = hidden[start:end]  # (c, D)
@@ -222,11 +223,16 @@ class _ChunkedLoss(torch.autograd.Function):
             if needed[1] and len(chunks) == 1:
                 d_weight = d_logits.T @ h
             elif needed[1]:
-                _add_product(d_weight, d_logits, h)
+                _add_product(sums, d_logits, h)
             if needed[2]:
                 d_bias += d_logits.sum(0)
             del d_logits  # the next chunk needs the room
-        ctx.grads = [d if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight, d_bias)]
+        if sums:
+            d_weight = torch.empty_like(weight)
+            for rows in d_weight.split(ROWS):
+                rows.copy_(sums.pop(0))
+        d_bias = d_bias.to(weight.dtype) if needed[2] else None
+        ctx.grads = d_hidden, d_weight, d_bias
         return total
 
     @staticmethod
@@ -278,16 +284,17 @@ def _cross_entropy_in_place(
     return loss, logits
 
 
-def _add_product(total: torch.Tensor, d_logits: torch.Tensor, h: torch.Tensor) -> None:
-    """total (V, D) in fp32 += d_logits.T @ h, of (c, V) and (c, D).
+def _add_product(sums: list[torch.Tensor], d_logits: torch.Tensor, h: torch.Tensor) -> None:
+    """Add d_logits.T @ h, of (c, V) and (c, D), to the blocks (ROWS, D) in fp32 that make up (V, D).
 
     A GPU adds within the product. A CPU has no product of 16 bit that ends in fp32.
     """
-    if total.device.type == "cuda" and h.dtype != torch.float32:
-        torch.addmm(total, d_logits.T, h, out_dtype=torch.float32, out=total)
-        return
-    for block, columns in zip(total.split(ROWS), d_logits.split(ROWS, 1), strict=True):
-        block += columns.T @ h
+    for block, columns in zip(sums, d_logits.split(ROWS, 1), strict=True):
+        if block.device.type == "cuda" and h.dtype != torch.float32:
+            torch.addmm(block, columns.T, h, out_dtype=torch.float32, out=block)
+            continue
+        for rows, part in zip(block.split(CPU_ROWS), columns.split(CPU_ROWS, 1), strict=True):
+            rows += part.T @ h
 
 
 def tokens_of_chunk(vocabulary: int) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.core_model_loading import build_glob_alternation
 
 from ..run.errors import ConfigError, check
@@ -233,14 +233,9 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     check(model.supports_gradient_checkpointing, refused)
     options = {"use_reentrant": False}
     if mode == "selective":
-        kept = {
-            getattr(torch.ops.aten, op).default for op in EXPENSIVE if hasattr(torch.ops.aten, op)
-        }
-
-        def policy(context, op, *args, **kwargs):
-            return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        aten = torch.ops.aten
+        kept = [getattr(aten, op).default for op in EXPENSIVE if hasattr(aten, op)]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     if hasattr(model, "activation_checkpointing_enable"):  # the older name warns
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
