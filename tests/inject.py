@@ -4,7 +4,6 @@ The named function ends its process, or misbehaves as KIND says, at its CALL-th 
 """
 
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +28,13 @@ def die(*_, **__):
 
 def die_in_the_middle(final, keep):
     """When the old checkpoint has its other name, and before it is gone."""
-    shutil.rmtree = die
+    rename = os.rename
+
+    def rename_and_die(*names):
+        rename(*names)
+        die()
+
+    os.rename = rename_and_die
     _retire(final, keep)
 
 
