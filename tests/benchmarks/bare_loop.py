@@ -15,13 +15,16 @@ from transformers import AutoModelForCausalLM
 from utils.model.loss import add_chunked_loss
 
 
-def train(folder, steps, lr, log_file):
-    """steps: for each optimizer step, this rank's micro-batches of (ids, labels), (B, T) each."""
+def train(folder, steps, lr, log_file, dtype=None):
+    """steps: for each optimizer step, this rank's micro-batches of (ids, labels), (B, T) each. dtype: of
+    compute, beside fp32 shards.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = add_chunked_loss(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     *layers, last = model.model.layers
     mesh = init_device_mesh("cpu", (ranks,))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    options = {"mesh": mesh, "mp_policy": precision}
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(model.model.embed_tokens, **options).set_unshard_in_backward(False)
