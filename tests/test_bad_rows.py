@@ -140,7 +140,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": "{a: 1}"}}]}, ANSWER)), "messages[1].tool_calls[0].function.arguments: not JSON"),
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": 5}}]}, ANSWER)), "function.arguments: expected an object as JSON, got number"),
     (47, "a.jsonl", lines(chat(USER, ANSWER, tools="add(a, b)")), "a.jsonl:1: tools: not JSON"),
-    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is no text but perhaps a picture, video or sound; finetune.py trains rows with one text answer"),
+    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is no text but perhaps a picture, video or sound; finetune.py trains one text answer a row"),
     (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)), "messages[0].content[0].text: missing"),
     (49, "a.jsonl", lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)), Taken("1 rows in which text spells a special token, which stays text")),
     (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), Taken("1 dropped: no trained token in the first 256 tokens")),

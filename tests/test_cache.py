@@ -171,6 +171,35 @@ def test_a_folder_that_cannot_be_written_is_one_line(files, monkeypatch, tmp_pat
         load_examples(files[1], load_tokenizer(files[0]), 64)
 
 
+def test_data_that_is_replaced_while_it_is_read_is_refused_and_not_kept(
+    files, everything_is_large, monkeypatch, tmp_path
+):
+    rows = files[1].read_text().splitlines()
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(rows))
+    key_of = cache.key_of
+
+    def replaced_after_hash(*args) -> str:
+        key = key_of(*args)
+        file.write_text("\n".join(rows[::-1]))
+        return key
+
+    monkeypatch.setattr(cache, "key_of", replaced_after_hash)
+    with pytest.raises(ConfigError, match=rf"^{file}: it was changed while it was read") as refused:
+        load_examples(file, load_tokenizer(files[0]), 64)
+    assert "\n" not in str(refused.value)
+    assert kept(everything_is_large) == []
+
+
+def test_a_user_without_a_home_is_told_what_to_set(files, monkeypatch):
+    monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # no name has it
+    with pytest.raises(ConfigError, match=r"\(fix: XDG_CACHE_HOME=FOLDER\)$"):
+        load_examples(files[1], load_tokenizer(files[0]), 64)
+
+
 def start(files, cache_home: Path, limits: str = "") -> subprocess.Popen:
     command = [
         "bash",

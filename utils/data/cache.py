@@ -21,7 +21,7 @@ import tokenizers
 import torch
 import transformers
 
-from ..run.errors import ConfigError, print0
+from ..run.errors import ConfigError, check, print0
 from ..run.files import sync_path
 from .encode import Part, processes
 from .rows import Source
@@ -46,15 +46,19 @@ def cached_tokens(sources: list[Source], encode: partial, gather: Callable) -> t
     say of them). encode: encode_rows with its settings; gather: as examples.gather. ConfigError for bad rows,
     of which nothing is kept.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without a name
+        raise ConfigError(f"no folder for tokens: {error} (fix: XDG_CACHE_HOME=FOLDER)") from None
     folder = home / "raw_fsdp" / "data"
     files = [file for source in sources for file in source.files]
     try:
+        before = states_of(files)
         folder /= key_of([source.name for source in sources], files, encode.keywords)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if not folder.exists():
-                make(folder, encode, gather)
+                make(folder, encode, gather, lambda: check_unchanged(files, before))
     except OSError as error:
         if error.filename in map(str, files):
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
@@ -65,6 +69,17 @@ def cached_tokens(sources: list[Source], encode: partial, gather: Callable) -> t
     arrays = {name: mapped(folder / name, dtype) for name, dtype in ARRAYS.items()}
     arrays["where"] = Names(arrays.pop("names"), arrays.pop("ends"))
     return arrays, json.loads((folder / "said").read_text())
+
+
+def states_of(files: list[Path]) -> list[tuple]:
+    """What changes with a file that is written or replaced."""
+    found = [file.stat() for file in files]
+    return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in found]
+
+
+def check_unchanged(files: list[Path], before: list[tuple]) -> None:
+    for file, old, new in zip(files, before, states_of(files), strict=True):
+        check(old == new, f"{file}: it was changed while it was read (fix: run again)")
 
 
 def key_of(names: object, files: list, settings: dict) -> str:
@@ -92,7 +107,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def make(folder: Path, encode: partial, gather: Callable) -> None:
+def make(folder: Path, encode: partial, gather: Callable, verify: Callable) -> None:
     """Write the files of ARRAYS, and "said", what there is to say of the rows; then let them appear."""
     for left in folder.parent.glob(f".tmp_{folder.name}_*"):
         shutil.rmtree(left)  # of a process that died
@@ -121,6 +136,7 @@ def make(folder: Path, encode: partial, gather: Callable) -> None:
         (temp / "said").write_text(json.dumps(said))
         for file in (*temp.iterdir(), temp):
             sync_path(file)
+        verify()
         os.rename(temp, folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)

@@ -20,6 +20,7 @@ from .formats import THOUGHTS
 from .templates import adds_bos
 from .tokens import (
     MARK,
+    SCHEMA,
     Encoded,
     Sequence,
     encode,
@@ -39,16 +40,6 @@ SEVERAL = (
     " later turns follow (--train_on last_assistant trains only the last)"
 )
 MARKED = re.compile(MARK.format(r"(-?\d+) (\w+)( \d+)?"))
-SCHEMA = [
-    {
-        "type": "function",
-        "function": {
-            "name": MARK.format("-1 tools"),
-            "description": "x",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
 # role -> its text, as a note names it
 PARTS_OF_ROLES = {
     "tools": "tools",
@@ -242,7 +233,29 @@ def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) 
         first = min(first, len(commonprefix((other_answer, text))))
         if spans:  # between {% generation %} marks
             first = spans[-1][0]
+        if begins_early(tokenizer, template, known, schema):
+            raise ValueError(
+                f"turn {i + 1}: once it is answered, the {template_name(tokenizer)} no longer begins with the"
+                " prompt, so others' words would be trained (fix: another --chat_template, or chatml)"
+            )
     return Turn(text, first, exact, content not in text[first:last], problem)
+
+
+@lru_cache(maxsize=1024)
+def begins_early(tokenizer, template: str, messages: str, schema: str) -> bool:
+    """Whether the last of some messages, an answer, is trained from before another one. template: for the
+    cache; messages: a skeleton, schema: SCHEMA or "", both as JSON.
+    """
+    turns = json.loads(messages)
+    tools = json.loads(schema) if schema else None
+    try:
+        text, spans = render_marked(tokenizer, turns, tools)
+        prompt = render(tokenizer, turns[:-1], tools, prompt=True)
+    except ValueError:  # the template reads the texts themselves
+        return False
+    first = spans[-1][0] if spans else len(commonprefix((prompt, text)))
+    marks = {int(mark[1]) for mark in MARKED.finditer(text) if mark.end() > first}
+    return marks - {len(turns) - 1} != set()
 
 
 def prompt_difference(tokenizer, prompt: str, text: str, same: int) -> str:

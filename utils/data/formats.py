@@ -70,7 +70,9 @@ TURN_KEYS = {
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
-ONE = "finetune.py trains rows with one text answer"
+ONE = "finetune.py trains one text answer a row"
+PAIRS = "these need a trainer of preferences, such as TRL's DPOTrainer or KTOTrainer"
+ANSWERS = ("response", "answer", "output", "chosen")  # other names of a completion
 REMEDY = "fix: remove these rows, or --bad_rows drop"
 PICTURES = set("image images video videos audio audios".split())
 LABELS = set("chosen rejected chosen_messages rejected_messages kto_tag kto_tags".split())
@@ -132,21 +134,24 @@ def check_one_answer(row: dict, form: str) -> None:
     for key in sorted(present & PICTURES):
         raise ValueError(f"{key}: rows with pictures, videos or sounds; {ONE} ({REMEDY})")
     if present & {"chosen", "chosen_messages"} and present & {"rejected", "rejected_messages"}:
-        raise ValueError(f"these are preference pairs; {ONE} ({REMEDY})")
+        raise ValueError(f"these are preference pairs; {ONE}; {PAIRS}")
     if str(row.get("label")).lower() in ("true", "false", "0", "1") and form not in (
         "text",
         "tokens",
     ):
-        raise ValueError(f"label: these are answers with a label (KTO); {ONE} ({REMEDY})")
+        raise ValueError(f"label: these are answers with a label (KTO); {ONE}; {PAIRS}")
     for key in sorted(present & LABELS):
-        raise ValueError(f"{key}: these are answers with a label (KTO); {ONE} ({REMEDY})")
+        raise ValueError(f"{key}: these are answers with a label (KTO); {ONE}; {PAIRS}")
     for key in sorted(present & WEIGHTS if form else ()):
         if row[key] != (key != "masked"):
             raise ValueError(f"{key}: {row[key]!r:.40}: whole rows cannot be weighted ({REMEDY})")
     if "functions" in present:
         raise ValueError("functions: tools under another name (fix: --columns tools=functions)")
     if not form and "prompt" in row:
-        raise ValueError(f"these are prompts without an answer; {ONE}")
+        theirs = next((key for key in ANSWERS if key in row), "THEIRS")
+        raise ValueError(
+            f"these are prompts without an answer; {ONE} (fix: --columns completion={theirs})"
+        )
     if not form:
         raise ValueError(
             f"its keys are {_keys(row)}; the rows that can be read have {KNOWN}"
@@ -156,12 +161,12 @@ def check_one_answer(row: dict, form: str) -> None:
 
 def read_chat(row: dict, notes: Counter) -> Read:
     """OpenAI: messages, and tools. A system text may stand beside them."""
-    return conversation(row, "messages", ("role", "content"), notes)
+    return conversation(row, "messages", notes)
 
 
 def read_sharegpt(row: dict, notes: Counter) -> Read:
     """ShareGPT, and what LLaMA-Factory adds: calls, observations, a system text and tools beside them."""
-    return conversation(row, "conversations", ("from", "value"), notes)
+    return conversation(row, "conversations", notes)
 
 
 def read_alpaca(row: dict, notes: Counter) -> Read:
@@ -179,7 +184,7 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
         question, answer = pair
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
-    return conversation(row | {"turns": turns}, "turns", ("role", "content"), notes)
+    return conversation(row | {"turns": turns}, "turns", notes)
 
 
 def read_completion(row: dict, notes: Counter) -> Read:
@@ -187,9 +192,9 @@ def read_completion(row: dict, notes: Counter) -> Read:
     if isinstance(row["completion"], list):
         prompt = typed(row, "prompt", list)
         turns = prompt + row["completion"]
-        messages, tools = conversation(row | {"turns": turns}, "turns", ("role", "content"), notes)
+        messages, tools = conversation(row | {"turns": turns}, "turns", notes)
         answers = [message for message in messages if message["role"] == "assistant"]
-        kept = sum(ROLES[turn["role"]] == "assistant" for turn in row["completion"])
+        kept = sum(ROLES[turn[keys_of(turn)[0]]] == "assistant" for turn in row["completion"])
         for message in answers[: len(answers) - kept]:
             message["weight"] = 0
         return messages, tools
@@ -227,8 +232,8 @@ READERS = {
 }
 
 
-def conversation(row: dict, key: str, keys: tuple[str, str], notes: Counter) -> Read:
-    """(messages, tools) of a row with turns under row[key]. keys: those of a turn's role and content."""
+def conversation(row: dict, key: str, notes: Counter) -> Read:
+    """(messages, tools) of a row with turns under row[key]."""
     messages: Messages = []
     if row.get("system"):
         messages.append({"role": "system", "content": text_of(row, "system")})
@@ -237,6 +242,7 @@ def conversation(row: dict, key: str, keys: tuple[str, str], notes: Counter) -> 
         at = f"{key}[{i}]"
         if not isinstance(turn, dict):
             raise ValueError(f"{at}: expected object, got {json_name(turn)}")
+        keys = keys_of(turn)
         name = typed(turn, keys[0], str, f"{at}.")
         role = ROLES.get(name)
         if not role:
@@ -253,6 +259,11 @@ def conversation(row: dict, key: str, keys: tuple[str, str], notes: Counter) -> 
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{key}: no assistant turn, so there is nothing to learn")
     return messages, tools_of(row)
+
+
+def keys_of(turn: dict) -> tuple[str, str]:
+    """The keys of a turn's role and content: OpenAI's, or ShareGPT's."""
+    return ("from", "value") if {"from", "value"} & turn.keys() else ("role", "content")
 
 
 def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:

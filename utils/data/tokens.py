@@ -32,6 +32,16 @@ VOCABULARY_FILES = (
 # What transformers may open for a tokenizer: nothing of it may lead out of the folder.
 OPENED = (*VOCABULARY_FILES, "*.json", "merges.txt", "*.jinja", "additional_chat_templates/*")
 MARK = "\ue0f0{}\ue0f1"  # stands for a text, to find out whether and where a template writes it
+SCHEMA = [
+    {
+        "type": "function",
+        "function": {
+            "name": MARK.format("-1 tools"),
+            "description": "x",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HIDDEN = re.compile("[\U000f0000-\U000ffffd]\U000effff*")
 
@@ -117,14 +127,17 @@ def print_template_notes(tokenizer) -> None:
         print0(
             "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
         )
-    tail, end = turn_end(tokenizer, tokenizer.get_chat_template(), json.dumps(ANSWERED))
+    tools = needed_tools(tokenizer)
+    tail, end = turn_end_of(tokenizer, tools)
     if not end:
         print0(
             "warning: the chat template ends no turn with a token, so the model will not learn to stop"
         )
     elif not tail.startswith(end):
         print0(f"template  ends no answer with a token of its own; here {end!r} ends it")
-    if render(tokenizer, QUESTION) == render(tokenizer, QUESTION, prompt=True):
+    prompt = render(tokenizer, QUESTION, tools, prompt=True)
+    before, *_ = render(tokenizer, ANSWERED, tools).rpartition(ANSWERED[-1]["content"])
+    if prompt == render(tokenizer, QUESTION, tools) and before.removeprefix(prompt).strip():
         print0(
             "warning: the chat template has no generation prompt, so the model learns to write what"
             " stands before an answer itself"
@@ -136,8 +149,27 @@ def end_of_turn_ids(tokenizer) -> set[int]:
 
     The loss mask ends with it, and generation_config.eos_token_id must contain it.
     """
-    _, end = turn_end(tokenizer, tokenizer.get_chat_template(), json.dumps(ANSWERED))
+    _, end = turn_end_of(tokenizer, needed_tools(tokenizer))
     return {*encode(tokenizer, end).ids[-1:]} & {*tokenizer.added_tokens_decoder}
+
+
+def needed_tools(tokenizer) -> list | None:
+    """Tools, for a chat template that renders no conversation without them."""
+    try:
+        render(tokenizer, ANSWERED)
+    except ValueError:
+        with suppress(ValueError):
+            render(tokenizer, ANSWERED, SCHEMA)
+            return SCHEMA
+        raise
+    return None
+
+
+def turn_end_of(tokenizer, tools: list | None) -> tuple[str, str]:
+    """As turn_end, of a question and its answer."""
+    template = tokenizer.get_chat_template(tools=tools)
+    schema = json.dumps(tools) if tools else ""
+    return turn_end(tokenizer, template, json.dumps(ANSWERED), schema=schema)
 
 
 @lru_cache(maxsize=1024)
@@ -146,21 +178,27 @@ def turn_end(
 ) -> tuple[str, str]:
     """(what the template writes after the content of the last of some messages, an assistant's; the text that
     ends that turn). The end is the added tokens after its content, and white space before them; else the
-    token with which a turn of next_role begins; else the end-of-text token, if there is one.
+    token with which a turn of next_role begins; else the end-of-text token, if there is one. A template that
+    writes its generation prompt without being asked ends the turn with the token that a next turn leaves.
 
     template: the tokenizer's, for the cache. messages: as JSON, the content of the last one a mark. schema:
     of tools as JSON, or "".
     """
     turns = json.loads(messages)
     tools = json.loads(schema) if schema else None
-    *_, tail = render(tokenizer, turns, tools).rpartition(turns[-1]["content"])
-    words = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    if found := re.match(rf"\s*(?:{any_of(words)})+", tail):
-        return tail, found[0]
+    words = any_of({token.content for token in tokenizer.added_tokens_decoder.values()})
+
+    def after_answer(messages: list[dict], prompt: bool = False) -> str:
+        return render(tokenizer, messages, tools, prompt).rpartition(turns[-1]["content"])[2]
+
+    tail = after_answer(turns)
+    own = re.match(rf"\s*(?:{words})+", tail)
+    if own and tail != after_answer(turns, prompt=True):
+        return tail, own[0]
     following = {"role": next_role, "content": MARK.format("next"), "name": "", "tool_call_id": ""}
-    *_, after = render(tokenizer, [*turns, following], tools).rpartition(turns[-1]["content"])
-    found = re.match(rf"\s*(?:{any_of(words)})", after)
-    return tail, found[0] if found else tokenizer.eos_token or ""
+    with suppress(ValueError):  # the template may refuse this turn
+        own = re.match(rf"\s*(?:{words})", after_answer([*turns, following])) or own
+    return tail, own[0] if own else tokenizer.eos_token or ""
 
 
 def any_of(words: set[str]) -> str:
