@@ -15,13 +15,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from shell import ROOT
+from test_data import load_examples
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.data import cache
 from utils.data import examples as data
 from utils.data.encode import TWICE, chunks
-from utils.data.examples import load_examples
 from utils.data.tokens import load_tokenizer
 from utils.run.distributed import set_timeout, together
 from utils.run.errors import ConfigError
@@ -34,7 +34,7 @@ from utils.run.errors import report_errors
 if __name__ == "__main__":
     data.SMALL = 0
     with report_errors():
-        examples = data.load_examples(sys.argv[2], load_tokenizer(sys.argv[1]), 64)
+        examples = data.load_examples(data.Rows(sys.argv[2], 64), load_tokenizer(sys.argv[1]))
         print("rows", len(examples), examples.fingerprint)
 """
 
@@ -96,13 +96,8 @@ def test_it_holds_what_memory_would_hold_and_is_made_once(
 def test_its_name_follows_from_all_that_the_tokens_follow_from(files, tmp_path):
     def key(path=files[1], template="", **settings):
         tokenizer = load_tokenizer(files[0], template)
-        settings = {
-            "seq_len": 64,
-            "train_on": "assistant",
-            "form": "",
-            "too_long": "truncate",
-        } | settings
-        return cache.key_of("rows", [path], {"tokenizer": tokenizer, **settings})
+        rows = data.Rows(**{"dataset": "rows", "seq_len": 64} | settings)
+        return cache.key_of([path], tokenizer, rows)
 
     other = tmp_path / "rows.jsonl"
     other.write_text(files[1].read_text())
@@ -179,8 +174,8 @@ def test_data_that_is_replaced_while_it_is_read_is_refused_and_not_kept(
     file.write_text("\n".join(rows))
     key_of = cache.key_of
 
-    def replaced_after_hash(*args) -> str:
-        key = key_of(*args)
+    def replaced_after_hash(*args, **settings) -> str:
+        key = key_of(*args, **settings)
         file.write_text("\n".join(rows[::-1]))
         return key
 

@@ -24,7 +24,6 @@ from .tokens import (
     Encoded,
     Sequence,
     encode,
-    encode_batch,
     encoded,
     hidden,
     render,
@@ -92,27 +91,23 @@ def render_chats(
     trained = [i for i in answers if messages[i].get("weight", 1)]
     if train_on == "last_assistant":
         trained = trained[-1:]
+    if train_on == "all" and trained != answers:
+        raise ValueError("a turn of weight 0, and --train_on all (fix: --train_on assistant)")
     safe = hidden(tokenizer, messages)
-    spelled = safe != messages
-    notes[SPELLED] += spelled
+    notes[SPELLED] += safe != messages
     messages = renderable(tokenizer, safe, tools)
     marked = skeleton(messages)
     check_parts(tokenizer, marked, tools, trained, notes)
     text = render(tokenizer, messages, tools)
-    wanted = trained
     if train_on == "all":
-        wanted = [i for i in answers if i not in trained]
-    turns = [turn_of(tokenizer, messages, i, tools, marked) for i in wanted]
-    if train_on == "all":
-        chats = [Chat(text, around(text, turns))]
+        chats = [Chat(text, [(0, len(text), False)])]
     else:
+        turns = [turn_of(tokenizer, messages, i, tools, marked) for i in trained]
         chats = divided(text, turns)
         notes[SHORTENED] += any(turn.shortened for turn in turns)
         notes[SEVERAL] += len(chats) > 1
     for chat in chats:
         chat.text.encode()  # ValueError for half a surrogate pair
-        if spelled:
-            encode(tokenizer, chat.text)  # ValueError where the tokenizer cannot read it as text
     return chats
 
 
@@ -288,20 +283,6 @@ def divided(text: str, turns: list[Turn]) -> list[Chat]:
     return chats[::-1] or [Chat(text, [])]
 
 
-def around(text: str, turns: list[Turn]) -> list[tuple[int, int, bool]]:
-    """The spans of a conversation outside of some turns, which have weight 0."""
-    spans = []
-    begin = 0
-    for turn in turns:
-        if not text.startswith(turn.text):
-            raise ValueError(
-                "a turn of weight 0, which later turns change (fix: --train_on assistant)"
-            )
-        spans.append((begin, turn.first, False))
-        begin = len(turn.text)
-    return [*spans, (begin, len(text), False)]
-
-
 def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> list[int]:
     """The ids of the generation prompt: the conversation up to an answer, as inference asks for it. Text in a
     message that spells a special token stays text.
@@ -313,23 +294,19 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> li
 # --- text -> ids
 
 
-def encode_chats(tokenizer, chats: list[Chat]) -> list[Sequence]:
-    """(ids, mask) of T tokens for each conversation.
+def encode_chat(tokenizer, chat: Chat) -> Sequence:
+    """(ids, mask) of T tokens.
 
     The ids are those of apply_chat_template(messages), except where the end of a prompt is no token boundary
     of the whole text: there the text is cut, as inference cuts it.
     """
-    sequences = []
-    found = encode_batch(tokenizer, [chat.text for chat in chats])
-    for chat, tokens in zip(chats, found, strict=True):
-        tokens = cut_after_prompts(tokenizer, chat, tokens)
-        mask = bytearray(len(tokens.ids))
-        for first, last, _ in chat.spans:
-            begin = tokens.token_after(first)
-            end = tokens.token_from(last)
-            mask[begin:end] = b"\1" * (end - begin)
-        sequences.append((tokens.ids, mask))
-    return sequences
+    tokens = cut_after_prompts(tokenizer, chat, encode(tokenizer, chat.text))
+    mask = bytearray(len(tokens.ids))
+    for first, last, _ in chat.spans:
+        begin = tokens.token_after(first)
+        end = tokens.token_from(last)
+        mask[begin:end] = b"\1" * (end - begin)
+    return tokens.ids, mask
 
 
 def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:

@@ -104,6 +104,8 @@ def parse_columns(text: str) -> dict[str, str]:
 
 def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
     """(the row with our keys for its columns, its form: the renamed keys decide first)."""
+    if not columns:
+        return row, form_of(row)
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
     return row, form_of(columns) or form_of(row)

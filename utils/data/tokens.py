@@ -302,22 +302,11 @@ def encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 
 def encode(tokenizer, text: str) -> Encoded:
     """As tokenizer(text, add_special_tokens=False), with hidden text put back."""
-    (result,) = encode_batch(tokenizer, [text])
-    return result
-
-
-def encode_batch(tokenizer, texts: list[str]) -> list[Encoded]:
-    """As encode, for several texts, which is a tenth faster."""
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = False
-    found = []
-    encodings = backend.encode_batch(texts, add_special_tokens=False)
-    for text, encoding in zip(texts, encodings, strict=True):
-        if HIDDEN.search(text):
-            found.append(encode_hidden(tokenizer, text))
-        else:
-            found.append(encoded(encoding.ids, encoding.offsets))
-    return found
+    if HIDDEN.search(text):
+        return encode_hidden(tokenizer, text)
+    tokenizer.backend_tokenizer.encode_special_tokens = False
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    return encoded(encoding.ids, encoding.offsets)
 
 
 def encode_hidden(tokenizer, text: str) -> Encoded:
