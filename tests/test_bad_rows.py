@@ -290,7 +290,7 @@ def test_65_rows_that_are_held_out_and_trained_on_are_counted(said):
 
 def test_labels_are_refused_by_row(said):
     write("kto.jsonl", lines(ALPACA, ALPACA | {"kto_tag": False}))
-    expected = "refused: kto.jsonl:2: kto_tag: these are answers with a label (KTO)"
+    expected = "refused: kto.jsonl:2: kto_tag: preference pairs and answers with labels (KTO)"
     assert said("kto.jsonl").startswith(expected)
 
 

@@ -387,12 +387,12 @@ BAD = [
     # What is not trained.
     (
         {"prompt": "a", "chosen": "b", "rejected": "c"},
-        "these are preference pairs; finetune.py trains one text answer a row",
+        "chosen: preference pairs and answers with labels (KTO); finetune.py trains one text",
     ),
-    ({**ALPACA, "chosen": "b", "rejected": "c"}, "these are preference pairs"),
+    ({**ALPACA, "chosen": "b", "rejected": "c"}, "chosen: preference pairs"),
     (
         {"prompt": "a", "completion": "b", "label": True},
-        "label: these are answers with a label (KTO)",
+        "label: preference pairs and answers with labels (KTO)",
     ),
     ({"prompt": "a"}, "these are prompts without an answer"),
     ({"question": "a"}, "its keys are 'question'; the rows that can be read have messages (chat)"),

@@ -8,7 +8,8 @@ with the number of different lengths, not with the number of documents.
 
 import heapq
 import math
-from itertools import chain
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -21,71 +22,52 @@ from .examples import Example
 Pack = list[int]  # the numbers of its documents
 
 
+@dataclass(eq=False)
 class PackedBatches(GlobalBatches):
     """GlobalBatches whose rows are packs of at most `size` tokens. Each epoch packs the documents
     differently, but into the same number of packs.
     """
 
-    def __init__(
-        self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id, size: int
-    ):
-        self.size = size
-        self.flat = False  # true: all packs of a batch lie in one row
-        self._epoch = -1
-        super().__init__(examples, seed, global_batch_size, batch_size, rank, ranks, pad_id)
+    size: int
+    flat: bool = False  # all packs of a batch lie in one row
 
     def rows(self) -> int:
         """Packs of an epoch."""
-        self._pack(0)
-        return len(self._begins) - 1
+        return len(self.packs(0)[1]) - 1
 
-    def _pack(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
+    @lru_cache(maxsize=1)  # noqa: B019 - a run has one loader of packs
+    def packs(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """(the documents pack by pack, where each pack begins and the last one ends)."""
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         documents, counts = pack(self.examples.lengths[order], self.size)
-        self._epoch = epoch
-        self._documents = order[documents]
-        ends = counts.cumsum(0)
-        self._begins = F.pad(ends, (1, 0))
+        return order[documents], F.pad(counts.cumsum(0), (1, 0))
 
     def rows_of(self, step: int) -> list[Pack]:
         """The documents of each pack of global batch `step`."""
         epoch = step // self.per_epoch
-        self._pack(epoch)
-        order = permutation(len(self._begins) - 1, f"{self.key} {epoch} packs")
-        packs = self.of_step(order, step)
-        begins = self._begins[packs].tolist()
-        ends = self._begins[packs + 1].tolist()
-        rows = []
-        for begin, end in zip(begins, ends, strict=True):
-            documents = self._documents[begin:end]
-            rows.append(documents.tolist())
-        return rows
-
-    def attention_costs(self, rows: list[Pack]) -> Tensor:
-        """The work of attention in each pack (p,): the sum of the squared lengths of its documents."""
-        counts = torch.tensor([len(documents) for documents in rows], dtype=torch.int64)
-        lengths = self.examples.lengths[list(chain.from_iterable(rows))]
-        sums = F.pad(lengths.square().cumsum(0), (1, 0))  # int64, exact
-        ends = counts.cumsum(0)
-        return sums[ends] - sums[ends - counts]
+        documents, begins = self.packs(epoch)
+        order = permutation(len(begins) - 1, f"{self.key} {epoch} packs")
+        return [
+            documents[begins[i] : begins[i + 1]].tolist()
+            for i in self.of_step(order, step).tolist()
+        ]
 
     def deal(self, rows: list[Pack]) -> list[list[Pack]]:
-        """Each rank's packs, with equal work of attention: in tokens the packs are equally long anyway."""
-        if self.ranks == 1:
-            return [rows]
-        shares = deal(self.attention_costs(rows), self.ranks)
+        """Each rank's packs, with equal work of attention, the sum of the squared lengths of the documents:
+        in tokens the packs are equally long anyway.
+        """
+        lengths = self.examples.lengths
+        costs = torch.stack([lengths[documents].square().sum() for documents in rows])
+        shares = deal(costs, self.ranks)
         return [[rows[i] for i in share] for share in shares]
 
     def batch(self, rows: list[Pack]) -> Batch:
         packs = [[self.examples[i] for i in documents] for documents in rows]
+        batch = super().batch([])
+        where = batch.where
         if packs:
             batch = collate([joined(examples) for examples in packs], self.pad_id)
             where = [example.where for examples in packs for example in examples]
-        else:
-            batch = super().batch([])
-            where = batch.where
         rows_padded, length = batch.ids.shape
         positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
         for row, examples in zip(positions, packs, strict=False):  # a filler has a row and no pack
@@ -93,20 +75,14 @@ class PackedBatches(GlobalBatches):
             for example in examples:
                 end += len(example.ids)
                 row[end:] = torch.arange(length - end)
-        if not self.flat:
-            return Batch(batch.ids, batch.labels, batch.mask, where, positions)
-        return Batch(
-            batch.ids.view(1, -1),  # (1, B * T)
-            batch.labels.view(1, -1),
-            batch.mask.view(1, -1),
-            where,
-            positions.view(1, -1),
-        )
+        shape = (1, -1) if self.flat else batch.ids.shape  # (1, B * T), else (B, T)
+        tensors = (batch.ids, batch.labels, batch.mask)
+        return Batch(*(tensor.view(shape) for tensor in tensors), where, positions.view(shape))
 
     def summary(self) -> str:
         """What the plan prints: also how full the packs are."""
         tokens = int(self.examples.lengths.sum())
-        packs = len(self._begins) - 1
+        packs = self.rows()
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
         return f"{super().summary()}; {fill}"
 
@@ -182,8 +158,5 @@ def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _add(rooms: dict[int, Tensor], room: int, packs: Tensor) -> None:
-    if not room or not len(packs):
-        return
-    if room in rooms:
-        packs = torch.cat([rooms[room], packs])
-    rooms[room] = packs
+    if room and len(packs):
+        rooms[room] = torch.cat([rooms.get(room, packs[:0]), packs])
