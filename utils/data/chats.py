@@ -11,7 +11,8 @@ or 0, at the token's own position.
 import json
 import re
 from collections import Counter
-from functools import lru_cache, partial
+from contextlib import suppress
+from functools import lru_cache
 from itertools import pairwise
 from os.path import commonprefix
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from .tokens import (
     hidden,
     render,
     render_marked,
+    sketch,
     template_name,
     turn_end,
 )
@@ -112,22 +114,19 @@ def render_chats(
 
 
 def renderable(tokenizer, messages: list[dict], tools: list | None) -> list[dict]:
-    """The messages as the template takes them: without our weights, and with the arguments of calls as JSON
-    text where it cannot write objects (DeepSeek-V3).
+    """The messages as the template takes them: with the arguments of calls as JSON text where it cannot write
+    objects (DeepSeek-V3).
     """
-    messages = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-    if not any(message.get("tool_calls") for message in messages):
-        return messages
-    try:
-        render(tokenizer, messages, tools)
-        return messages
-    except ValueError as first_error:
-        as_text = [with_text_arguments(message) for message in messages]
+    if any(message.get("tool_calls") for message in messages):
         try:
-            render(tokenizer, as_text, tools)
+            render(tokenizer, messages, tools)
         except ValueError:
-            raise first_error from None
-        return as_text
+            as_text = [with_text_arguments(message) for message in messages]
+            with suppress(ValueError):
+                render(tokenizer, as_text, tools)
+                return as_text
+            raise
+    return messages
 
 
 def with_text_arguments(message: dict) -> dict:
@@ -159,19 +158,13 @@ def skeleton(messages: list[dict]) -> list[dict]:
     return marked
 
 
-def as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def check_parts(tokenizer, marked: list[dict], tools, trained: list[int], notes: Counter) -> None:
     """Raise ValueError where the template does not write a part that is to be trained. Count in `notes` the
     other parts that it leaves out. marked: a skeleton; trained: the indices of the trained turns.
     """
     name = f"the {template_name(tokenizer)}"
-    template = tokenizer.get_chat_template(tools=tools)
-    lost_of = partial(lost_parts, tokenizer, template, as_json(SCHEMA) if tools else "")
     for i in trained:
-        lost = lost_of(as_json(marked[: i + 1]))
+        lost = lost_parts(tokenizer, marked[: i + 1], tools)
         for part in ("tool_calls", "content"):
             if (i, part) in lost:
                 raise ValueError(
@@ -180,24 +173,22 @@ def check_parts(tokenizer, marked: list[dict], tools, trained: list[int], notes:
                 )
         if (i, "thoughts") in lost:
             notes[f"rows with reasoning_content, which {name} does not write"] = 1
-    lost = lost_of(as_json(marked))
+    lost = lost_parts(tokenizer, marked, tools)
     roles = {"tools" if i < 0 else marked[i]["role"] for i, _ in lost}
     for role in sorted(roles & PARTS_OF_ROLES.keys()):
         notes[f"rows with {PARTS_OF_ROLES[role]}, which {name} does not write"] += 1
 
 
-@lru_cache(maxsize=1024)
-def lost_parts(tokenizer, template: str, schema: str, marked: str) -> frozenset[tuple[int, str]]:
+def lost_parts(tokenizer, marked: list[dict], tools: list | None) -> set[tuple[int, str]]:
     """(index of a message, its part) that the template does not write at all; (-1, "tools") for the tools.
-
-    template: the tokenizer's, for the cache; schema: SCHEMA or "", marked: a skeleton, both as JSON.
+    marked: a skeleton.
     """
     try:
-        text = render(tokenizer, json.loads(marked), json.loads(schema) if schema else None)
+        text, _ = sketch(tokenizer, marked, tools)
     except ValueError:  # the template reads the texts themselves; the row itself can be rendered
-        return frozenset()
-    marks = MARKED.finditer(marked + schema)
-    return frozenset((int(mark[1]), mark[2]) for mark in marks if mark[0] not in text)
+        return set()
+    marks = MARKED.finditer(json.dumps([marked, tools and SCHEMA], ensure_ascii=False))
+    return {(int(mark[1]), mark[2]) for mark in marks if mark[0] not in text}
 
 
 def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) -> Turn:
@@ -209,10 +200,8 @@ def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) 
         next_role = messages[i + 1]["role"]
     answer = marked[i] | {"content": MARK.format(f"{i} content")}
     answer.pop("tool_calls", None)
-    schema = as_json(SCHEMA) if tools else ""
-    template = tokenizer.get_chat_template(tools=tools)
-    known = as_json([*marked[:i], answer])
-    tail, end = turn_end(tokenizer, template, known, next_role, schema)
+    known = [*marked[:i], answer]
+    tail, end = turn_end(tokenizer, known, tools, next_role)
     last = len(text.rstrip())
     if text.endswith(tail):  # else the template ends calls otherwise than words
         last = len(text) - len(tail)
@@ -222,30 +211,25 @@ def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) 
     exact = text.startswith(prompt)
     first = len(prompt)
     if not exact:
+        if begins_early(tokenizer, known, tools):
+            raise ValueError(
+                f"turn {i + 1}: once it is answered, the {template_name(tokenizer)} no longer begins with the"
+                " prompt, so others' words would be trained (fix: another --chat_template, or chatml)"
+            )
         first = len(commonprefix((prompt, text)))
         problem = prompt_difference(tokenizer, prompt, text, first)
         other_answer = render(tokenizer, [*messages[:i], answer], tools)
         first = min(first, len(commonprefix((other_answer, text))))
         if spans:  # between {% generation %} marks
             first = spans[-1][0]
-        if begins_early(tokenizer, template, known, schema):
-            raise ValueError(
-                f"turn {i + 1}: once it is answered, the {template_name(tokenizer)} no longer begins with the"
-                " prompt, so others' words would be trained (fix: another --chat_template, or chatml)"
-            )
     return Turn(text, first, exact, content not in text[first:last], problem)
 
 
-@lru_cache(maxsize=1024)
-def begins_early(tokenizer, template: str, messages: str, schema: str) -> bool:
-    """Whether the last of some messages, an answer, is trained from before another one. template: for the
-    cache; messages: a skeleton, schema: SCHEMA or "", both as JSON.
-    """
-    turns = json.loads(messages)
-    tools = json.loads(schema) if schema else None
+def begins_early(tokenizer, turns: list[dict], tools: list | None) -> bool:
+    """Whether the last turn of a skeleton, an answer, is trained from before an earlier one."""
     try:
-        text, spans = render_marked(tokenizer, turns, tools)
-        prompt = render(tokenizer, turns[:-1], tools, prompt=True)
+        text, spans = sketch(tokenizer, turns, tools)
+        prompt, _ = sketch(tokenizer, turns[:-1], tools, prompt=True)
     except ValueError:  # the template reads the texts themselves
         return False
     first = spans[-1][0] if spans else len(commonprefix((prompt, text)))

@@ -128,7 +128,7 @@ def print_template_notes(tokenizer) -> None:
             "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
         )
     tools = needed_tools(tokenizer)
-    tail, end = turn_end_of(tokenizer, tools)
+    tail, end = turn_end(tokenizer, ANSWERED, tools)
     if not end:
         print0(
             "warning: the chat template ends no turn with a token, so the model will not learn to stop"
@@ -149,7 +149,7 @@ def end_of_turn_ids(tokenizer) -> set[int]:
 
     The loss mask ends with it, and generation_config.eos_token_id must contain it.
     """
-    _, end = turn_end_of(tokenizer, needed_tools(tokenizer))
+    _, end = turn_end(tokenizer, ANSWERED, needed_tools(tokenizer))
     return {*encode(tokenizer, end).ids[-1:]} & {*tokenizer.added_tokens_decoder}
 
 
@@ -165,40 +165,36 @@ def needed_tools(tokenizer) -> list | None:
     return None
 
 
-def turn_end_of(tokenizer, tools: list | None) -> tuple[str, str]:
-    """As turn_end, of a question and its answer."""
-    template = tokenizer.get_chat_template(tools=tools)
-    schema = json.dumps(tools) if tools else ""
-    return turn_end(tokenizer, template, json.dumps(ANSWERED), schema=schema)
-
-
-@lru_cache(maxsize=1024)
 def turn_end(
-    tokenizer, template: str, messages: str, next_role: str = "user", schema: str = ""
+    tokenizer, messages: list[dict], tools: list | None, next_role: str = "user"
 ) -> tuple[str, str]:
-    """(what the template writes after the content of the last of some messages, an assistant's; the text that
-    ends that turn). The end is the added tokens after its content, and white space before them; else the
-    token with which a turn of next_role begins; else the end-of-text token, if there is one. A template that
-    writes its generation prompt without being asked ends the turn with the token that a next turn leaves.
+    """(what the template writes after the content of the last message, an assistant's; the text that ends
+    that turn). The end is the added tokens after its content, and white space before them; else the token
+    with which a turn of next_role begins; else the end-of-text token, if there is one. A template that writes
+    its generation prompt without being asked ends the turn with the token that a next turn leaves.
 
-    template: the tokenizer's, for the cache. messages: as JSON, the content of the last one a mark. schema:
-    of tools as JSON, or "".
+    messages, tools: see sketch; the content of the last message is a mark.
     """
-    turns = json.loads(messages)
-    tools = json.loads(schema) if schema else None
-    words = any_of({token.content for token in tokenizer.added_tokens_decoder.values()})
+    words = added_words(tokenizer)
 
     def after_answer(messages: list[dict], prompt: bool = False) -> str:
-        return render(tokenizer, messages, tools, prompt).rpartition(turns[-1]["content"])[2]
+        text, _ = sketch(tokenizer, messages, tools, prompt)
+        return text.rpartition(mark)[2]
 
-    tail = after_answer(turns)
+    mark = messages[-1]["content"]
+    tail = after_answer(messages)
     own = re.match(rf"\s*(?:{words})+", tail)
-    if own and tail != after_answer(turns, prompt=True):
+    if own and tail != after_answer(messages, prompt=True):
         return tail, own[0]
     following = {"role": next_role, "content": MARK.format("next"), "name": "", "tool_call_id": ""}
     with suppress(ValueError):  # the template may refuse this turn
-        own = re.match(rf"\s*(?:{words})", after_answer([*turns, following])) or own
+        own = re.match(rf"\s*(?:{words})", after_answer([*messages, following])) or own
     return tail, own[0] if own else tokenizer.eos_token or ""
+
+
+@lru_cache(maxsize=8)
+def added_words(tokenizer) -> str:
+    return any_of({token.content for token in tokenizer.added_tokens_decoder.values()})
 
 
 def any_of(words: set[str]) -> str:
@@ -213,6 +209,21 @@ def any_of(words: set[str]) -> str:
 def render(tokenizer, messages: list[dict], tools: list | None = None, prompt: bool = False) -> str:
     """The conversation as text; with `prompt`, followed by the generation prompt."""
     return render_marked(tokenizer, messages, tools, prompt)[0]
+
+
+def sketch(
+    tokenizer, messages: list[dict], tools: list | None, prompt: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
+    """As render_marked, of a conversation of marks, and kept: most rows have one of a few. For any tools,
+    SCHEMA.
+    """
+    template = tokenizer.get_chat_template(tools=tools)
+    return _sketch(tokenizer, template, json.dumps(messages), bool(tools), prompt)
+
+
+@lru_cache(maxsize=4096)
+def _sketch(tokenizer, template, messages, has_tools, prompt) -> tuple[str, list[tuple[int, int]]]:
+    return render_marked(tokenizer, json.loads(messages), SCHEMA if has_tools else None, prompt)
 
 
 def render_marked(
