@@ -307,8 +307,8 @@ def test_the_form_and_dropped_rows_are_told(said):
     write("a.jsonl", lines(LINE, "{]", "{]", LINE))
     write("b.jsonl", lines(ALPACA))
     answer = said("a.jsonl,b.jsonl", bad_rows="drop")
-    assert "form      a.jsonl: chat, 66.7% of rows, " in answer
-    assert "form      b.jsonl: alpaca, 33.3% of rows, " in answer
+    assert "form      a.jsonl: chat (2 rows), 66.7% of rows, " in answer
+    assert "form      b.jsonl: alpaca (1 rows), 33.3% of rows, " in answer
     assert "2 dropped: bad rows" in answer
     assert (
         "warning: 2 bad rows are left out; the first is a.jsonl:2: Expecting property name"
@@ -368,7 +368,7 @@ def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, mode
 @pytest.mark.parametrize(
     ("kind", "rope", "expected"),
     [
-        ("gpt2", None, "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe) (fix: --seq_len 256)"),
+        ("gpt2", None, "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe.weight) (fix: --seq_len 256)"),
         ("llama", None, "warning: a.jsonl:2 has 300 tokens, and the model 256 positions without rope scaling"),
         ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, ""),
     ],

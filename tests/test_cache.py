@@ -21,7 +21,7 @@ from tiny import tiny_model_folder
 
 from utils.data import cache
 from utils.data import examples as data
-from utils.data.encode import TWICE, chunks
+from utils.data.encode import TWICE
 from utils.data.tokens import load_tokenizer
 from utils.run.distributed import set_timeout, together
 from utils.run.errors import ConfigError
@@ -180,7 +180,9 @@ def test_data_that_is_replaced_while_it_is_read_is_refused_and_not_kept(
         return key
 
     monkeypatch.setattr(cache, "key_of", replaced_after_hash)
-    with pytest.raises(ConfigError, match=rf"^{file}: it was changed while it was read") as refused:
+    with pytest.raises(
+        ConfigError, match=rf"^{file}: its files were changed while they were read"
+    ) as refused:
         load_examples(file, load_tokenizer(files[0]), 64)
     assert "\n" not in str(refused.value)
     assert kept(everything_is_large) == []
@@ -262,11 +264,6 @@ def test_two_runs_at_once_make_it_once(files, tmp_path):
     assert sum("another process is making them" in out for out in outs) == 1
     assert len({out.splitlines()[-1] for out in outs}) == 1
     assert len(kept(tmp_path / "raw_fsdp" / "data")) == 1
-
-
-def test_parts_are_cut_by_rows_and_by_bytes():
-    assert [len(part) for part in chunks([("f:1", b"x")] * 600)] == [256, 256, 88]
-    assert [len(part) for part in chunks([("f:1", b"x" * 2**19)] * 7)] == [3, 3, 1]
 
 
 def late(world) -> bool:

@@ -389,14 +389,14 @@ def test_weights_count_what_is_drawn_after_long_texts_are_cut_or_dropped(write, 
 def test_the_form_and_each_sources_share_are_told(write, tokenizer):
     write("a.jsonl", "\n".join([LINE] * 3))
     write("b.jsonl", json.dumps(ALPACA))
-    assert load_examples("./a.jsonl", tokenizer, 64).sources() == ["./a.jsonl: chat"]
+    assert load_examples("./a.jsonl", tokenizer, 64).sources() == ["./a.jsonl: chat (3 rows)"]
     examples = load_examples("a.jsonl:3,b.jsonl:1", tokenizer, 64)
     # Trained tokens: 3 x "Hello</s>", and "3</s>".
     trained = [int((item.labels != IGNORE).sum()) for item in examples]
     first = 3 * trained[0] / sum(trained)
     assert examples.sources() == [
-        f"a.jsonl: chat, 75.0% of rows, {first:.1%} of trained tokens (weight 3)",
-        f"b.jsonl: alpaca, 25.0% of rows, {1 - first:.1%} of trained tokens (weight 1)",
+        f"a.jsonl: chat (3 rows), 75.0% of rows, {first:.1%} of trained tokens (weight 3)",
+        f"b.jsonl: alpaca (1 rows), 25.0% of rows, {1 - first:.1%} of trained tokens (weight 1)",
     ]
     os.mkdir("both")
     write("both/1.jsonl", LINE)
@@ -410,7 +410,7 @@ def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypa
     monkeypatch.setattr(cache, "MORE_ROWS", 100)
     file = write("endless.jsonl", "\n".join([LINE] * 10 + [BAD[0]] * 5000))
     *_, last = refusal(load_examples, file, tokenizer, 64).splitlines()
-    assert last == "and 492 more"  # of 512 rows, two chunks
+    assert last == "and 172 more"  # of 192 rows, three chunks
 
 
 # --- examples -> global batches

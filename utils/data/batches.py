@@ -4,6 +4,7 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 [k G, (k + 1) G) of the epoch's permutation, however many ranks and micro-batches share it.
 """
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -104,17 +105,9 @@ class GlobalBatches:
         first = step % self.per_epoch * self.global_batch_size
         return order[first : first + self.global_batch_size]
 
-    def deal(self, rows: list) -> list[list]:
-        """Each rank's rows, so that all ranks have similar work: here by length, to rank 0, 1, ... and back.
-        The loss is a sum over the global batch, so it does not matter which rank has which row.
-        """
-        shares: list[list] = [[] for _ in range(self.ranks)]
-        round_trip = 2 * self.ranks
-        for i, row in enumerate(rows):
-            turn = i % round_trip
-            rank = min(turn, round_trip - 1 - turn)
-            shares[rank].append(row)
-        return shares
+    def costs(self, rows: list) -> torch.Tensor:
+        """The work in each row, int64: here its length."""
+        return self.examples.lengths[rows]
 
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
@@ -122,12 +115,32 @@ class GlobalBatches:
         return collate([self.examples[row] for row in rows] or [filler], self.pad_id)
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of global batch `step`; rows of similar length are together."""
+        """This rank's micro-batches of global batch `step`; rows of similar length are together. The loss is
+        a sum over the global batch, so it does not matter which rank has which row.
+        """
         rows = self.rows_of(step)
-        share = self.deal(rows)[self.rank]
+        share = [rows[i] for i in deal(self.costs(rows), self.ranks)[self.rank]]
         most_rows = math.ceil(len(rows) / self.ranks)
         starts = range(0, most_rows, self.batch_size)
         return [self.batch(share[start : start + self.batch_size]) for start in starts]
+
+
+def deal(costs: torch.Tensor, ranks: int) -> list[list[int]]:
+    """Each rank's rows, of which costs (n,) int64 are known: equal sums as far as possible, and numbers of
+    rows that differ by at most one.
+
+    Greedy: the most expensive row goes first, to the rank with the lowest sum so far.
+    """
+    most_rows = math.ceil(len(costs) / ranks)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (sum, rank)
+    order = torch.sort(costs, descending=True, stable=True).indices
+    for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
+        load, rank = heapq.heappop(open_ranks)
+        shares[rank].append(row)
+        if len(shares[rank]) < most_rows:
+            heapq.heappush(open_ranks, (load + cost, rank))
+    return shares
 
 
 def divide_batch(

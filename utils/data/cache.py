@@ -58,45 +58,46 @@ def tokens_in_memory(sources: list[Source], encode: partial, bar: tqdm) -> tuple
 
     files = {name: io.BytesIO() for name in ARRAYS}
     said = write(files, sources, encode.keywords["rows"], run, bar)
-    return arrays_of(
-        {
-            name: torch.frombuffer(files[name].getbuffer(), dtype=dtype)
-            for name, dtype in ARRAYS.items()
-        }
-    ), said
+
+    def array(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.frombuffer(files[name].getbuffer(), dtype=dtype)
+
+    return arrays_of(array), said
 
 
 def cached_tokens(sources: list[Source], encode: partial, bar: tqdm) -> tuple[dict, dict]:
     """As tokens_in_memory, but mapped from the disk. Of data with bad rows nothing is kept."""
     files = [file for source in sources for file in source.files]
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = folder / "raw_fsdp" / "data"
-        before = states_of(files)
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without a name
+        raise ConfigError(f"no folder for tokens: {error} (fix: XDG_CACHE_HOME=FOLDER)") from None
+    folder = home / "raw_fsdp" / "data"
+    try:
+        before = states_of(sources)
         folder /= key_of(files, **encode.keywords)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if not folder.exists():
-                make(folder, sources, encode, bar, lambda: check_unchanged(files, before))
-    except RuntimeError as error:  # a user without a name has no home
-        raise ConfigError(f"no folder for tokens: {error} (fix: XDG_CACHE_HOME=FOLDER)") from None
+                make(folder, sources, encode, bar, before)
     except OSError as error:
-        if error.filename in map(str, files):
+        if str(error.filename) in map(str, files):
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
         raise ConfigError(
             f"{folder}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
         ) from None
     print0(f"tokens    are in {folder}")
-    arrays = {}
-    for name, dtype in ARRAYS.items():
+
+    def mapped(name: str, dtype: torch.dtype) -> torch.Tensor:
         file = folder / name
-        size = file.stat().st_size // dtype.itemsize
-        arrays[name] = torch.from_file(str(file), size=size, dtype=dtype)
-    return arrays_of(arrays), json.loads((folder / "said").read_text())
+        return torch.from_file(str(file), size=file.stat().st_size // dtype.itemsize, dtype=dtype)
+
+    return arrays_of(mapped), json.loads((folder / "said").read_text())
 
 
-def arrays_of(arrays: dict[str, torch.Tensor]) -> dict:
+def arrays_of(array: Callable[[str, torch.dtype], torch.Tensor]) -> dict:
     """The arrays as Examples has them."""
+    arrays = {name: array(name, dtype) for name, dtype in ARRAYS.items()}
     where = Names(arrays.pop("names"), arrays.pop("ends"))
     return arrays | {"where": where}
 
@@ -145,15 +146,10 @@ def write(
     return said
 
 
-def states_of(files: list[Path]) -> list[tuple]:
+def states_of(sources: list[Source]) -> list[tuple]:
     """What changes with a file that is written or replaced."""
-    found = [file.stat() for file in files]
+    found = [file.stat() for source in sources for file in source.files]
     return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in found]
-
-
-def check_unchanged(files: list[Path], before: list[tuple]) -> None:
-    for file, old, new in zip(files, before, states_of(files), strict=True):
-        check(old == new, f"{file}: it was changed while it was read (fix: run again)")
 
 
 def key_of(files: list[Path], tokenizer, rows: Rows) -> str:
@@ -180,9 +176,9 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def make(folder: Path, sources: list[Source], encode: partial, bar: tqdm, verify: Callable) -> None:
+def make(folder: Path, sources: list[Source], encode: partial, bar: tqdm, before: list) -> None:
     """Write the files of ARRAYS, and "said", what there is to say of the rows; then let them appear, if
-    verify() raises nothing.
+    the data is still as `before`, see states_of.
     """
     for left in folder.parent.glob(f".tmp_{folder.name}_*"):
         shutil.rmtree(left)  # of a process that died
@@ -190,14 +186,18 @@ def make(folder: Path, sources: list[Source], encode: partial, bar: tqdm, verify
     temp.mkdir()
     print0(f"tokens    are made, once on this machine, in {folder}")
     try:
+        rows = encode.keywords["rows"]
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(temp / name, "wb")) for name in ARRAYS}
             run = stack.enter_context(processes(encode))
-            said = write(files, sources, encode.keywords["rows"], run, bar)
+            said = write(files, sources, rows, run, bar)
         (temp / "said").write_text(json.dumps(said))
         for file in (*temp.iterdir(), temp):
             sync_path(file)
-        verify()
+        check(
+            states_of(sources) == before,
+            f"{rows.dataset}: its files were changed while they were read (fix: run again)",
+        )
         os.rename(temp, folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)

@@ -25,7 +25,6 @@ from .tokens import (
     Encoded,
     Sequence,
     encode,
-    encoded,
     hidden,
     render,
     render_marked,
@@ -349,17 +348,12 @@ def encode_plain(tokenizer, messages: list[dict]) -> Sequence:
     last = messages[-1]
     if last["role"] == "tokens":
         return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True
     texts = [message["content"] for message in messages]
     text = "".join(texts)
     text.encode()  # ValueError for half a surrogate pair
-    encoding = backend.encode(text, add_special_tokens=False)
-    ids = encoding.ids
-    mask = bytearray([last["weight"]]) * len(ids)
-    if len(texts) > 1:
-        begin = encoded(ids, encoding.offsets).token_after(len(texts[0]))
-        mask[:begin] = bytes(begin)
+    first = len(texts[0]) if len(texts) > 1 else 0
+    spans = [(first, len(text), False)] * last["weight"]
+    ids, mask = encode_chat(tokenizer, Chat(hidden(tokenizer, text), spans))
     if adds_bos(tokenizer):
         ids = [tokenizer.bos_token_id, *ids]
         mask = b"\0" + mask

@@ -9,12 +9,13 @@ import signal
 import sys
 import types
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..run.errors import ConfigError, check
 from ..run.signals import die_with_parent
@@ -26,9 +27,7 @@ TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
 BAD = "bad rows"
 MOST_FAULTS = 10  # lines about rows that are wrong; of further ones the number
-# What is tokenized at a time, at most: so many rows, and of rows that are lines also so many bytes.
-ROWS = 256
-BYTES = 2**20
+ROWS = 64  # that are tokenized at a time
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,17 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
         try:
             row = as_object(value)
             part.columns |= row.keys() & columns.values()
-            row, kind = renamed(row, columns)
-            encode_row(
-                part, where, row, rows.format.removeprefix("auto") or kind, tokenizer, rows, notes
-            )
+            row, form = renamed(row, columns)
+            form = rows.format.removeprefix("auto") or form
+            messages, tools = to_messages(row, form, notes)
+            if messages[0]["role"] in ("text", "tokens"):
+                part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
+            else:
+                for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
+                    part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
+                    if chat.problem and not part.problem:
+                        part.problem = f"{where}: {chat.problem}"
+            part.forms[form] += 1
         except ValueError as fault:
             part.bad.append((where, str(fault)))
         part.notes.update(notes)
@@ -157,34 +163,11 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
     return part
 
 
-def encode_row(
-    part: Part, where: str, row: dict, form: str, tokenizer, rows: Rows, notes: Counter
-) -> None:
-    """Add a row of some form to a part."""
-    messages, tools = to_messages(row, form, notes)
-    if messages[0]["role"] in ("text", "tokens"):
-        part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
-    else:
-        for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
-            part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
-            if chat.problem and not part.problem:
-                part.problem = f"{where}: {chat.problem}"
-    part.forms[form] += 1
-
-
 def chunks(found: Iterable) -> Iterator[list]:
-    """The rows in lists of at most ROWS, and of about BYTES; the last list may be empty."""
-    rows = []
-    size_bytes = 0
-    for where, value in found:
-        rows.append((where, value))
-        if isinstance(value, bytes):
-            size_bytes += len(value)
-        if len(rows) == ROWS or size_bytes > BYTES:
-            yield rows
-            rows = []
-            size_bytes = 0
-    yield rows
+    """The rows in lists of at most ROWS."""
+    found = iter(found)
+    while rows := list(islice(found, ROWS)):
+        yield rows
 
 
 @contextmanager
@@ -198,15 +181,12 @@ def processes(function: Callable) -> Iterator[Callable]:
     pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
 
     def run(labelled: Iterable[tuple]) -> Iterator[tuple]:
-        waiting = deque()
-        for label, rows in labelled:
+        labelled = iter(labelled)
+        while window := list(islice(labelled, 8 * count)):
+            labels, lists = zip(*window, strict=True)
             with no_main():
-                waiting.append((label, pool.submit(_run, rows)))
-            if len(waiting) > 2 * count:
-                label, job = waiting.popleft()
-                yield label, job.result()
-        for label, job in waiting:
-            yield label, job.result()
+                parts = pool.map(_run, lists)
+            yield from zip(labels, parts, strict=True)
 
     try:
         yield run

@@ -114,7 +114,8 @@ class Examples:
         lines = []
         for origin in self.origins:
             mine = (rows >= origin.first) & (rows < origin.last)
-            line = f"{origin.name}: {_forms(origin)}"
+            forms = [f"{form} ({count:,} rows)" for form, count in origin.forms.items()]
+            line = f"{origin.name}: {', '.join(forms) or 'no rows'}"
             if len(self.origins) > 1:
                 rows_share = int(mine.sum()) / len(rows)
                 tokens_share = int(trained[mine].sum()) / max(1, int(trained.sum()))
@@ -123,13 +124,6 @@ class Examples:
                 line += f" (weight {origin.weight:g})"
             lines.append(line)
         return lines
-
-
-def _forms(origin: Origin) -> str:
-    """The forms of a source's rows: "chat", or "chat (20 rows), alpaca (3 rows)"."""
-    if len(origin.forms) == 1:
-        return next(iter(origin.forms))
-    return ", ".join(f"{form} ({rows:,} rows)" for form, rows in origin.forms.items()) or "no rows"
 
 
 def print_data(dataset: str, summary: str, examples: Examples, held_out: Examples | None) -> None:

@@ -111,8 +111,6 @@ def parse_columns(text: str) -> dict[str, str]:
 
 def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
     """(the row with our keys for its columns, its form: the renamed keys decide first)."""
-    if not columns:
-        return row, form_of(row)
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
     return row, form_of(columns) or form_of(row)
@@ -358,12 +356,9 @@ def json_name(value: object) -> str:
 
 def typed(holder: dict, key: str, kind: type, path: str = ""):
     """holder[key], if it has that type. path: of the holder within the row, "messages[2].", for errors."""
-    if key not in holder and not path:  # the holder is the row itself
-        raise ValueError(
-            f"{key}: missing; the row has {_keys(holder)} (fix: --columns {key}=THEIRS)"
-        )
     if key not in holder:
-        raise ValueError(f"{path}{key}: missing")
+        row_has = f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS)"
+        raise ValueError(f"{path}{key}: missing{'' if path else row_has}")
     if not isinstance(holder[key], kind):
         raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
     return holder[key]

@@ -55,16 +55,16 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     `template_name` says which one it is: "built-in plain" where the tokenizer had none.
     ConfigError names the folder, the file or the template.
     """
-    files: list[Path] = []
-    for pattern in VOCABULARY_FILES:
-        files += sorted(Path(folder).glob(pattern))
+    folder = Path(folder)
+    files = [path for pattern in VOCABULARY_FILES for path in sorted(folder.glob(pattern))]
     # Without these files transformers silently makes some tokenizers with an empty vocabulary.
     check(
         files,
         f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
     )
-    for path in (path for pattern in OPENED for path in Path(folder).glob(pattern)):
-        file_inside(Path(folder), str(path.relative_to(folder)))
+    for pattern in OPENED:
+        for path in folder.glob(pattern):
+            file_inside(folder, str(path.relative_to(folder)))
     # Imported here because it imports torch, which the processes that tokenize do not need.
     from transformers import AutoTokenizer
 
@@ -371,8 +371,9 @@ def special_tokens(tokenizer) -> tuple[re.Pattern, dict[str, str], dict[str, str
     token -> hidden characters).
     """
     added = tokenizer.added_tokens_decoder.values()
-    words = {token.content for token in added if token.special}
-    hide = {}
-    for i, word in enumerate(sorted(words - {""})):
-        hide[word] = chr(0xF0000 + i) + "\U000effff" * (len(word) - 1)
+    words = {token.content for token in added if token.special} - {""}
+    hide = {
+        word: chr(0xF0000 + i) + "\U000effff" * (len(word) - 1)
+        for i, word in enumerate(sorted(words))
+    }
     return re.compile(any_of(words)), {mark: word for word, mark in hide.items()}, hide
