@@ -306,10 +306,7 @@ def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
         joined.ids.extend(piece.ids)
         joined.starts.extend(begin + at for at in piece.starts)
         joined.ends.extend(begin + at for at in piece.ends)
-    decode = tokenizer.backend_tokenizer.decode
-    if decode(joined.ids, skip_special_tokens=False) != decode(
-        tokens.ids, skip_special_tokens=False
-    ):
+    if tokenizer.decode(joined.ids) != tokenizer.decode(tokens.ids):
         return tokens  # a tokenizer that begins every text with a space: the token is trained whole
     return joined
 

@@ -67,10 +67,9 @@ class Examples:
 
     def __getitem__(self, i: int) -> Example:
         row = i if self.rows is None else self.rows[i]
-        ids, loss_mask = (
-            part[self.bounds[row] : self.bounds[row + 1]] for part in (self.ids, self.loss_mask)
-        )
-        return Example(ids, ids.masked_fill(loss_mask == 0, IGNORE), self.where[row])
+        span = slice(self.bounds[row], self.bounds[row + 1])
+        ids = self.ids[span]
+        return Example(ids, ids.masked_fill(self.loss_mask[span] == 0, IGNORE), self.where[row])
 
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Those of some values (n,) that belong to rows that count."""
@@ -84,10 +83,10 @@ class Examples:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
-        parts = [self.bounds, self.ids, self.loss_mask, *([] if self.rows is None else [self.rows])]
         digest = hashlib.sha256()
-        for part in parts:
-            digest.update(memoryview(part.numpy()))
+        for part in (self.bounds, self.ids, self.loss_mask, self.rows):
+            if part is not None:
+                digest.update(memoryview(part.numpy()))
         return digest.hexdigest()
 
     def summary(self) -> str:
@@ -235,8 +234,8 @@ def split_by_hash(examples, share: float) -> tuple:
     held = keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
     split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
     check(0 < held.sum() < len(held), f"{split}; choose another share, or name an --eval_dataset")
-    train, held_out = (replace(examples, rows=rows[which]) for which in (~held, held))
-    return train, replace(held_out, dropped={}, notes={}, bad=())
+    held_out = replace(examples, rows=rows[held], dropped={}, notes={}, bad=())
+    return replace(examples, rows=rows[~held]), held_out
 
 
 def show_masks(examples, tokenizer, count: int) -> None:

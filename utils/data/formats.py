@@ -57,17 +57,7 @@ NEXT = {
 RULE = "a conversation is at most one system turn, then user and assistant by turns"
 # Keys of a turn with the assistant's thoughts, beside its content.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-TURN_KEYS = {
-    "role",
-    "content",
-    "from",
-    "value",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "weight",
-    "train",
-}
+TURN_KEYS = set("role content from value name tool_calls tool_call_id weight train".split())
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
