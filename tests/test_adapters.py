@@ -21,7 +21,7 @@ from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM
 
 from utils.data.batches import GlobalBatches
-from utils.data.examples import load_examples
+from utils.data.examples import Rows, load_examples
 from utils.data.tokens import load_tokenizer
 from utils.run.errors import ConfigError
 from utils.train.resume import Reader
@@ -120,7 +120,7 @@ def test_bf16_trains_like_fp32_to_its_rounding(files, base, one_rank, tmp_path):
 @torch.no_grad()
 def summed_loss(model, folder, rows):
     """Summed cross-entropy and trained tokens of a file by plain transformers."""
-    examples = load_examples(rows, load_tokenizer(folder), 2048)
+    examples = load_examples(Rows(str(rows), 2048), load_tokenizer(folder))
     batches = GlobalBatches(examples, 0, 20, 20, 0, 1, 0)
     (batch,) = batches.batches(0)
     logits = model(batch.ids, attention_mask=batch.mask, use_cache=False).logits[:, :-1]

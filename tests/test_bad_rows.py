@@ -140,7 +140,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": "{a: 1}"}}]}, ANSWER)), "messages[1].tool_calls[0].function.arguments: not JSON"),
     (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": 5}}]}, ANSWER)), "function.arguments: expected an object as JSON, got number"),
     (47, "a.jsonl", lines(chat(USER, ANSWER, tools="add(a, b)")), "a.jsonl:1: tools: not JSON"),
-    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is no text but perhaps a picture, video or sound; finetune.py trains rows with one text answer"),
+    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is no text but perhaps a picture, video or sound; finetune.py trains one text answer a row"),
     (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)), "messages[0].content[0].text: missing"),
     (49, "a.jsonl", lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)), Taken("1 rows in which text spells a special token, which stays text")),
     (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), Taken("1 dropped: no trained token in the first 256 tokens")),
@@ -290,7 +290,7 @@ def test_65_rows_that_are_held_out_and_trained_on_are_counted(said):
 
 def test_labels_are_refused_by_row(said):
     write("kto.jsonl", lines(ALPACA, ALPACA | {"kto_tag": False}))
-    expected = "refused: kto.jsonl:2: kto_tag: these are answers with a label (KTO)"
+    expected = "refused: kto.jsonl:2: kto_tag: preference pairs and answers with labels (KTO)"
     assert said("kto.jsonl").startswith(expected)
 
 
@@ -307,8 +307,8 @@ def test_the_form_and_dropped_rows_are_told(said):
     write("a.jsonl", lines(LINE, "{]", "{]", LINE))
     write("b.jsonl", lines(ALPACA))
     answer = said("a.jsonl,b.jsonl", bad_rows="drop")
-    assert "form      a.jsonl: chat, 66.7% of rows, " in answer
-    assert "form      b.jsonl: alpaca, 33.3% of rows, " in answer
+    assert "form      a.jsonl: chat (2 rows), 66.7% of rows, " in answer
+    assert "form      b.jsonl: alpaca (1 rows), 33.3% of rows, " in answer
     assert "2 dropped: bad rows" in answer
     assert (
         "warning: 2 bad rows are left out; the first is a.jsonl:2: Expecting property name"
@@ -368,7 +368,7 @@ def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, mode
 @pytest.mark.parametrize(
     ("kind", "rope", "expected"),
     [
-        ("gpt2", None, "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe) (fix: --seq_len 256)"),
+        ("gpt2", None, "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe.weight) (fix: --seq_len 256)"),
         ("llama", None, "warning: a.jsonl:2 has 300 tokens, and the model 256 positions without rope scaling"),
         ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, ""),
     ],

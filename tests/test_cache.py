@@ -15,13 +15,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from shell import ROOT
+from test_data import load_examples
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.data import cache
 from utils.data import examples as data
-from utils.data.encode import TWICE, chunks
-from utils.data.examples import load_examples
+from utils.data.encode import TWICE
 from utils.data.tokens import load_tokenizer
 from utils.run.distributed import set_timeout, together
 from utils.run.errors import ConfigError
@@ -34,7 +34,7 @@ from utils.run.errors import report_errors
 if __name__ == "__main__":
     data.SMALL = 0
     with report_errors():
-        examples = data.load_examples(sys.argv[2], load_tokenizer(sys.argv[1]), 64)
+        examples = data.load_examples(data.Rows(sys.argv[2], 64), load_tokenizer(sys.argv[1]))
         print("rows", len(examples), examples.fingerprint)
 """
 
@@ -96,13 +96,8 @@ def test_it_holds_what_memory_would_hold_and_is_made_once(
 def test_its_name_follows_from_all_that_the_tokens_follow_from(files, tmp_path):
     def key(path=files[1], template="", **settings):
         tokenizer = load_tokenizer(files[0], template)
-        settings = {
-            "seq_len": 64,
-            "train_on": "assistant",
-            "form": "",
-            "too_long": "truncate",
-        } | settings
-        return cache.key_of("rows", [path], {"tokenizer": tokenizer, **settings})
+        rows = data.Rows(**{"dataset": "rows", "seq_len": 64} | settings)
+        return cache.key_of([path], tokenizer, rows)
 
     other = tmp_path / "rows.jsonl"
     other.write_text(files[1].read_text())
@@ -168,6 +163,37 @@ def test_a_folder_that_cannot_be_written_is_one_line(files, monkeypatch, tmp_pat
     with pytest.raises(
         ConfigError, match=r"file/raw_fsdp.*Not a directory \(fix: XDG_CACHE_HOME=FOLDER"
     ):
+        load_examples(files[1], load_tokenizer(files[0]), 64)
+
+
+def test_data_that_is_replaced_while_it_is_read_is_refused_and_not_kept(
+    files, everything_is_large, monkeypatch, tmp_path
+):
+    rows = files[1].read_text().splitlines()
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(rows))
+    key_of = cache.key_of
+
+    def replaced_after_hash(*args, **settings) -> str:
+        key = key_of(*args, **settings)
+        file.write_text("\n".join(rows[::-1]))
+        return key
+
+    monkeypatch.setattr(cache, "key_of", replaced_after_hash)
+    with pytest.raises(
+        ConfigError, match=rf"^{file}: its files were changed while they were read"
+    ) as refused:
+        load_examples(file, load_tokenizer(files[0]), 64)
+    assert "\n" not in str(refused.value)
+    assert kept(everything_is_large) == []
+
+
+def test_a_user_without_a_home_is_told_what_to_set(files, monkeypatch):
+    monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # no name has it
+    with pytest.raises(ConfigError, match=r"\(fix: XDG_CACHE_HOME=FOLDER\)$"):
         load_examples(files[1], load_tokenizer(files[0]), 64)
 
 
@@ -238,11 +264,6 @@ def test_two_runs_at_once_make_it_once(files, tmp_path):
     assert sum("another process is making them" in out for out in outs) == 1
     assert len({out.splitlines()[-1] for out in outs}) == 1
     assert len(kept(tmp_path / "raw_fsdp" / "data")) == 1
-
-
-def test_parts_are_cut_by_rows_and_by_bytes():
-    assert [len(part) for part in chunks([("f:1", b"x")] * 600)] == [256, 256, 88]
-    assert [len(part) for part in chunks([("f:1", b"x" * 2**19)] * 7)] == [3, 3, 1]
 
 
 def late(world) -> bool:

@@ -2,21 +2,21 @@
 
 import json
 import os
-from functools import partial
 
 import pytest
 import torch
 from templates import KINDS
 from test_tokens import byte_level
 
-from utils.data import examples as examples_module
+from utils.data import cache
+from utils.data import examples as data
 from utils.data.batches import GlobalBatches, collate, permutation
 from utils.data.encode import Part
 from utils.data.examples import (
     Example,
     Examples,
-    load_examples,
-    load_held_out,
+    Rows,
+    load_data,
     print_data,
     split_by_hash,
     write_bad_rows,
@@ -49,6 +49,10 @@ def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     byte_level(True).save_pretrained(folder)
     return load_tokenizer(folder)
+
+
+def load_examples(path, tokenizer, seq_len: int, **settings) -> Examples:
+    return data.load_examples(Rows(str(path), seq_len, **settings), tokenizer)
 
 
 def refusal(call, *args, **options) -> str:
@@ -213,11 +217,11 @@ def test_each_row_is_read_by_its_own_form_and_the_forms_are_told(write, tokenize
 def test_a_form_that_is_given_is_not_guessed(write, tokenizer):
     both = json.dumps({**ALPACA, "text": "Add. 1 and 2. 3"})
     file = write("both.jsonl", both)
-    (plain,) = load_examples(file, tokenizer, seq_len=64, form="text")
+    (plain,) = load_examples(file, tokenizer, seq_len=64, format="text")
     assert tokenizer.decode(list(plain.ids)) == "Add. 1 and 2. 3</s>"
     assert list(plain.labels) == list(plain.ids)
     assert len(load_examples(file, tokenizer, seq_len=64)[0].ids) > len(plain.ids)
-    line = refusal(load_examples, file, tokenizer, seq_len=64, form="chat")
+    line = refusal(load_examples, file, tokenizer, seq_len=64, format="chat")
     assert line.startswith(
         "both.jsonl:1: messages: missing; the row has 'instruction', 'input', 'output'"
     )
@@ -254,7 +258,7 @@ def numbered(count: int, longest: int = 40) -> Examples:
 
 
 def examples_of(part: Part) -> Examples:
-    part.close("f")
+    part.close(Rows("f", 64))
     bounds = torch.tensor([0, *part.lengths]).cumsum(0)
     ids = torch.frombuffer(part.ids, dtype=torch.int32)
     loss_mask = torch.frombuffer(part.loss_mask, dtype=torch.uint8)
@@ -290,8 +294,7 @@ def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
     file = write("twice.jsonl", "\n".join([LINE, LINE, json.dumps(TURNS)]))
     examples = load_examples(file, tokenizer, seq_len=64)
     assert examples.summary().endswith(", 1 the same as a row before")
-    load = partial(load_examples, tokenizer=tokenizer, seq_len=64)
-    load_held_out(load, write("held.jsonl", LINE), examples)
+    load_data(Rows(file, 64, eval_dataset=write("held.jsonl", LINE)), tokenizer, progress=False)
     assert capsys.readouterr().out == "warning: 1 of 1 held-out rows are trained on too\n"
 
 
@@ -386,14 +389,14 @@ def test_weights_count_what_is_drawn_after_long_texts_are_cut_or_dropped(write, 
 def test_the_form_and_each_sources_share_are_told(write, tokenizer):
     write("a.jsonl", "\n".join([LINE] * 3))
     write("b.jsonl", json.dumps(ALPACA))
-    assert load_examples("./a.jsonl", tokenizer, 64).sources() == ["./a.jsonl: chat"]
+    assert load_examples("./a.jsonl", tokenizer, 64).sources() == ["./a.jsonl: chat (3 rows)"]
     examples = load_examples("a.jsonl:3,b.jsonl:1", tokenizer, 64)
     # Trained tokens: 3 x "Hello</s>", and "3</s>".
     trained = [int((item.labels != IGNORE).sum()) for item in examples]
     first = 3 * trained[0] / sum(trained)
     assert examples.sources() == [
-        f"a.jsonl: chat, 75.0% of rows, {first:.1%} of trained tokens (weight 3)",
-        f"b.jsonl: alpaca, 25.0% of rows, {1 - first:.1%} of trained tokens (weight 1)",
+        f"a.jsonl: chat (3 rows), 75.0% of rows, {first:.1%} of trained tokens (weight 3)",
+        f"b.jsonl: alpaca (1 rows), 25.0% of rows, {1 - first:.1%} of trained tokens (weight 1)",
     ]
     os.mkdir("both")
     write("both/1.jsonl", LINE)
@@ -404,10 +407,10 @@ def test_the_form_and_each_sources_share_are_told(write, tokenizer):
 
 
 def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypatch):
-    monkeypatch.setattr(examples_module, "MORE_ROWS", 100)
+    monkeypatch.setattr(cache, "MORE_ROWS", 100)
     file = write("endless.jsonl", "\n".join([LINE] * 10 + [BAD[0]] * 5000))
     *_, last = refusal(load_examples, file, tokenizer, 64).splitlines()
-    assert last == "and 492 more"  # of 512 rows, two chunks
+    assert last == "and 172 more"  # of 192 rows, three chunks
 
 
 # --- examples -> global batches

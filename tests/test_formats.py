@@ -266,7 +266,7 @@ FORMS_OF_PICTURES = [
 
 @pytest.mark.parametrize("row", FORMS_OF_KTO + FORMS_OF_PICTURES)
 def test_labels_and_pictures_in_every_form_are_refused_by_name(row):
-    with pytest.raises(ValueError, match="finetune.py trains rows with one text answer") as refused:
+    with pytest.raises(ValueError, match="finetune.py trains one text answer a row") as refused:
         to_messages(row)
     assert re.search("KTO|picture", str(refused.value))
 
@@ -387,12 +387,12 @@ BAD = [
     # What is not trained.
     (
         {"prompt": "a", "chosen": "b", "rejected": "c"},
-        "these are preference pairs; finetune.py trains rows with one text answer",
+        "chosen: preference pairs and answers with labels (KTO); finetune.py trains one text",
     ),
-    ({**ALPACA, "chosen": "b", "rejected": "c"}, "these are preference pairs"),
+    ({**ALPACA, "chosen": "b", "rejected": "c"}, "chosen: preference pairs"),
     (
         {"prompt": "a", "completion": "b", "label": True},
-        "label: these are answers with a label (KTO)",
+        "label: preference pairs and answers with labels (KTO)",
     ),
     ({"prompt": "a"}, "these are prompts without an answer"),
     ({"question": "a"}, "its keys are 'question'; the rows that can be read have messages (chat)"),
@@ -405,6 +405,31 @@ def test_a_bad_row_is_told_by_its_field(row, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         to_messages(row)
     assert message in str(refused.value)
+
+
+def test_the_turns_of_both_dialects_are_read_under_either_key():
+    want = ([user(), says(weight=0), user("Why?"), says("So.")], None)
+    openai = [user(), says(train=False), user("Why?"), says("So.")]
+    share = shares(("human", "Hi"), ("gpt", "Hello"), ("human", "Why?"), ("gpt", "So."))
+    share["conversations"][1]["train"] = False
+    assert to_messages({"conversations": openai}) == want
+    assert to_messages({"messages": share["conversations"]}) == want
+    row = {"prompt": share["conversations"][:3], "completion": share["conversations"][3:]}
+    assert to_messages(row) == want
+
+
+def test_an_answer_under_another_name_is_hinted_at_and_pairs_are_sent_to_their_trainers():
+    def refusal(row) -> str:
+        with pytest.raises(ValueError) as refused:  # noqa: PT011
+            to_messages(row)
+        return str(refused.value)
+
+    assert "(fix: --columns completion=response)" in refusal({"prompt": "a", "response": "b"})
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for row in (pair, {**PAIR, "label": True}, {**CHAT, "kto_tag": False}):
+        said = refusal(row)
+        assert "finetune.py trains one text answer a row; these need a trainer of pref" in said
+        assert "--bad_rows" not in said
 
 
 def test_forms_are_told_by_their_keys():

@@ -254,9 +254,9 @@ def test_flags_that_cannot_work_are_refused_at_once(name):
 
 
 FILES = {
-    "missing.txt": (None, "No such file"),
+    "missing.txt": (None, "no such file"),
     "missing.jsonl": (None, "no such file"),
-    "empty.txt": ("\n \n", "no prompts"),
+    "empty.txt": ("\n \n", "no rows"),
     "long.txt": (
         "short\n" + "x" * 300,
         r"long.txt:2: 3\d\d tokens and --max_new_tokens 9 .* 256 positions",

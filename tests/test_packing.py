@@ -15,9 +15,9 @@ from test_data import examples_of
 from test_parity import write_rows
 from tiny import KINDS, tiny_model, tiny_model_folder
 
-from utils.data.batches import GlobalBatches
+from utils.data.batches import GlobalBatches, deal
 from utils.data.encode import Part
-from utils.data.packing import PackedBatches, deal, pack
+from utils.data.packing import PackedBatches, pack
 from utils.model.attention import check_packing
 from utils.model.loss import add_chunked_loss, summed_cross_entropy
 from utils.run.errors import ConfigError

@@ -16,7 +16,7 @@ from tiny import KINDS, tiny_model_folder
 from transformers import AutoModelForCausalLM
 
 from utils.data.batches import GlobalBatches
-from utils.data.examples import load_examples
+from utils.data.examples import Rows, load_examples
 from utils.data.tokens import load_tokenizer
 
 STEPS, GLOBAL_BATCH = 4, 8
@@ -53,7 +53,13 @@ def plain_loop(folder, rows):
     """What the recipe does, as a page of PyTorch: no FSDP, no chunks, no accumulation."""
     tokenizer = load_tokenizer(folder)
     batches = GlobalBatches(
-        load_examples(rows, tokenizer, 2048), RECIPE["seed"], GLOBAL_BATCH, GLOBAL_BATCH, 0, 1, 0
+        load_examples(Rows(str(rows), 2048), tokenizer),
+        RECIPE["seed"],
+        GLOBAL_BATCH,
+        GLOBAL_BATCH,
+        0,
+        1,
+        0,
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     decaying = [p for p in model.parameters() if p.ndim > 1]

@@ -326,7 +326,7 @@ def test_a_plan_that_does_not_fit_is_the_last_line_and_exit_code_1():
 def test_a_preview_on_two_ranks_is_done_once_and_leaves_no_folder(flags, tmp_path):
     words = " ".join(f"--{name} {value}" for name, value in flags.items() if name != "output_dir")
     out = tmp_path / "new"
-    command = f"torchrun --nproc_per_node 2 recipes/preview.py {words}"
+    command = f"torchrun --nproc_per_node 2 recipes/preview.py --show 0 {words}"
     result = shell(f"{command} --output_dir {out}")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

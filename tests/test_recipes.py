@@ -18,7 +18,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.data.examples import load_examples, split_by_hash
+from utils.data.examples import Rows, load_examples, split_by_hash
 from utils.data.tokens import load_tokenizer
 from utils.run.settings import load_config
 from utils.run.units import IGNORE
@@ -186,7 +186,7 @@ def test_held_out_rows_are_not_trained_on_and_are_measured(files, tmp_path):
         epochs=1,
         batch_size=batch,
     )
-    everything = load_examples(rows, load_tokenizer(model), 2048)
+    everything = load_examples(Rows(str(rows), 2048), load_tokenizer(model))
     trained, held_out = split_by_hash(everything, share)
     lines = numbers(out)
     tokens = sum(line["tokens"] for line in lines if "tokens" in line)

@@ -11,7 +11,7 @@ from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, 
 
 from utils.data.chats import prompt_ids, render_chats
 from utils.data.formats import THOUGHTS
-from utils.data.tokens import end_of_turn_ids
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, print_template_notes
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
 CALL = {"type": "function", "id": "1", "function": {"name": "look", "arguments": {"at": "sea"}}}
@@ -161,6 +161,66 @@ def test_marks_decide_where_the_prompt_is_not_how_the_answer_begins(tokenizer):
     sequences = encode_all(tokenizer, TWO)
     trained = [text for sequence in sequences for text in trained_texts(tokenizer, *sequence)]
     assert trained == ["assistant\nblue<|im_end|>", "assistant\ngrey<|im_end|>"]
+
+
+HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+TURN = "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content }}"
+
+
+@pytest.mark.parametrize(
+    "moved", ["messages[-1]", "(messages | selectattr('role', 'eq', 'user') | list)[-1]"]
+)
+def test_a_template_whose_prompt_is_no_part_of_the_conversation_teaches_no_users_words(
+    tokenizer, moved
+):
+    tokenizer.chat_template = (
+        "{{ '<|im_start|>Answer: ' + MOVED.content + '<|im_end|>' }}{% for m in messages[:-1] %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if messages[-1].role == 'assistant' %}{{ messages[-1].content + '<|im_end|>' }}{% endif %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ).replace("MOVED", moved)
+    for train_on in ("assistant", "last_assistant"):
+        with pytest.raises(ValueError, match="turn [24]: .* others' words would be trained"):
+            encode_all(tokenizer, TWO, train_on=train_on)
+
+
+@pytest.mark.parametrize("end", ["<|eot_id|>", "<|im_end|>\n"])
+def test_a_header_that_always_stands_at_the_end_is_not_trained(tokenizer, capsys, end):
+    """The first template of Llama 3 ended so."""
+    turns = "{% for m in messages %}" + TURN + end + "{% endfor %}"
+    tokenizer.chat_template = turns + "{{ '" + HEADER + "' }}"
+    (sequence,) = encode_all(tokenizer, TWO)
+    token = end.strip()
+    assert trained_texts(tokenizer, *sequence) == [f"blue{token}", f"grey{token}"]
+    check_prompts(tokenizer, TWO, [sequence])
+    assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids(token)}
+    tokenizer.template_name = "always"
+    print_template_notes(tokenizer)
+    assert capsys.readouterr().out == ""
+
+
+def test_of_turns_that_no_token_ends_a_header_that_always_stands_there_is_no_end(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<start_of_turn>' }}"
+        "{{ m.content }}{% endfor %}{{ '<start_of_turn>' }}"
+    )
+    trained = [text for s in encode_all(tokenizer, TWO) for text in trained_texts(tokenizer, *s)]
+    assert trained == ["blue<|im_start|>", "grey<|im_start|>"]
+    assert end_of_turn_ids(tokenizer) == {tokenizer.convert_tokens_to_ids("<|im_start|>")}
+
+
+def test_a_template_that_needs_tools_is_taken_and_rows_without_them_are_faults(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{%- if not tools %}{{ raise_exception('no tools') }}{% endif %}" + KINDS["plain"].template
+    )
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    print_template_notes(loaded)
+    assert end_of_turn_ids(loaded) == {loaded.convert_tokens_to_ids("<|im_end|>")}
+    (sequence,) = encode_all(loaded, CALLS, TOOLS)
+    assert trained_texts(loaded, *sequence)[-1] == "blue<|im_end|>"
+    with pytest.raises(ValueError, match="no tools"):
+        encode_all(loaded, TWO)
 
 
 def test_every_template_of_trl_is_of_a_kind():

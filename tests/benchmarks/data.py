@@ -157,7 +157,7 @@ def ours(worker: Worker, rows: Path | None = None) -> dict[str, float]:
     data.SMALL = 0
     tokenizer, rows = tokenizer_of(worker), rows or worker.folder / "rows.jsonl"
     with measured() as numbers, memory_of_all() as peak:
-        examples = data.load_examples(rows, tokenizer, 2**20)
+        examples = data.load_examples(data.Rows(str(rows), 2**20), tokenizer)
     rate = len(examples.ids) / numbers["seconds"]
     return {"seconds": numbers["seconds"], "peak_bytes": peak[0], "tokens_per_second": rate}
 
@@ -232,9 +232,8 @@ def wait(worker: Worker) -> dict[str, float]:
     from utils.model.loss import add_chunked_loss, summed_cross_entropy
 
     data.SMALL = 2**40
-    examples = data.load_examples(
-        worker.folder / "rows.jsonl", tokenizer_of(worker), 2048, max_rows=2000
-    )
+    rows = data.Rows(str(worker.folder / "rows.jsonl"), 2048, max_rows=2000)
+    examples = data.load_examples(rows, tokenizer_of(worker))
     loader = PackedBatches(examples, 0, 2, 1, 0, 1, 0, 2048)
     heads = {"num_attention_heads": 8, "num_hidden_layers": 1 if worker.small else 8}
     config = LlamaConfig(hidden_size=512, intermediate_size=1376, vocab_size=8192, **heads)

@@ -204,11 +204,13 @@ def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
 def _batches(worker: Worker, steps: int) -> list:
     """What the recipe trains on in each step, on this rank."""
     from utils.data.batches import GlobalBatches
-    from utils.data.examples import load_examples
+    from utils.data.examples import Rows, load_examples
     from utils.data.tokens import load_tokenizer, pad_id
 
     tokenizer, world = load_tokenizer(TINY), worker.world
-    examples = load_examples(worker.folder / "rows.jsonl", tokenizer, SEQ_LEN[worker.small])
+    examples = load_examples(
+        Rows(str(worker.folder / "rows.jsonl"), SEQ_LEN[worker.small]), tokenizer
+    )
     loader = GlobalBatches(
         examples, 0, ROWS * world.size, ROWS, world.rank, world.size, pad_id(tokenizer)
     )

@@ -4,6 +4,7 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 [k G, (k + 1) G) of the epoch's permutation, however many ranks and micro-batches share it.
 """
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 
 from ..run.errors import ConfigError, check
 from ..run.units import IGNORE
-from .examples import Example, permutation
+from .examples import Example, Examples, permutation
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,7 @@ class Batch:
             return tensor.to(device, non_blocking=pin)
 
         positions = None if self.positions is None else move(self.positions)
-        return Batch(
-            ids=move(self.ids),
-            labels=move(self.labels),
-            mask=move(self.mask),
-            where=self.where,
-            positions=positions,
-        )
+        return Batch(move(self.ids), move(self.labels), move(self.mask), self.where, positions)
 
 
 def collate(items: list[Example], pad_id: int) -> Batch:
@@ -67,6 +62,7 @@ def collate(items: list[Example], pad_id: int) -> Batch:
     return Batch(ids, labels, mask, [item.where for item in items])
 
 
+@dataclass(eq=False)
 class GlobalBatches:
     """This rank's micro-batches of each global batch; `per_epoch` global batches make an epoch.
 
@@ -75,15 +71,17 @@ class GlobalBatches:
     has no trained token. `rank` of `ranks` counts the ranks that divide the data.
     """
 
-    def __init__(self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id):
-        self.examples = examples
-        self.global_batch_size = global_batch_size
-        self.batch_size = batch_size
-        self.rank = rank
-        self.ranks = ranks
-        self.pad_id = pad_id
-        self.key = f"{examples.fingerprint} {seed}"
-        self.per_epoch = math.ceil(self.rows() / global_batch_size)
+    examples: Examples
+    seed: int
+    global_batch_size: int
+    batch_size: int
+    rank: int
+    ranks: int
+    pad_id: int
+
+    def __post_init__(self):
+        self.key = f"{self.examples.fingerprint} {self.seed}"
+        self.per_epoch = math.ceil(self.rows() / self.global_batch_size)
 
     def rows(self) -> int:
         """Rows of an epoch."""
@@ -107,36 +105,42 @@ class GlobalBatches:
         first = step % self.per_epoch * self.global_batch_size
         return order[first : first + self.global_batch_size]
 
-    def deal(self, rows: list) -> list[list]:
-        """Each rank's rows, so that all ranks have similar work: here by length, to rank 0, 1, ... and back.
-        The loss is a sum over the global batch, so it does not matter which rank has which row.
-        """
-        shares: list[list] = [[] for _ in range(self.ranks)]
-        round_trip = 2 * self.ranks
-        for i, row in enumerate(rows):
-            turn = i % round_trip
-            rank = min(turn, round_trip - 1 - turn)
-            shares[rank].append(row)
-        return shares
+    def costs(self, rows: list) -> torch.Tensor:
+        """The work in each row, int64: here its length."""
+        return self.examples.lengths[rows]
 
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
-        if not rows:
-            filler = Example(
-                ids=torch.tensor([self.pad_id]),
-                labels=torch.tensor([IGNORE]),
-                where="filler",
-            )
-            return collate([filler], self.pad_id)
-        return collate([self.examples[row] for row in rows], self.pad_id)
+        filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
+        return collate([self.examples[row] for row in rows] or [filler], self.pad_id)
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of global batch `step`; rows of similar length are together."""
+        """This rank's micro-batches of global batch `step`; rows of similar length are together. The loss is
+        a sum over the global batch, so it does not matter which rank has which row.
+        """
         rows = self.rows_of(step)
-        share = self.deal(rows)[self.rank]
+        share = [rows[i] for i in deal(self.costs(rows), self.ranks)[self.rank]]
         most_rows = math.ceil(len(rows) / self.ranks)
         starts = range(0, most_rows, self.batch_size)
         return [self.batch(share[start : start + self.batch_size]) for start in starts]
+
+
+def deal(costs: torch.Tensor, ranks: int) -> list[list[int]]:
+    """Each rank's rows, of which costs (n,) int64 are known: equal sums as far as possible, and numbers of
+    rows that differ by at most one.
+
+    Greedy: the most expensive row goes first, to the rank with the lowest sum so far.
+    """
+    most_rows = math.ceil(len(costs) / ranks)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (sum, rank)
+    order = torch.sort(costs, descending=True, stable=True).indices
+    for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
+        load, rank = heapq.heappop(open_ranks)
+        shares[rank].append(row)
+        if len(shares[rank]) < most_rows:
+            heapq.heappush(open_ranks, (load + cost, rank))
+    return shares
 
 
 def divide_batch(
@@ -154,13 +158,9 @@ def divide_batch(
     micro_batches, remainder = divmod(global_batch_size, at_once)
     product = f"--batch_size {batch_size} x {ranks} ranks"
     if remainder:
-        sizes = [
-            n
-            for n in range(1, global_batch_size // ranks + 1)
-            if global_batch_size % (n * ranks) == 0
-        ]
-        counts = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
-        fix = f"{', '.join(map(str, counts))} ranks"
+        divisors = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+        sizes = [n // ranks for n in divisors if n % ranks == 0]
+        fix = f"{', '.join(map(str, divisors))} ranks"
         if sizes:
             fix = f"--batch_size {', '.join(map(str, sizes))}"
         text = f"--global_batch_size {global_batch_size} is no multiple of {product}"

@@ -11,7 +11,8 @@ or 0, at the token's own position.
 import json
 import re
 from collections import Counter
-from functools import lru_cache, partial
+from contextlib import suppress
+from functools import lru_cache
 from itertools import pairwise
 from os.path import commonprefix
 from typing import NamedTuple
@@ -20,14 +21,14 @@ from .formats import THOUGHTS
 from .templates import adds_bos
 from .tokens import (
     MARK,
+    SCHEMA,
     Encoded,
     Sequence,
     encode,
-    encode_batch,
-    encoded,
     hidden,
     render,
     render_marked,
+    sketch,
     template_name,
     turn_end,
 )
@@ -39,16 +40,6 @@ SEVERAL = (
     " later turns follow (--train_on last_assistant trains only the last)"
 )
 MARKED = re.compile(MARK.format(r"(-?\d+) (\w+)( \d+)?"))
-SCHEMA = [
-    {
-        "type": "function",
-        "function": {
-            "name": MARK.format("-1 tools"),
-            "description": "x",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
 # role -> its text, as a note names it
 PARTS_OF_ROLES = {
     "tools": "tools",
@@ -101,47 +92,40 @@ def render_chats(
     trained = [i for i in answers if messages[i].get("weight", 1)]
     if train_on == "last_assistant":
         trained = trained[-1:]
+    if train_on == "all" and trained != answers:
+        raise ValueError("a turn of weight 0, and --train_on all (fix: --train_on assistant)")
     safe = hidden(tokenizer, messages)
-    spelled = safe != messages
-    notes[SPELLED] += spelled
+    notes[SPELLED] += safe != messages
     messages = renderable(tokenizer, safe, tools)
     marked = skeleton(messages)
     check_parts(tokenizer, marked, tools, trained, notes)
     text = render(tokenizer, messages, tools)
-    wanted = trained
     if train_on == "all":
-        wanted = [i for i in answers if i not in trained]
-    turns = [turn_of(tokenizer, messages, i, tools, marked) for i in wanted]
-    if train_on == "all":
-        chats = [Chat(text, around(text, turns))]
+        chats = [Chat(text, [(0, len(text), False)])]
     else:
+        turns = [turn_of(tokenizer, messages, i, tools, marked) for i in trained]
         chats = divided(text, turns)
         notes[SHORTENED] += any(turn.shortened for turn in turns)
         notes[SEVERAL] += len(chats) > 1
     for chat in chats:
         chat.text.encode()  # ValueError for half a surrogate pair
-        if spelled:
-            encode(tokenizer, chat.text)  # ValueError where the tokenizer cannot read it as text
     return chats
 
 
 def renderable(tokenizer, messages: list[dict], tools: list | None) -> list[dict]:
-    """The messages as the template takes them: without our weights, and with the arguments of calls as JSON
-    text where it cannot write objects (DeepSeek-V3).
+    """The messages as the template takes them: with the arguments of calls as JSON text where it cannot write
+    objects (DeepSeek-V3).
     """
-    messages = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-    if not any(message.get("tool_calls") for message in messages):
-        return messages
-    try:
-        render(tokenizer, messages, tools)
-        return messages
-    except ValueError as first_error:
-        as_text = [with_text_arguments(message) for message in messages]
+    if any(message.get("tool_calls") for message in messages):
         try:
-            render(tokenizer, as_text, tools)
+            render(tokenizer, messages, tools)
         except ValueError:
-            raise first_error from None
-        return as_text
+            as_text = [with_text_arguments(message) for message in messages]
+            with suppress(ValueError):
+                render(tokenizer, as_text, tools)
+                return as_text
+            raise
+    return messages
 
 
 def with_text_arguments(message: dict) -> dict:
@@ -173,19 +157,13 @@ def skeleton(messages: list[dict]) -> list[dict]:
     return marked
 
 
-def as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def check_parts(tokenizer, marked: list[dict], tools, trained: list[int], notes: Counter) -> None:
     """Raise ValueError where the template does not write a part that is to be trained. Count in `notes` the
     other parts that it leaves out. marked: a skeleton; trained: the indices of the trained turns.
     """
     name = f"the {template_name(tokenizer)}"
-    template = tokenizer.get_chat_template(tools=tools)
-    lost_of = partial(lost_parts, tokenizer, template, as_json(SCHEMA) if tools else "")
     for i in trained:
-        lost = lost_of(as_json(marked[: i + 1]))
+        lost = lost_parts(tokenizer, marked[: i + 1], tools)
         for part in ("tool_calls", "content"):
             if (i, part) in lost:
                 raise ValueError(
@@ -194,24 +172,22 @@ def check_parts(tokenizer, marked: list[dict], tools, trained: list[int], notes:
                 )
         if (i, "thoughts") in lost:
             notes[f"rows with reasoning_content, which {name} does not write"] = 1
-    lost = lost_of(as_json(marked))
+    lost = lost_parts(tokenizer, marked, tools)
     roles = {"tools" if i < 0 else marked[i]["role"] for i, _ in lost}
     for role in sorted(roles & PARTS_OF_ROLES.keys()):
         notes[f"rows with {PARTS_OF_ROLES[role]}, which {name} does not write"] += 1
 
 
-@lru_cache(maxsize=1024)
-def lost_parts(tokenizer, template: str, schema: str, marked: str) -> frozenset[tuple[int, str]]:
+def lost_parts(tokenizer, marked: list[dict], tools: list | None) -> set[tuple[int, str]]:
     """(index of a message, its part) that the template does not write at all; (-1, "tools") for the tools.
-
-    template: the tokenizer's, for the cache; schema: SCHEMA or "", marked: a skeleton, both as JSON.
+    marked: a skeleton.
     """
     try:
-        text = render(tokenizer, json.loads(marked), json.loads(schema) if schema else None)
+        text, _ = sketch(tokenizer, marked, tools)
     except ValueError:  # the template reads the texts themselves; the row itself can be rendered
-        return frozenset()
-    marks = MARKED.finditer(marked + schema)
-    return frozenset((int(mark[1]), mark[2]) for mark in marks if mark[0] not in text)
+        return set()
+    marks = MARKED.finditer(json.dumps([marked, tools and SCHEMA], ensure_ascii=False))
+    return {(int(mark[1]), mark[2]) for mark in marks if mark[0] not in text}
 
 
 def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) -> Turn:
@@ -223,10 +199,8 @@ def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) 
         next_role = messages[i + 1]["role"]
     answer = marked[i] | {"content": MARK.format(f"{i} content")}
     answer.pop("tool_calls", None)
-    schema = as_json(SCHEMA) if tools else ""
-    template = tokenizer.get_chat_template(tools=tools)
-    known = as_json([*marked[:i], answer])
-    tail, end = turn_end(tokenizer, template, known, next_role, schema)
+    known = [*marked[:i], answer]
+    tail, end = turn_end(tokenizer, known, tools, next_role)
     last = len(text.rstrip())
     if text.endswith(tail):  # else the template ends calls otherwise than words
         last = len(text) - len(tail)
@@ -236,6 +210,11 @@ def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) 
     exact = text.startswith(prompt)
     first = len(prompt)
     if not exact:
+        if begins_early(tokenizer, known, tools):
+            raise ValueError(
+                f"turn {i + 1}: once it is answered, the {template_name(tokenizer)} no longer begins with the"
+                " prompt, so others' words would be trained (fix: another --chat_template, or chatml)"
+            )
         first = len(commonprefix((prompt, text)))
         problem = prompt_difference(tokenizer, prompt, text, first)
         other_answer = render(tokenizer, [*messages[:i], answer], tools)
@@ -243,6 +222,18 @@ def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) 
         if spans:  # between {% generation %} marks
             first = spans[-1][0]
     return Turn(text, first, exact, content not in text[first:last], problem)
+
+
+def begins_early(tokenizer, turns: list[dict], tools: list | None) -> bool:
+    """Whether the last turn of a skeleton, an answer, is trained from before an earlier one."""
+    try:
+        text, spans = sketch(tokenizer, turns, tools)
+        prompt, _ = sketch(tokenizer, turns[:-1], tools, prompt=True)
+    except ValueError:  # the template reads the texts themselves
+        return False
+    first = spans[-1][0] if spans else len(commonprefix((prompt, text)))
+    marks = {int(mark[1]) for mark in MARKED.finditer(text) if mark.end() > first}
+    return marks - {len(turns) - 1} != set()
 
 
 def prompt_difference(tokenizer, prompt: str, text: str, same: int) -> str:
@@ -275,20 +266,6 @@ def divided(text: str, turns: list[Turn]) -> list[Chat]:
     return chats[::-1] or [Chat(text, [])]
 
 
-def around(text: str, turns: list[Turn]) -> list[tuple[int, int, bool]]:
-    """The spans of a conversation outside of some turns, which have weight 0."""
-    spans = []
-    begin = 0
-    for turn in turns:
-        if not text.startswith(turn.text):
-            raise ValueError(
-                "a turn of weight 0, which later turns change (fix: --train_on assistant)"
-            )
-        spans.append((begin, turn.first, False))
-        begin = len(turn.text)
-    return [*spans, (begin, len(text), False)]
-
-
 def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> list[int]:
     """The ids of the generation prompt: the conversation up to an answer, as inference asks for it. Text in a
     message that spells a special token stays text.
@@ -300,23 +277,19 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> li
 # --- text -> ids
 
 
-def encode_chats(tokenizer, chats: list[Chat]) -> list[Sequence]:
-    """(ids, mask) of T tokens for each conversation.
+def encode_chat(tokenizer, chat: Chat) -> Sequence:
+    """(ids, mask) of T tokens.
 
     The ids are those of apply_chat_template(messages), except where the end of a prompt is no token boundary
     of the whole text: there the text is cut, as inference cuts it.
     """
-    sequences = []
-    found = encode_batch(tokenizer, [chat.text for chat in chats])
-    for chat, tokens in zip(chats, found, strict=True):
-        tokens = cut_after_prompts(tokenizer, chat, tokens)
-        mask = bytearray(len(tokens.ids))
-        for first, last, _ in chat.spans:
-            begin = tokens.token_after(first)
-            end = tokens.token_from(last)
-            mask[begin:end] = b"\1" * (end - begin)
-        sequences.append((tokens.ids, mask))
-    return sequences
+    tokens = cut_after_prompts(tokenizer, chat, encode(tokenizer, chat.text))
+    mask = bytearray(len(tokens.ids))
+    for first, last, _ in chat.spans:
+        begin = tokens.token_after(first)
+        end = tokens.token_from(last)
+        mask[begin:end] = b"\1" * (end - begin)
+    return tokens.ids, mask
 
 
 def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
@@ -333,10 +306,7 @@ def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
         joined.ids.extend(piece.ids)
         joined.starts.extend(begin + at for at in piece.starts)
         joined.ends.extend(begin + at for at in piece.ends)
-    decode = tokenizer.backend_tokenizer.decode
-    if decode(joined.ids, skip_special_tokens=False) != decode(
-        tokens.ids, skip_special_tokens=False
-    ):
+    if tokenizer.decode(joined.ids) != tokenizer.decode(tokens.ids):
         return tokens  # a tokenizer that begins every text with a space: the token is trained whole
     return joined
 
@@ -375,17 +345,12 @@ def encode_plain(tokenizer, messages: list[dict]) -> Sequence:
     last = messages[-1]
     if last["role"] == "tokens":
         return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True
     texts = [message["content"] for message in messages]
     text = "".join(texts)
     text.encode()  # ValueError for half a surrogate pair
-    encoding = backend.encode(text, add_special_tokens=False)
-    ids = encoding.ids
-    mask = bytearray([last["weight"]]) * len(ids)
-    if len(texts) > 1:
-        begin = encoded(ids, encoding.offsets).token_after(len(texts[0]))
-        mask[:begin] = bytes(begin)
+    first = len(texts[0]) if len(texts) > 1 else 0
+    spans = [(first, len(text), False)] * last["weight"]
+    ids, mask = encode_chat(tokenizer, Chat(hidden(tokenizer, text), spans))
     if adds_bos(tokenizer):
         ids = [tokenizer.bos_token_id, *ids]
         mask = b"\0" + mask

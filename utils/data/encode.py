@@ -9,28 +9,47 @@ import signal
 import sys
 import types
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import islice
 
 from ..run.errors import ConfigError, check
 from ..run.signals import die_with_parent
-from .chats import Chat, encode_chats, encode_plain, render_chats
-from .formats import form_of, renamed, to_messages
+from .chats import encode_chat, encode_plain, render_chats
+from .formats import parse_columns, renamed, to_messages
 from .rows import as_object
-from .tokens import Sequence
 
 TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
 BAD = "bad rows"
 MOST_FAULTS = 10  # lines about rows that are wrong; of further ones the number
-# What is tokenized at a time, at most: so many rows, and of rows that are lines also so many bytes.
-ROWS = 256
-BYTES = 2**20
+ROWS = 64  # that are tokenized at a time
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of which data are read, and how.
+
+    format: one of formats.FORMS, or auto: told by each row. columns: see formats.parse_columns. train_on: see
+    chats.render_chats. max_rows: of each source, 0: all. too_long, for rows of more than seq_len tokens:
+    truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
+    rows that are wrong are left out, counted and listed. eval_share: see examples.split_by_hash.
+    """
+
+    dataset: str
+    seq_len: int
+    format: str = "auto"
+    columns: str = ""
+    bad_rows: str = "error"
+    train_on: str = "assistant"
+    max_rows: int = 0
+    too_long: str = "truncate"
+    eval_dataset: str = ""
+    eval_share: float = 0.0
 
 
 @dataclass
@@ -50,9 +69,7 @@ class Part:
     columns: set[str] = field(default_factory=set)  # those of --columns that a row has
     # the first row whose prompt at inference differs from the one in training, and how
     problem: str = ""
-    faults: list[str] = field(default_factory=list)
-    # (where, why) of rows dropped by --bad_rows
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad: list[tuple[str, str]] = field(default_factory=list)  # (where, why) of rows that are wrong
     rows: int = 0  # read so far
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
@@ -66,28 +83,25 @@ class Part:
         self.keys.append(int.from_bytes(digest, "little", signed=True))
         self.where.append(where)
 
-    def add_row(self, ids, loss_mask, where, seq_len: int, too_long: str, is_text: bool) -> None:
-        """Add a row. too_long: for one of more than seq_len tokens; a plain text is then cut into pieces."""
-        if len(ids) > seq_len and too_long == "error":
-            fix = "--too_long truncate or drop"
-            fault = f"{len(ids):,} tokens, more than --seq_len {seq_len} (fix: {fix})"
-            self.faults.append(f"{where}: {fault}")
-        elif len(ids) > seq_len and too_long == "drop":
+    def add_row(self, ids: list[int], loss_mask: bytes, where: str, rows: Rows, form: str) -> None:
+        """Add a row. One of more than seq_len tokens is treated as too_long says; text is cut into pieces.
+        ValueError where that is an error.
+        """
+        seq_len = rows.seq_len
+        if len(ids) > seq_len and rows.too_long == "error":
+            raise ValueError(
+                f"{len(ids):,} tokens, more than --seq_len {seq_len} (fix: --too_long truncate or drop)"
+            )
+        if len(ids) > seq_len and rows.too_long == "drop":
             self.dropped["longer than --seq_len"] += 1
         elif loss_mask.find(1, 1, seq_len) < 0:
             self.dropped[f"no trained token in the first {seq_len} tokens"] += 1
         else:
-            self.notes[CUT] += len(ids) > seq_len and not is_text
-            end = len(ids) if is_text else 1  # a conversation is only its first piece
+            self.notes[CUT] += len(ids) > seq_len and form != "text"
+            end = len(ids) if form == "text" else 1  # a conversation is only its first piece
             for first in range(0, end, seq_len):
                 last = first + seq_len
                 self.add(ids[first:last], loss_mask[first:last], where)
-
-    def note(self, notes: Counter, where: str) -> None:
-        """Count the notes of a row."""
-        self.notes.update(notes)
-        for text in +notes:
-            self.firsts.setdefault(text, where)
 
     def join(self, part: "Part") -> None:
         """Add what there is to say of the rows that come next; their tokens and places are kept elsewhere."""
@@ -95,104 +109,65 @@ class Part:
         self.problem = self.problem or part.problem
         self.columns |= part.columns
         self.rows += part.rows
-        for name in ("lengths", "trained_tokens", "keys", "faults", "bad"):
+        for name in ("lengths", "trained_tokens", "keys", "bad"):
             getattr(self, name).extend(getattr(part, name))
-        for name in ("dropped", "notes", "forms"):
+        for name in ("dropped", "notes"):
             getattr(self, name).update(getattr(part, name))
 
-    def close(self, path: object, columns: dict[str, str] | None = None) -> None:
+    def close(self, rows: Rows) -> None:
         """Raise ConfigError for bad rows (up to ten, and how many more), for columns that no row has, and
         where all rows were dropped.
         """
-        for ours, theirs in (columns or {}).items():
-            check(
-                theirs in self.columns or self.faults,
-                f"--columns {ours}={theirs}: no row has {theirs!r}",
-            )
-        more = len(self.faults) - MOST_FAULTS
-        check(
-            not self.faults,
-            self.faults[:MOST_FAULTS] + ([f"and {more:,} more"] if more > 0 else []),
-        )
+        faults = [f"{where}: {why}" for where, why in self.bad]
+        if self.bad and rows.bad_rows == "error":
+            more = len(faults) - MOST_FAULTS
+            raise ConfigError(faults[:MOST_FAULTS] + [f"and {more:,} more"] * (more > 0))
+        for ours, theirs in parse_columns(rows.columns).items():
+            check(theirs in self.columns, f"--columns {ours}={theirs}: no row has {theirs!r}")
+        fix = "raise --seq_len" if self.dropped else "correct them"
+        if self.bad:
+            self.dropped[BAD] = len(self.bad)
         why = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
-        first = f"; the first: {': '.join(self.bad[0])}" if self.bad else ""
-        fix = "raise --seq_len" if self.dropped.keys() - {BAD} else "correct them"
-        check(self.lengths, f"{path}: all {self.rows} rows were dropped: {why}{first}; {fix}")
+        first = f"; the first: {faults[0]}" if faults else ""
+        check(
+            self.lengths, f"{rows.dataset}: all {self.rows} rows were dropped: {why}{first}; {fix}"
+        )
 
 
-class Row(NamedTuple):
-    """A row that is read: a conversation as text, or (ids, mask) of any other row."""
-
-    where: str
-    form: str
-    chats: list[Chat]
-    sequence: Sequence | None
-
-
-def encode_rows(
-    rows: Iterable[tuple[str, object]],
-    tokenizer,
-    seq_len: int,
-    train_on: str,
-    form: str,
-    too_long: str,
-    columns: dict | None = None,
-    bad_rows: str = "error",
-) -> Part:
-    """Tokenize (where, row); see examples.load_examples."""
+def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> Part:
+    """Tokenize (where, row) as `rows` says."""
     part = Part()
-    read = []
-    for where, value in rows:
+    columns = parse_columns(rows.columns)
+    for where, value in found:
         part.rows += 1
         notes: Counter = Counter()
         try:
             row = as_object(value)
-            part.columns |= row.keys() & (columns or {}).values()
-            read.append(read_row(where, row, tokenizer, train_on, form, columns, notes))
-        except ValueError as fault:
-            if bad_rows == "drop":
-                part.bad.append((where, str(fault)))
-                part.dropped[BAD] += 1
+            part.columns |= row.keys() & columns.values()
+            row, form = renamed(row, columns)
+            form = rows.format.removeprefix("auto") or form
+            messages, tools = to_messages(row, form, notes)
+            if messages[0]["role"] in ("text", "tokens"):
+                part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
             else:
-                part.faults.append(f"{where}: {fault}")
-        part.note(notes, where)
-    encoded = iter(encode_chats(tokenizer, [chat for row in read for chat in row.chats]))
-    for row in read:
-        part.forms[row.form] += 1
-        if row.sequence:
-            part.add_row(*row.sequence, row.where, seq_len, too_long, row.form == "text")
-        for chat in row.chats:
-            part.add_row(*next(encoded), row.where, seq_len, too_long, False)
-            if chat.problem and not part.problem:
-                part.problem = f"{row.where}: {chat.problem}"
+                for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
+                    part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
+                    if chat.problem and not part.problem:
+                        part.problem = f"{where}: {chat.problem}"
+            part.forms[form] += 1
+        except ValueError as fault:
+            part.bad.append((where, str(fault)))
+        part.notes.update(notes)
+        for text in +notes:
+            part.firsts.setdefault(text, where)
     return part
 
 
-def read_row(where, row: dict, tokenizer, train_on, form, columns, notes: Counter) -> Row:
-    """A row, tokenized unless it is a conversation: encode_chats tokenizes many of them at a time."""
-    kind = form_of(row)
-    if columns:
-        row, kind = renamed(row, columns)
-    form = form or kind
-    messages, tools = to_messages(row, form, notes)
-    if messages[0]["role"] in ("text", "tokens"):
-        return Row(where, form, [], encode_plain(tokenizer, messages))
-    return Row(where, form, render_chats(tokenizer, messages, tools, train_on, notes), None)
-
-
 def chunks(found: Iterable) -> Iterator[list]:
-    """The rows in lists of at most ROWS, and of about BYTES; the last list may be empty."""
-    rows = []
-    size_bytes = 0
-    for where, value in found:
-        rows.append((where, value))
-        if isinstance(value, bytes):
-            size_bytes += len(value)
-        if len(rows) == ROWS or size_bytes > BYTES:
-            yield rows
-            rows = []
-            size_bytes = 0
-    yield rows
+    """The rows in lists of at most ROWS."""
+    found = iter(found)
+    while rows := list(islice(found, ROWS)):
+        yield rows
 
 
 @contextmanager
@@ -206,15 +181,12 @@ def processes(function: Callable) -> Iterator[Callable]:
     pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
 
     def run(labelled: Iterable[tuple]) -> Iterator[tuple]:
-        waiting = deque()
-        for label, rows in labelled:
+        labelled = iter(labelled)
+        while window := list(islice(labelled, 8 * count)):
+            labels, lists = zip(*window, strict=True)
             with no_main():
-                waiting.append((label, pool.submit(_run, rows)))
-            if len(waiting) > 2 * count:
-                label, job = waiting.popleft()
-                yield label, job.result()
-        for label, job in waiting:
-            yield label, job.result()
+                parts = pool.map(_run, lists)
+            yield from zip(labels, parts, strict=True)
 
     try:
         yield run

@@ -3,12 +3,10 @@
 import hashlib
 import json
 import math
-import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,14 +16,13 @@ from tqdm import tqdm
 from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
 from ..run.units import IGNORE
-from .cache import cached_tokens
-from .encode import TWICE, Part, chunks, encode_rows
-from .formats import FORMS, IGNORED, parse_columns
-from .rows import Source, find_sources
+from .cache import cached_tokens, tokens_in_memory
+from .encode import TWICE, Rows, encode_rows
+from .formats import FORMS, IGNORED
+from .rows import find_sources
 
 # bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
 SMALL = 2**24
-MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
 BAD_ROWS = "bad_rows.jsonl"
 FormName = Literal["auto", *FORMS.values()]
 
@@ -70,10 +67,9 @@ class Examples:
 
     def __getitem__(self, i: int) -> Example:
         row = i if self.rows is None else self.rows[i]
-        ids, loss_mask = (
-            part[self.bounds[row] : self.bounds[row + 1]] for part in (self.ids, self.loss_mask)
-        )
-        return Example(ids, ids.masked_fill(loss_mask == 0, IGNORE), self.where[row])
+        span = slice(self.bounds[row], self.bounds[row + 1])
+        ids = self.ids[span]
+        return Example(ids, ids.masked_fill(self.loss_mask[span] == 0, IGNORE), self.where[row])
 
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Those of some values (n,) that belong to rows that count."""
@@ -87,10 +83,10 @@ class Examples:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
-        parts = [self.bounds, self.ids, self.loss_mask, *([] if self.rows is None else [self.rows])]
         digest = hashlib.sha256()
-        for part in parts:
-            digest.update(memoryview(part.numpy()))
+        for part in (self.bounds, self.ids, self.loss_mask, self.rows):
+            if part is not None:
+                digest.update(memoryview(part.numpy()))
         return digest.hexdigest()
 
     def summary(self) -> str:
@@ -117,7 +113,8 @@ class Examples:
         lines = []
         for origin in self.origins:
             mine = (rows >= origin.first) & (rows < origin.last)
-            line = f"{origin.name}: {_forms(origin)}"
+            forms = [f"{form} ({count:,} rows)" for form, count in origin.forms.items()]
+            line = f"{origin.name}: {', '.join(forms) or 'no rows'}"
             if len(self.origins) > 1:
                 rows_share = int(mine.sum()) / len(rows)
                 tokens_share = int(trained[mine].sum()) / max(1, int(trained.sum()))
@@ -126,13 +123,6 @@ class Examples:
                 line += f" (weight {origin.weight:g})"
             lines.append(line)
         return lines
-
-
-def _forms(origin: Origin) -> str:
-    """The forms of a source's rows: "chat", or "chat (20 rows), alpaca (3 rows)"."""
-    if len(origin.forms) == 1:
-        return next(iter(origin.forms))
-    return ", ".join(f"{form} ({rows:,} rows)" for form, rows in origin.forms.items()) or "no rows"
 
 
 def print_data(dataset: str, summary: str, examples: Examples, held_out: Examples | None) -> None:
@@ -149,39 +139,16 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
             print0(f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {why}")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Which rows of which data are read, and how; see load_examples and split_by_hash."""
-
-    dataset: str
-    seq_len: int
-    format: str = "auto"
-    columns: str = ""
-    bad_rows: str = "error"
-    train_on: str = "assistant"
-    max_rows: int = 0
-    too_long: str = "truncate"
-    eval_dataset: str = ""
-    eval_share: float = 0.0
-
-
 def load_data(rows: Rows, tokenizer, progress: bool) -> tuple[Examples, Examples | None]:
     """(examples, held-out ones or None); see load_examples."""
-    load = partial(
-        load_examples,
-        tokenizer=tokenizer,
-        seq_len=rows.seq_len,
-        max_rows=rows.max_rows,
-        progress=progress,
-        train_on=rows.train_on,
-        form=rows.format.removeprefix("auto"),
-        too_long=rows.too_long,
-        columns=rows.columns,
-        bad_rows=rows.bad_rows,
-    )
-    examples = load(rows.dataset)
+    examples = load_examples(rows, tokenizer, progress)
     if rows.eval_dataset:
-        return examples, load_held_out(load, rows.eval_dataset, examples)
+        held_out = load_examples(replace(rows, dataset=rows.eval_dataset), tokenizer, progress)
+        keys = held_out.of_rows(held_out.keys)
+        both = int(torch.isin(keys, examples.of_rows(examples.keys)).sum())
+        if both:
+            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
+        return examples, held_out
     if rows.eval_share:
         return split_by_hash(examples, rows.eval_share)
     return examples, None
@@ -195,106 +162,22 @@ def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
     return min(seq_len, math.ceil(longest / 8) * 8)
 
 
-def load_examples(
-    path,
-    tokenizer,
-    seq_len,
-    max_rows=0,
-    progress=False,
-    train_on="assistant",
-    form="",
-    too_long="truncate",
-    columns="",
-    bad_rows="error",
-) -> Examples:
-    """The rows of a data set as token ids and labels. `progress`: a bar, if standard error is a terminal;
-    form: one of formats.FORMS, empty: told by each row; train_on: see chats.render_chats; max_rows: of each
-    source; columns: see formats.parse_columns.
+def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
+    """The rows of a data set as token ids and labels. progress: a bar, if standard error is a terminal.
 
-    too_long, for rows of more than seq_len tokens: truncate cuts them, and plain text into pieces; drop
-    leaves them out; error refuses them. A row in which no trained token is left is dropped and counted.
-    ConfigError for bad rows (up to ten, and how many more), and where all were dropped. bad_rows drop: those
-    rows are left out, counted and listed in Examples.bad.
+    A row in which no trained token is left is dropped and counted. ConfigError for bad rows (up to ten, and
+    how many more), and where all were dropped.
     """
-    settings = {"form": form, "columns": parse_columns(columns), "bad_rows": bad_rows}
-    settings |= {"seq_len": seq_len, "train_on": train_on, "too_long": too_long}
-    encode = partial(encode_rows, tokenizer=tokenizer, **settings)
-    sources = find_sources(str(path))
-    bar = tqdm(desc=f"tokenizing {escaped(path)}", unit=" rows", disable=None if progress else True)
-    collect = partial(gather, path, sources, settings["columns"], max_rows, bar)
-    files = [file for source in sources for file in source.files if os.path.isfile(file)]
-    if sum(map(os.path.getsize, files)) > SMALL and not max_rows:
-        arrays, said = cached_tokens(sources, encode, collect)
-    else:
-        arrays, said = in_memory(encode, collect)
+    sources = find_sources(rows.dataset)
+    rows = replace(rows, eval_dataset="", eval_share=0.0)  # the tokens do not depend on them
+    files = [file for source in sources for file in source.files if file.is_file()]
+    large = sum(file.stat().st_size for file in files) > SMALL and not rows.max_rows
+    name = f"tokenizing {escaped(rows.dataset)}"
+    with tqdm(desc=name, unit=" rows", disable=None if progress else True) as bar:
+        make = cached_tokens if large else tokens_in_memory
+        arrays, said = make(sources, partial(encode_rows, tokenizer=tokenizer, rows=rows), bar)
     said["origins"] = [Origin(*origin) for origin in said["origins"]]
     return draw(Examples(**arrays, **said))
-
-
-def gather(
-    path: object,
-    sources: list[Source],
-    columns: dict[str, str],
-    max_rows: int,
-    bar: tqdm,
-    run: Callable[[Iterable], Iterator[tuple[int, Part]]],
-    keep: Callable[[Part], None],
-) -> tuple[Part, dict]:
-    """(what the rows of all sources add up to, the fields of Examples that say something of them).
-
-    run: tokenizes (number of a source, some rows), see encode.processes; keep: is given each part, in order.
-    ConfigError for bad rows.
-    """
-    total = Part()
-    ends = [0] * len(sources)
-    forms = [Counter() for _ in sources]
-    last_row = math.inf
-    numbered = (
-        (number, rows)
-        for number, source in enumerate(sources)
-        for rows in chunks(islice(source.read(), max_rows or None))
-    )
-    for number, part in run(numbered):
-        total.join(part)
-        keep(part)
-        forms[number].update(part.forms)
-        ends[number] = len(total.lengths)
-        bar.update(part.rows)
-        if total.faults:
-            last_row = min(last_row, total.rows + MORE_ROWS)
-        if total.rows >= last_row:
-            break
-    bar.close()
-    total.close(path, columns)
-    origins = []
-    for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False):
-        origins.append(Origin(source.name, source.weight, form, first, last))
-    fields = ("dropped", "notes", "firsts", "problem", "bad")
-    return total, {name: getattr(total, name) for name in fields} | {"origins": origins}
-
-
-def in_memory(encode: Callable, collect: Callable) -> tuple[dict, dict]:
-    """As cache.cached_tokens, by this process and in its memory."""
-    kept = Part()
-
-    def run(numbered: Iterable) -> Iterator[tuple[int, Part]]:
-        return ((number, encode(rows)) for number, rows in numbered)
-
-    def keep(part: Part) -> None:
-        kept.ids += part.ids
-        kept.loss_mask += part.loss_mask
-        kept.where += part.where
-
-    total, said = collect(run, keep)
-    arrays = {
-        "ids": torch.frombuffer(kept.ids, dtype=torch.int32),
-        "loss_mask": torch.frombuffer(kept.loss_mask, dtype=torch.uint8),
-        "bounds": torch.tensor([0, *total.lengths]).cumsum(0),
-        "trained_tokens": torch.tensor(total.trained_tokens),
-        "keys": torch.tensor(total.keys),
-        "where": kept.where,
-    }
-    return arrays, said
 
 
 @lru_cache(maxsize=4)
@@ -341,17 +224,6 @@ def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:
         replace_file(out / BAD_ROWS, "".join(lines))
 
 
-def load_held_out(load: Callable[[str], Examples], path: str, examples: Examples) -> Examples:
-    """The held-out rows of a data set of their own, with a warning for those that are also trained on."""
-    held_out = load(path)
-    keys = held_out.of_rows(held_out.keys)
-    trained_keys = examples.of_rows(examples.keys)
-    both = int(torch.isin(keys, trained_keys).sum())
-    if both:
-        print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
-    return held_out
-
-
 def split_by_hash(examples, share: float) -> tuple:
     """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
 
@@ -362,8 +234,8 @@ def split_by_hash(examples, share: float) -> tuple:
     held = keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
     split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
     check(0 < held.sum() < len(held), f"{split}; choose another share, or name an --eval_dataset")
-    train, held_out = (replace(examples, rows=rows[which]) for which in (~held, held))
-    return train, replace(held_out, dropped={}, notes={}, bad=())
+    held_out = replace(examples, rows=rows[held], dropped={}, notes={}, bad=())
+    return replace(examples, rows=rows[~held]), held_out
 
 
 def show_masks(examples, tokenizer, count: int) -> None:

@@ -13,6 +13,7 @@ shows it.
 
 import json
 from collections import Counter
+from functools import partial
 
 from ..run.errors import check
 
@@ -56,24 +57,22 @@ NEXT = {
 RULE = "a conversation is at most one system turn, then user and assistant by turns"
 # Keys of a turn with the assistant's thoughts, beside its content.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-TURN_KEYS = {
-    "role",
-    "content",
-    "from",
-    "value",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "weight",
-    "train",
-}
+TURN_KEYS = set("role content from value name tool_calls tool_call_id weight train".split())
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
-ONE = "finetune.py trains rows with one text answer"
+ONE = "finetune.py trains one text answer a row"
 REMEDY = "fix: remove these rows, or --bad_rows drop"
-PICTURES = set("image images video videos audio audios".split())
-LABELS = set("chosen rejected chosen_messages rejected_messages kto_tag kto_tags".split())
+ANSWERS = ("response", "answer", "output")  # other names of a completion
+PAIRS = (
+    f"preference pairs and answers with labels (KTO); {ONE}; these need a trainer of preferences, such as"
+    " TRL's DPOTrainer or KTOTrainer"
+)
+PICTURES = f"rows with pictures, videos or sounds; {ONE} ({REMEDY})"
+REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
+REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
+REFUSED |= dict.fromkeys("chosen rejected chosen_messages rejected_messages".split(), PAIRS)
+REFUSED |= dict.fromkeys("kto_tag kto_tags".split(), PAIRS)
 WEIGHTS = set("weight loss_weight sample_weight train training masked".split())
 # Keys of a turn that mask it in other projects, or hold calls in an older form.
 FOREIGN = set("loss_weight training masked train_detail training_detail".split())
@@ -126,42 +125,24 @@ def to_messages(row: dict, form: str = "", notes: Counter | None = None) -> Read
 
 def check_one_answer(row: dict, form: str) -> None:
     """Raise ValueError for rows without exactly one text answer, naming the key that shows it."""
-    present = {
-        key for key, value in row.items() if value is False or value not in (None, "", [], {})
-    }
-    for key in sorted(present & PICTURES):
-        raise ValueError(f"{key}: rows with pictures, videos or sounds; {ONE} ({REMEDY})")
-    if present & {"chosen", "chosen_messages"} and present & {"rejected", "rejected_messages"}:
-        raise ValueError(f"these are preference pairs; {ONE} ({REMEDY})")
-    if str(row.get("label")).lower() in ("true", "false", "0", "1") and form not in (
-        "text",
-        "tokens",
-    ):
-        raise ValueError(f"label: these are answers with a label (KTO); {ONE} ({REMEDY})")
-    for key in sorted(present & LABELS):
-        raise ValueError(f"{key}: these are answers with a label (KTO); {ONE} ({REMEDY})")
-    for key in sorted(present & WEIGHTS if form else ()):
-        if row[key] != (key != "masked"):
+    for key in sorted(key for key, value in row.items() if value not in (None, "", [], {})):
+        if key in REFUSED:
+            raise ValueError(f"{key}: {REFUSED[key]}")
+        if key in WEIGHTS and form and row[key] != (key != "masked"):
             raise ValueError(f"{key}: {row[key]!r:.40}: whole rows cannot be weighted ({REMEDY})")
-    if "functions" in present:
-        raise ValueError("functions: tools under another name (fix: --columns tools=functions)")
+    is_class = form in ("text", "tokens")  # of a row that is trained as it stands
+    if str(row.get("label")).lower() in ("true", "false", "0", "1") and not is_class:
+        raise ValueError(f"label: {PAIRS}")
     if not form and "prompt" in row:
-        raise ValueError(f"these are prompts without an answer; {ONE}")
+        theirs = next((key for key in ANSWERS if key in row), "THEIRS")
+        raise ValueError(
+            f"these are prompts without an answer; {ONE} (fix: --columns completion={theirs})"
+        )
     if not form:
         raise ValueError(
             f"its keys are {_keys(row)}; the rows that can be read have {KNOWN}"
             " (fix: --columns prompt=THEIRS,completion=THEIRS)"
         )
-
-
-def read_chat(row: dict, notes: Counter) -> Read:
-    """OpenAI: messages, and tools. A system text may stand beside them."""
-    return conversation(row, "messages", ("role", "content"), notes)
-
-
-def read_sharegpt(row: dict, notes: Counter) -> Read:
-    """ShareGPT, and what LLaMA-Factory adds: calls, observations, a system text and tools beside them."""
-    return conversation(row, "conversations", ("from", "value"), notes)
 
 
 def read_alpaca(row: dict, notes: Counter) -> Read:
@@ -179,7 +160,7 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
         question, answer = pair
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
-    return conversation(row | {"turns": turns}, "turns", ("role", "content"), notes)
+    return conversation(row | {"turns": turns}, notes)
 
 
 def read_completion(row: dict, notes: Counter) -> Read:
@@ -187,9 +168,9 @@ def read_completion(row: dict, notes: Counter) -> Read:
     if isinstance(row["completion"], list):
         prompt = typed(row, "prompt", list)
         turns = prompt + row["completion"]
-        messages, tools = conversation(row | {"turns": turns}, "turns", ("role", "content"), notes)
+        messages, tools = conversation(row | {"turns": turns}, notes)
         answers = [message for message in messages if message["role"] == "assistant"]
-        kept = sum(ROLES[turn["role"]] == "assistant" for turn in row["completion"])
+        kept = sum(ROLES[turn[keys_of(turn)[0]]] == "assistant" for turn in row["completion"])
         for message in answers[: len(answers) - kept]:
             message["weight"] = 0
         return messages, tools
@@ -217,18 +198,8 @@ def read_tokens(row: dict, notes: Counter) -> Read:
     return [{"role": "tokens", "content": ids, "loss_mask": loss_mask}], None
 
 
-READERS = {
-    "chat": read_chat,
-    "sharegpt": read_sharegpt,
-    "alpaca": read_alpaca,
-    "completion": read_completion,
-    "text": read_text,
-    "tokens": read_tokens,
-}
-
-
-def conversation(row: dict, key: str, keys: tuple[str, str], notes: Counter) -> Read:
-    """(messages, tools) of a row with turns under row[key]. keys: those of a turn's role and content."""
+def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
+    """(messages, tools) of a row with turns under row[key]."""
     messages: Messages = []
     if row.get("system"):
         messages.append({"role": "system", "content": text_of(row, "system")})
@@ -237,6 +208,7 @@ def conversation(row: dict, key: str, keys: tuple[str, str], notes: Counter) -> 
         at = f"{key}[{i}]"
         if not isinstance(turn, dict):
             raise ValueError(f"{at}: expected object, got {json_name(turn)}")
+        keys = keys_of(turn)
         name = typed(turn, keys[0], str, f"{at}.")
         role = ROLES.get(name)
         if not role:
@@ -253,6 +225,21 @@ def conversation(row: dict, key: str, keys: tuple[str, str], notes: Counter) -> 
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{key}: no assistant turn, so there is nothing to learn")
     return messages, tools_of(row)
+
+
+READERS = {
+    "chat": partial(conversation, key="messages"),
+    "sharegpt": partial(conversation, key="conversations"),
+    "alpaca": read_alpaca,
+    "completion": read_completion,
+    "text": read_text,
+    "tokens": read_tokens,
+}
+
+
+def keys_of(turn: dict) -> tuple[str, str]:
+    """The keys of a turn's role and content: OpenAI's, or ShareGPT's."""
+    return ("from", "value") if {"from", "value"} & turn.keys() else ("role", "content")
 
 
 def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
@@ -359,12 +346,9 @@ def json_name(value: object) -> str:
 
 def typed(holder: dict, key: str, kind: type, path: str = ""):
     """holder[key], if it has that type. path: of the holder within the row, "messages[2].", for errors."""
-    if key not in holder and not path:  # the holder is the row itself
-        raise ValueError(
-            f"{key}: missing; the row has {_keys(holder)} (fix: --columns {key}=THEIRS)"
-        )
     if key not in holder:
-        raise ValueError(f"{path}{key}: missing")
+        row_has = f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS)"
+        raise ValueError(f"{path}{key}: missing{'' if path else row_has}")
     if not isinstance(holder[key], kind):
         raise ValueError(f"{path}{key}: expected {JSON_NAMES[kind]}, got {json_name(holder[key])}")
     return holder[key]

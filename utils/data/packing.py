@@ -2,12 +2,13 @@
 
 Best-fit-decreasing: the longest document that is not placed yet goes into the pack in which it leaves the
 least room (Johnson 1974, https://doi.org/10.1016/S0022-0000(74)80026-7; arXiv 2404.10830 packs with it).
-Packs with equal room are interchangeable, so all documents of one length are placed at once: the work grows
-with the number of different lengths, not with the number of documents.
+Packs with equal room are interchangeable, so the search is among the different rooms, fewer than `size`.
 """
 
-import heapq
-import math
+import bisect
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -21,71 +22,50 @@ from .examples import Example
 Pack = list[int]  # the numbers of its documents
 
 
+@dataclass(eq=False)
 class PackedBatches(GlobalBatches):
     """GlobalBatches whose rows are packs of at most `size` tokens. Each epoch packs the documents
     differently, but into the same number of packs.
     """
 
-    def __init__(
-        self, examples, seed, global_batch_size, batch_size, rank, ranks, pad_id, size: int
-    ):
-        self.size = size
-        self.flat = False  # true: all packs of a batch lie in one row
-        self._epoch = -1
-        super().__init__(examples, seed, global_batch_size, batch_size, rank, ranks, pad_id)
+    size: int
+    flat: bool = False  # all packs of a batch lie in one row
 
     def rows(self) -> int:
         """Packs of an epoch."""
-        self._pack(0)
-        return len(self._begins) - 1
+        return len(self.packs(0)[1]) - 1
 
-    def _pack(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
+    @lru_cache(maxsize=1)  # noqa: B019 - a run has one loader of packs
+    def packs(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """(the documents pack by pack, where each pack begins and the last one ends)."""
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         documents, counts = pack(self.examples.lengths[order], self.size)
-        self._epoch = epoch
-        self._documents = order[documents]
-        ends = counts.cumsum(0)
-        self._begins = F.pad(ends, (1, 0))
+        return order[documents], F.pad(counts.cumsum(0), (1, 0))
 
     def rows_of(self, step: int) -> list[Pack]:
         """The documents of each pack of global batch `step`."""
         epoch = step // self.per_epoch
-        self._pack(epoch)
-        order = permutation(len(self._begins) - 1, f"{self.key} {epoch} packs")
-        packs = self.of_step(order, step)
-        begins = self._begins[packs].tolist()
-        ends = self._begins[packs + 1].tolist()
-        rows = []
-        for begin, end in zip(begins, ends, strict=True):
-            documents = self._documents[begin:end]
-            rows.append(documents.tolist())
-        return rows
+        documents, begins = self.packs(epoch)
+        order = permutation(len(begins) - 1, f"{self.key} {epoch} packs")
+        return [
+            documents[begins[i] : begins[i + 1]].tolist()
+            for i in self.of_step(order, step).tolist()
+        ]
 
-    def attention_costs(self, rows: list[Pack]) -> Tensor:
-        """The work of attention in each pack (p,): the sum of the squared lengths of its documents."""
-        counts = torch.tensor([len(documents) for documents in rows], dtype=torch.int64)
-        lengths = self.examples.lengths[list(chain.from_iterable(rows))]
-        sums = F.pad(lengths.square().cumsum(0), (1, 0))  # int64, exact
-        ends = counts.cumsum(0)
-        return sums[ends] - sums[ends - counts]
-
-    def deal(self, rows: list[Pack]) -> list[list[Pack]]:
-        """Each rank's packs, with equal work of attention: in tokens the packs are equally long anyway."""
-        if self.ranks == 1:
-            return [rows]
-        shares = deal(self.attention_costs(rows), self.ranks)
-        return [[rows[i] for i in share] for share in shares]
+    def costs(self, rows: list[Pack]) -> Tensor:
+        """The work of attention in each pack, the sum of the squared lengths of its documents: in tokens the
+        packs are equally long anyway.
+        """
+        lengths = self.examples.lengths
+        return torch.stack([lengths[documents].square().sum() for documents in rows])
 
     def batch(self, rows: list[Pack]) -> Batch:
         packs = [[self.examples[i] for i in documents] for documents in rows]
+        batch = super().batch([])
+        where = batch.where
         if packs:
             batch = collate([joined(examples) for examples in packs], self.pad_id)
             where = [example.where for examples in packs for example in examples]
-        else:
-            batch = super().batch([])
-            where = batch.where
         rows_padded, length = batch.ids.shape
         positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
         for row, examples in zip(positions, packs, strict=False):  # a filler has a row and no pack
@@ -93,20 +73,14 @@ class PackedBatches(GlobalBatches):
             for example in examples:
                 end += len(example.ids)
                 row[end:] = torch.arange(length - end)
-        if not self.flat:
-            return Batch(batch.ids, batch.labels, batch.mask, where, positions)
-        return Batch(
-            batch.ids.view(1, -1),  # (1, B * T)
-            batch.labels.view(1, -1),
-            batch.mask.view(1, -1),
-            where,
-            positions.view(1, -1),
-        )
+        shape = (1, -1) if self.flat else batch.ids.shape  # (1, B * T), else (B, T)
+        tensors = (batch.ids, batch.labels, batch.mask)
+        return Batch(*(tensor.view(shape) for tensor in tensors), where, positions.view(shape))
 
     def summary(self) -> str:
         """What the plan prints: also how full the packs are."""
         tokens = int(self.examples.lengths.sum())
-        packs = len(self._begins) - 1
+        packs = self.rows()
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
         return f"{super().summary()}; {fill}"
 
@@ -122,68 +96,35 @@ def joined(examples: list[Example]) -> Example:
     return Example(ids, labels, examples[0].where)
 
 
-def deal(costs: Tensor, ranks: int) -> list[list[int]]:
-    """Each rank's rows, of which costs (n,) int64 are known: equal sums as far as possible, and numbers of
-    rows that differ by at most one.
-
-    Greedy: the most expensive row goes first, to the rank with the lowest sum so far.
-    """
-    most_rows = math.ceil(len(costs) / ranks)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (sum, rank)
-    order = torch.sort(costs, descending=True, stable=True).indices
-    for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
-        load, rank = heapq.heappop(open_ranks)
-        shares[rank].append(row)
-        if len(shares[rank]) < most_rows:
-            heapq.heappush(open_ranks, (load + cost, rank))
-    return shares
-
-
 def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """(documents (n,), counts (p,)): the indices of `lengths` (n,) int64 pack by pack, and how many of them
-    each pack holds. A pack has at most `size` tokens; each document is in exactly one, whole.
+    each pack holds. A pack has at most `size` tokens; each document is in exactly one, whole. It takes about
+    a second for a million documents.
 
     Of equally long documents the earlier one is placed first, so shuffled documents give shuffled packs.
     """
     order = torch.sort(lengths, descending=True, stable=True).indices
-    values, counts = torch.unique_consecutive(lengths[order], return_counts=True)
-    assert not len(values) or values[0] <= size, "a document is longer than a pack"
-    pack_of = torch.empty(len(lengths), dtype=torch.int64)  # of each document, in the order `order`
-    rooms: dict[int, Tensor] = {}  # free tokens -> the packs with exactly that room
-    opened = 0
-    placed = 0
-    groups = zip(values.tolist(), counts.tolist(), strict=True)
-    for length, unplaced in groups:
-        fitting_rooms = sorted(room for room in rooms if room >= length)
-        for room in [*fitting_rooms, size]:
-            if not unplaced:
-                break
-            # Fill one pack after the other: a pack that has just got such a document fits best.
-            per_pack = room // length
-            wanted = -(-unplaced // per_pack)
-            if room in rooms:
-                candidates = rooms.pop(room)
-            else:
-                candidates = torch.arange(opened, opened + wanted)
-                opened += wanted
-            used = candidates[:wanted]
-            count = min(unplaced, per_pack * len(used))
-            slots = used.repeat_interleave(per_pack)
-            pack_of[placed : placed + count] = slots[:count]
-            full_packs, in_last_pack = divmod(count, per_pack)
-            _add(rooms, room - per_pack * length, used[:full_packs])
-            _add(rooms, room - in_last_pack * length, used[full_packs:])
-            _add(rooms, room, candidates[wanted:])
-            placed += count
-            unplaced -= count
-    by_pack = torch.sort(pack_of, stable=True).indices
-    return order[by_pack], torch.bincount(pack_of, minlength=opened)
-
-
-def _add(rooms: dict[int, Tensor], room: int, packs: Tensor) -> None:
-    if not room or not len(packs):
-        return
-    if room in rooms:
-        packs = torch.cat([rooms[room], packs])
-    rooms[room] = packs
+    packs: list[Pack] = []
+    packs_of: dict[int, list[int]] = defaultdict(
+        list
+    )  # free tokens -> the packs with exactly that room
+    rooms: list[int] = []  # those of which there are packs, ascending
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        assert length <= size, "a document is longer than a pack"
+        at = bisect.bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            number = packs_of[room].pop()
+            if not packs_of[room]:
+                del rooms[at]
+        else:
+            room = size
+            number = len(packs)
+            packs.append([])
+        packs[number].append(document)
+        room -= length
+        if not packs_of[room]:
+            bisect.insort(rooms, room)
+        packs_of[room].append(number)
+    documents = torch.tensor(list(chain.from_iterable(packs)))
+    return documents, torch.tensor([len(documents) for documents in packs])

@@ -32,13 +32,21 @@ def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
     raw: prompts are texts to complete, not messages. system: a system turn to put before each; "": none.
     ConfigError names the file and the line.
     """
+    rows = read_rows(path)
     if path.suffix == ".txt":
-        prompts = _read_lines(path)
+        lines = enumerate(rows[0].data["text"].splitlines(), 1)
+        prompts = [Prompt(f"{path}:{i}", line) for i, line in lines if line.strip()]
     else:
-        prompts = [_prompt_of_row(row, raw) for row in read_rows(path)]
-    if system:
-        prompts = [_add_system(prompt, system) for prompt in prompts]
-    return prompts
+        prompts = [_prompt_of_row(row, raw) for row in rows]
+    if not system:
+        return prompts
+    turn = {"role": "system", "content": system}
+    for prompt in prompts:
+        check(
+            prompt.messages[0]["role"] != "system",
+            f"{prompt.where}: has a system turn, and --system is given too",
+        )
+    return [prompt._replace(content=[turn, *prompt.messages]) for prompt in prompts]
 
 
 def encode_prompt(
@@ -75,16 +83,6 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
     return ids, mask
 
 
-def _read_lines(path: Path) -> list[Prompt]:
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: {error}") from None
-    prompts = [Prompt(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
-    check(prompts, f"--prompts {path}: no prompts (fix: one prompt on each line)")
-    return prompts
-
-
 def _prompt_of_row(row: Row, raw: bool) -> Prompt:
     """A row's prompt. Messages and their tools are read as for training; a last answer is left out."""
     text = row.data.get("prompt")
@@ -107,16 +105,3 @@ def _prompt_of_row(row: Row, raw: bool) -> Prompt:
     except ValueError as error:
         raise ConfigError(f"{row.where}: {error}; {FORMS}") from None
     return Prompt(row.where, messages[:-1], tools)
-
-
-def _add_system(prompt: Prompt, system: str) -> Prompt:
-    messages = prompt.messages
-    check(
-        messages[0]["role"] != "system",
-        f"{prompt.where}: has a system turn, and --system is given too",
-    )
-    return Prompt(
-        prompt.where,
-        [{"role": "system", "content": system}, *messages],
-        prompt.tools,
-    )

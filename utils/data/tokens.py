@@ -32,6 +32,16 @@ VOCABULARY_FILES = (
 # What transformers may open for a tokenizer: nothing of it may lead out of the folder.
 OPENED = (*VOCABULARY_FILES, "*.json", "merges.txt", "*.jinja", "additional_chat_templates/*")
 MARK = "\ue0f0{}\ue0f1"  # stands for a text, to find out whether and where a template writes it
+SCHEMA = [
+    {
+        "type": "function",
+        "function": {
+            "name": MARK.format("-1 tools"),
+            "description": "x",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HIDDEN = re.compile("[\U000f0000-\U000ffffd]\U000effff*")
 
@@ -45,16 +55,16 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     `template_name` says which one it is: "built-in plain" where the tokenizer had none.
     ConfigError names the folder, the file or the template.
     """
-    files: list[Path] = []
-    for pattern in VOCABULARY_FILES:
-        files += sorted(Path(folder).glob(pattern))
+    folder = Path(folder)
+    files = [path for pattern in VOCABULARY_FILES for path in sorted(folder.glob(pattern))]
     # Without these files transformers silently makes some tokenizers with an empty vocabulary.
     check(
         files,
         f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
     )
-    for path in (path for pattern in OPENED for path in Path(folder).glob(pattern)):
-        file_inside(Path(folder), str(path.relative_to(folder)))
+    for pattern in OPENED:
+        for path in folder.glob(pattern):
+            file_inside(folder, str(path.relative_to(folder)))
     # Imported here because it imports torch, which the processes that tokenize do not need.
     from transformers import AutoTokenizer
 
@@ -117,14 +127,17 @@ def print_template_notes(tokenizer) -> None:
         print0(
             "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
         )
-    tail, end = turn_end(tokenizer, tokenizer.get_chat_template(), json.dumps(ANSWERED))
+    tools = needed_tools(tokenizer)
+    tail, end = turn_end(tokenizer, ANSWERED, tools)
     if not end:
         print0(
             "warning: the chat template ends no turn with a token, so the model will not learn to stop"
         )
     elif not tail.startswith(end):
         print0(f"template  ends no answer with a token of its own; here {end!r} ends it")
-    if render(tokenizer, QUESTION) == render(tokenizer, QUESTION, prompt=True):
+    prompt = render(tokenizer, QUESTION, tools, prompt=True)
+    before, *_ = render(tokenizer, ANSWERED, tools).rpartition(ANSWERED[-1]["content"])
+    if prompt == render(tokenizer, QUESTION, tools) and before.removeprefix(prompt).strip():
         print0(
             "warning: the chat template has no generation prompt, so the model learns to write what"
             " stands before an answer itself"
@@ -136,31 +149,52 @@ def end_of_turn_ids(tokenizer) -> set[int]:
 
     The loss mask ends with it, and generation_config.eos_token_id must contain it.
     """
-    _, end = turn_end(tokenizer, tokenizer.get_chat_template(), json.dumps(ANSWERED))
+    _, end = turn_end(tokenizer, ANSWERED, needed_tools(tokenizer))
     return {*encode(tokenizer, end).ids[-1:]} & {*tokenizer.added_tokens_decoder}
 
 
-@lru_cache(maxsize=1024)
-def turn_end(
-    tokenizer, template: str, messages: str, next_role: str = "user", schema: str = ""
-) -> tuple[str, str]:
-    """(what the template writes after the content of the last of some messages, an assistant's; the text that
-    ends that turn). The end is the added tokens after its content, and white space before them; else the
-    token with which a turn of next_role begins; else the end-of-text token, if there is one.
+def needed_tools(tokenizer) -> list | None:
+    """Tools, for a chat template that renders no conversation without them."""
+    try:
+        render(tokenizer, ANSWERED)
+    except ValueError:
+        with suppress(ValueError):
+            render(tokenizer, ANSWERED, SCHEMA)
+            return SCHEMA
+        raise
+    return None
 
-    template: the tokenizer's, for the cache. messages: as JSON, the content of the last one a mark. schema:
-    of tools as JSON, or "".
+
+def turn_end(
+    tokenizer, messages: list[dict], tools: list | None, next_role: str = "user"
+) -> tuple[str, str]:
+    """(what the template writes after the content of the last message, an assistant's; the text that ends
+    that turn). The end is the added tokens after its content, and white space before them; else the token
+    with which a turn of next_role begins; else the end-of-text token, if there is one. A template that writes
+    its generation prompt without being asked ends the turn with the token that a next turn leaves.
+
+    messages, tools: see sketch; the content of the last message is a mark.
     """
-    turns = json.loads(messages)
-    tools = json.loads(schema) if schema else None
-    *_, tail = render(tokenizer, turns, tools).rpartition(turns[-1]["content"])
-    words = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    if found := re.match(rf"\s*(?:{any_of(words)})+", tail):
-        return tail, found[0]
+    words = added_words(tokenizer)
+
+    def after_answer(messages: list[dict], prompt: bool = False) -> str:
+        text, _ = sketch(tokenizer, messages, tools, prompt)
+        return text.rpartition(mark)[2]
+
+    mark = messages[-1]["content"]
+    tail = after_answer(messages)
+    own = re.match(rf"\s*(?:{words})+", tail)
+    if own and tail != after_answer(messages, prompt=True):
+        return tail, own[0]
     following = {"role": next_role, "content": MARK.format("next"), "name": "", "tool_call_id": ""}
-    *_, after = render(tokenizer, [*turns, following], tools).rpartition(turns[-1]["content"])
-    found = re.match(rf"\s*(?:{any_of(words)})", after)
-    return tail, found[0] if found else tokenizer.eos_token or ""
+    with suppress(ValueError):  # the template may refuse this turn
+        own = re.match(rf"\s*(?:{words})", after_answer([*messages, following])) or own
+    return tail, own[0] if own else tokenizer.eos_token or ""
+
+
+@lru_cache(maxsize=8)
+def added_words(tokenizer) -> str:
+    return any_of({token.content for token in tokenizer.added_tokens_decoder.values()})
 
 
 def any_of(words: set[str]) -> str:
@@ -175,6 +209,21 @@ def any_of(words: set[str]) -> str:
 def render(tokenizer, messages: list[dict], tools: list | None = None, prompt: bool = False) -> str:
     """The conversation as text; with `prompt`, followed by the generation prompt."""
     return render_marked(tokenizer, messages, tools, prompt)[0]
+
+
+def sketch(
+    tokenizer, messages: list[dict], tools: list | None, prompt: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
+    """As render_marked, of a conversation of marks, and kept: most rows have one of a few. For any tools,
+    SCHEMA.
+    """
+    template = tokenizer.get_chat_template(tools=tools)
+    return _sketch(tokenizer, template, json.dumps(messages), bool(tools), prompt)
+
+
+@lru_cache(maxsize=4096)
+def _sketch(tokenizer, template, messages, has_tools, prompt) -> tuple[str, list[tuple[int, int]]]:
+    return render_marked(tokenizer, json.loads(messages), SCHEMA if has_tools else None, prompt)
 
 
 def render_marked(
@@ -264,22 +313,11 @@ def encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 
 def encode(tokenizer, text: str) -> Encoded:
     """As tokenizer(text, add_special_tokens=False), with hidden text put back."""
-    (result,) = encode_batch(tokenizer, [text])
-    return result
-
-
-def encode_batch(tokenizer, texts: list[str]) -> list[Encoded]:
-    """As encode, for several texts, which is a tenth faster."""
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = False
-    found = []
-    encodings = backend.encode_batch(texts, add_special_tokens=False)
-    for text, encoding in zip(texts, encodings, strict=True):
-        if HIDDEN.search(text):
-            found.append(encode_hidden(tokenizer, text))
-        else:
-            found.append(encoded(encoding.ids, encoding.offsets))
-    return found
+    if HIDDEN.search(text):
+        return encode_hidden(tokenizer, text)
+    tokenizer.backend_tokenizer.encode_special_tokens = False
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    return encoded(encoding.ids, encoding.offsets)
 
 
 def encode_hidden(tokenizer, text: str) -> Encoded:
@@ -333,8 +371,9 @@ def special_tokens(tokenizer) -> tuple[re.Pattern, dict[str, str], dict[str, str
     token -> hidden characters).
     """
     added = tokenizer.added_tokens_decoder.values()
-    words = {token.content for token in added if token.special}
-    hide = {}
-    for i, word in enumerate(sorted(words - {""})):
-        hide[word] = chr(0xF0000 + i) + "\U000effff" * (len(word) - 1)
+    words = {token.content for token in added if token.special} - {""}
+    hide = {
+        word: chr(0xF0000 + i) + "\U000effff" * (len(word) - 1)
+        for i, word in enumerate(sorted(words))
+    }
     return re.compile(any_of(words)), {mark: word for word, mark in hide.items()}, hide
