@@ -11,6 +11,7 @@ Everything that a run checks before it reads weights is checked. Exit code 1: th
 
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,6 @@ from utils.data.examples import (
     load_data,
     longest_row,
     print_data,
-    print_lengths,
-    show_masks,
 )
 from utils.data.positions import check_positions
 from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
@@ -35,9 +34,10 @@ from utils.model.sharding import DTYPES, settle_dtype
 from utils.plan.fit import plan_memory
 from utils.plan.states import Setting
 from utils.run.distributed import alone, mesh_axes, mesh_sentence, together
-from utils.run.errors import ConfigError, act, check, print0, print_once, report_errors
+from utils.run.errors import ConfigError, act, check, escaped, print0, print_once, report_errors
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_at_once
+from utils.run.units import IGNORE
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # What stands for flags that are not given, where --model is not.
@@ -204,6 +204,33 @@ def main(cfg: Config) -> bool:
         return False
     print0("checked   all that a run checks before it reads weights: flags, files and every row")
     return True
+
+
+def show_masks(examples, tokenizer, count: int) -> None:
+    """Print the first rows, with their trained tokens marked."""
+    for i in range(min(count, len(examples))):
+        item = examples[i]
+        print0(f"{escaped(item.where)}\n{marked(item, tokenizer)}\n", ready=True)
+
+
+def print_lengths(examples, held_out) -> None:
+    """The lengths of the rows."""
+    for name, part in (("lengths", examples), ("held out", held_out)):
+        if part:
+            half, most = int(part.lengths.median()), int(part.lengths.max())
+            print0(f"{name:9} {len(part):,} rows; half have at most {half:,} tokens, all {most:,}")
+
+
+def marked(item, tokenizer) -> str:
+    """A row as text, its trained tokens in [[brackets]]. Line breaks are the row's own, other control
+    characters are escaped.
+    """
+    ids = iter(item.ids.tolist())
+    text = ""
+    for is_trained, run in groupby(item.labels.tolist(), lambda label: label != IGNORE):
+        words = escaped(tokenizer.decode([next(ids) for _ in run]), keep="\n")
+        text += f"[[{words}]]" if is_trained else words
+    return text
 
 
 def rows_of(cfg: Config) -> Rows:

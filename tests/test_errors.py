@@ -19,7 +19,6 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from utils.data.examples import show_masks
 from utils.run.distributed import ALONE, together
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors
 from utils.run.units import IGNORE
@@ -159,7 +158,7 @@ def test_masks_keep_the_line_breaks_of_a_row_and_show_other_control_characters(c
     ids = tokenizer(f"ab\n{FORGED[:-1]}", add_special_tokens=False)["input_ids"]
     labels = torch.tensor([IGNORE] + ids[1:])
     item = SimpleNamespace(ids=torch.tensor(ids), labels=labels, where=f"{FORGED}:3")
-    show_masks([item], tokenizer, 1)
+    preview.show_masks([item], tokenizer, 1)
     out = capsys.readouterr().out
     where, text = out.split("\n", 1)
     assert where == f"{ESCAPED}:3"

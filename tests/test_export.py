@@ -249,6 +249,9 @@ def test_an_older_checkpoint_is_named_by_its_folder_and_another_model_is_refused
         exported(tmp_path / "wrong", checkpoint=run, model=other)
     with pytest.raises(ConfigError, match="there is no complete checkpoint"):
         exported(tmp_path / "wrong", checkpoint=tmp_path)
+    shutil.copytree(run / "model", tmp_path / "done" / "model")  # its checkpoints are removed
+    with pytest.raises(ConfigError, match=f"fix: --model {tmp_path}/done/model"):
+        exported(tmp_path / "wrong", checkpoint=tmp_path / "done")
 
 
 def unfinished(run: Path, folder: Path) -> Path:

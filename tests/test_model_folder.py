@@ -329,6 +329,14 @@ BAD_CONFIG = {  # rows 70-72 and 76: fields that are changed -> words in the ans
         {"quantization_config": {"quant_method": "bitsandbytes"}},
         "bitsandbytes weights",
     ),
+    "sees both ways": (
+        {"use_bidirectional_attention": True},
+        "tokens see what they are to predict",
+    ),
+    "text sees both ways": (
+        {"text_config": {"use_bidirectional_attention": "all"}},
+        "use_bidirectional_attention",
+    ),
     "unnamed": ({"quantization_config": {"bits": 4}}, "unnamed weights"),
     "quantized text_config": (
         {"text_config": {"quantization_config": {"quant_method": "fp8"}}},

@@ -217,6 +217,9 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
             how = how.get("quant_method", "unnamed") if isinstance(how, dict) else how
             fix = "the model before quantization"
             check(not how, f"{file}: {field}: {how} weights cannot be trained (fix: {fix})")
+        both = section.get("use_bidirectional_attention") in (True, "all")
+        why = f"{file}: with use_bidirectional_attention tokens see what they are to predict"
+        check(not both, f"{why} (fix: another --model, or false there)")
     kind = config.get("model_type")
     known = config.get("auto_map") or str(kind) in MODELS
     what = f"transformers has no causal language model {kind!r}"

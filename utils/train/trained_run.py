@@ -89,7 +89,10 @@ def find_run(name: str, world: World) -> tuple[Path, dict]:
     with together(world):
         if world.rank == 0:
             path = newest_checkpoint(Path(name) / "checkpoints") or Path(name)
-            fix = "OUT, or OUT/checkpoints/step_00000500"
+            result = path / "model"
+            fix = (
+                f"--model {result}" if result.is_dir() else "OUT, or OUT/checkpoints/step_00000500"
+            )
             complete = (path / "manifest.json").is_file()
             check(complete, f"--checkpoint {name}: there is no complete checkpoint (fix: {fix})")
     path = broadcast(world, path)
