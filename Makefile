@@ -23,10 +23,10 @@ demo: $(READY)  ## fine-tune the tiny model on 2 ranks, then show its answers be
 	$(BIN)/torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
 	$(BIN)/python recipes/tiny/score.py recipes/tiny $$(ls -dt output/finetune-*/model | head -n 1)
 
-test: lint      ## lint and tests, at most 8 minutes on 2 cores
+test: lint      ## lint and tests, at most 5 minutes on 2 cores
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-all: lint  ## the slow tests, which `make test` leaves out, at most 30 minutes
+test-all: lint  ## the slow tests, which `make test` leaves out, at most 20 minutes
 	$(BIN)/python -m pytest $(SPREAD) -m "slow and not gpu"
 
 lint: $(READY)  ## ruff: style and format

@@ -139,7 +139,9 @@ def main(cfg: Config) -> None:
         tokenizer = load_tokenizer(*trained.tokenizer)
         check_vocab(len(tokenizer), trained.source.config.get_text_config().vocab_size)
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
-        encoded = [encode(cfg, model, tokenizer, prompt) for prompt in prompts]
+        positions = positions_of(model)
+        new = cfg.max_new_tokens
+        encoded = [encode_prompt(tokenizer, p, cfg.raw, new, positions) for p in prompts]
         if cfg.adapter:
             from utils.model.lora import load_adapter
 
@@ -281,11 +283,17 @@ def chat(cfg: Config, model, tokenizer, settings: dict, world: World) -> None:
     while line := typed_line(world):
         messages.append({"role": "user", "content": line})
         with together(world):
-            prompt = encode(cfg, model, tokenizer, Prompt("this chat", messages))
+            prompt = encode_prompt(tokenizer, Prompt("this chat", messages), False, 0, math.inf)
+            left = positions_of(model) - len(prompt)
+            what = (
+                f"this chat has {len(prompt)} tokens, and the model {positions_of(model)} positions"
+            )
+            check(left > 0, f"{what} (fix: begin a new one)")
+        limit = {"max_new_tokens": min(cfg.max_new_tokens, left)}
         ids = torch.tensor([prompt], device=world.device)  # (1, T)
         mask = torch.ones_like(ids)
         torch.manual_seed(cfg.seed + len(messages))
-        output = model.generate(ids, attention_mask=mask, streamer=streamer, **settings)
+        output = model.generate(ids, attention_mask=mask, streamer=streamer, **settings | limit)
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
         messages.append({"role": "assistant", "content": broadcast(world, text)})
 
@@ -323,10 +331,9 @@ def read_line() -> str:
     return line.decode(errors="replace").strip()
 
 
-def encode(cfg: Config, model, tokenizer, prompt: Prompt) -> list[int]:
-    """The ids of a prompt; ConfigError where the model has no positions for the answer."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    return encode_prompt(tokenizer, prompt, cfg.raw, cfg.max_new_tokens, positions)
+def positions_of(model) -> float:
+    """The tokens that a prompt and its answer may have together."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
 
 def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: World) -> dict:

@@ -6,6 +6,7 @@ python -m pytest tests/test_generate.py
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,6 +203,24 @@ def test_a_chat_remembers_its_turns_and_ends_with_the_input(ranks, llama):
         escaped(second),
     ]
     assert not any(printed[1:])
+
+
+def test_a_chat_goes_on_with_the_positions_that_are_left_and_ends_when_there_are_none(
+    llama, tmp_path
+):
+    folder = shutil.copytree(llama, tmp_path / "short")
+    options = {"add_generation_prompt": True, "return_dict": True}
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    asked = tokenizer.apply_chat_template(user("Hello"), **options)["input_ids"]
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = len(asked) + 3
+    (folder / "config.json").write_text(json.dumps(config))
+    said = chatted(None, folder, "Hello\n", {}).partition("ends the chat\n")[2].strip("\n")
+    whole = escaped(plain(llama, llama, [user("Hello")])[0])
+    assert whole.startswith(said.rstrip())
+    assert 0 < len(said) < len(whole)
+    with pytest.raises(ConfigError, match=rf"the model {len(asked) + 3} positions .fix: begin"):
+        chatted(None, folder, "Hello\nwhat?\n", {})
 
 
 @pytest.mark.slow
