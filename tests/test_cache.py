@@ -21,7 +21,7 @@ from tiny import tiny_model_folder
 
 from utils.data import cache
 from utils.data import examples as data
-from utils.data.encode import TWICE
+from utils.data.encode import TWICE, chunks
 from utils.data.tokens import load_tokenizer
 from utils.run.distributed import set_timeout, together
 from utils.run.errors import ConfigError
@@ -264,6 +264,11 @@ def test_two_runs_at_once_make_it_once(files, tmp_path):
     assert sum("another process is making them" in out for out in outs) == 1
     assert len({out.splitlines()[-1] for out in outs}) == 1
     assert len(kept(tmp_path / "raw_fsdp" / "data")) == 1
+
+
+def test_parts_are_cut_by_rows_and_by_bytes():
+    assert [len(part) for part in chunks([("f:1", b"x")] * 150)] == [64, 64, 22]
+    assert [len(part) for part in chunks([("f:1", b"x" * 2**19)] * 7)] == [3, 3, 1]
 
 
 def late(world) -> bool:

@@ -9,13 +9,12 @@ import signal
 import sys
 import types
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ..run.errors import ConfigError, check
 from ..run.signals import die_with_parent
@@ -27,7 +26,7 @@ TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
 BAD = "bad rows"
 MOST_FAULTS = 10  # lines about rows that are wrong; of further ones the number
-ROWS = 64  # that are tokenized at a time
+ROWS, BYTES = 64, 2**20  # that are tokenized at a time
 
 
 @dataclass(frozen=True)
@@ -164,10 +163,15 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
 
 
 def chunks(found: Iterable) -> Iterator[list]:
-    """The rows in lists of at most ROWS."""
-    found = iter(found)
-    while rows := list(islice(found, ROWS)):
-        yield rows
+    """The rows in lists of at most ROWS, of lines of about BYTES; the last list may be empty."""
+    rows, size_bytes = [], 0
+    for where, value in found:
+        rows.append((where, value))
+        size_bytes += len(value) if isinstance(value, bytes) else 0
+        if len(rows) == ROWS or size_bytes > BYTES:
+            yield rows
+            rows, size_bytes = [], 0
+    yield rows
 
 
 @contextmanager
@@ -181,12 +185,15 @@ def processes(function: Callable) -> Iterator[Callable]:
     pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
 
     def run(labelled: Iterable[tuple]) -> Iterator[tuple]:
-        labelled = iter(labelled)
-        while window := list(islice(labelled, 8 * count)):
-            labels, lists = zip(*window, strict=True)
+        waiting = deque()
+        for label, rows in labelled:
             with no_main():
-                parts = pool.map(_run, lists)
-            yield from zip(labels, parts, strict=True)
+                waiting.append((label, pool.submit(_run, rows)))
+            if len(waiting) > 4 * count:
+                label, part = waiting.popleft()
+                yield label, part.result()
+        for label, part in waiting:
+            yield label, part.result()
 
     try:
         yield run
