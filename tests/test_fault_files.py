@@ -646,8 +646,8 @@ def test_a_closed_standard_output_does_not_end_the_run(whole, tmp_path):
 
 
 @slow
-def test_names_that_are_no_text_are_printed_escaped_or_refused_before_training(whole, tmp_path):
-    """Row 58: a byte that is not UTF-8 in a file's name, on a strict standard output; then in a folder's."""
+def test_a_name_that_is_no_text_is_printed_escaped(whole, tmp_path):
+    """Row 58: a byte that is not UTF-8 in a file's name, on a strict standard output."""
     rows = shutil.copy(whole[0]["dataset"], tmp_path / "rows\udcff.jsonl")
     flags, strict = (
         {**whole[0], "dataset": str(rows), "steps": 2},
@@ -656,9 +656,6 @@ def test_names_that_are_no_text_are_printed_escaped_or_refused_before_training(w
     ended = shell(f"python recipes/finetune.py {words(flags, tmp_path / 'out')}", **strict)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "rows\\udcff.jsonl: " in ended.stdout
-    ended = shell(f"python recipes/finetune.py {words(flags, tmp_path / 'out')}\udcff", **strict)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "--- train" not in ended.stdout
 
 
 @slow

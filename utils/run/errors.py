@@ -146,6 +146,7 @@ def report_errors() -> Iterator[None]:
     """Turn what escapes a recipe into one line and an exit code: 2 for bad input, 128 and its number for a
     signal, 1 for no space left, no memory and a rank that is missing. Other errors keep their traceback.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None: closed
     try:
         yield
     except ConfigError as error:
