@@ -71,10 +71,16 @@ def make_model(folder: Path, size: int) -> Path:
     width, inner, blocks, vocabulary = SHAPES[size]
     heads = width // 64
     return tiny_model_folder(
-        folder, dtype=torch.bfloat16, hidden_size=width, intermediate_size=inner, num_hidden_layers=blocks,
-        num_attention_heads=heads, num_key_value_heads=heads, vocab_size=vocabulary,
+        folder,
+        dtype=torch.bfloat16,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=vocabulary,
         max_position_embeddings=2048,
-    )  # fmt: skip
+    )
 
 
 def make_rows(file: Path) -> Path:

@@ -84,9 +84,13 @@ class Limit:
             *words,
         ]
         process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
             **options,
-        )  # fmt: skip
+        )
         timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         said = []

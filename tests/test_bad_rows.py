@@ -68,12 +68,32 @@ class Taken(str):
 
 TABLE = [  # number, file's name, its content, what is said: Taken(...), else the refusal
     (1, "a.jsonl", lines(LINE, LINE) + '{"messages": [{"ro', "a.jsonl:3: Unterminated string"),
-    (2, "a.jsonl", lines(LINE, '{"messages": [],}'), "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 17"),
-    (2, "a.jsonl", lines(LINE, "{'messages': []}"), "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2"),
-    (2, "a.jsonl", lines(LINE, str(chat(USER, ANSWER, x=None))), "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2"),
+    (
+        2,
+        "a.jsonl",
+        lines(LINE, '{"messages": [],}'),
+        "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 17",
+    ),
+    (
+        2,
+        "a.jsonl",
+        lines(LINE, "{'messages': []}"),
+        "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2",
+    ),
+    (
+        2,
+        "a.jsonl",
+        lines(LINE, str(chat(USER, ANSWER, x=None))),
+        "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2",
+    ),
     (2, "a.jsonl", lines("// chats", LINE), "a.jsonl:1: Expecting value"),
     (3, "a.jsonl", lines(LINE, LINE + LINE), "a.jsonl:2: Extra data"),
-    (4, "a.jsonl", json.dumps([CHAT], indent=1), "a.jsonl:1: not one object a line; an array belongs in a .json file"),
+    (
+        4,
+        "a.jsonl",
+        json.dumps([CHAT], indent=1),
+        "a.jsonl:1: not one object a line; an array belongs in a .json file",
+    ),
     (4, "a.jsonl", json.dumps(CHAT, indent=1), "a.jsonl:1: not one object a line"),
     (5, "a.jsonl", json.dumps([CHAT]), "an array belongs in a .json file"),
     (5, "a.json", lines(LINE, LINE), "a.json: cannot be read: Extra data"),
@@ -86,76 +106,295 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
     (10, "a.jsonl", "\ufeff" + lines(LINE), Taken(": 1 rows")),
     (10, "a.jsonl", lines(LINE, "\ufeff" + LINE), "a.jsonl:2: Unexpected UTF-8 BOM"),
     (11, "a.jsonl", LINE.encode("utf-16"), "a.jsonl:1: not UTF-8: "),
-    (11, "a.jsonl", lines(LINE).encode() + b'{"x": "caf\xe9"}', "a.jsonl:2: not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 10"),
+    (
+        11,
+        "a.jsonl",
+        lines(LINE).encode() + b'{"x": "caf\xe9"}',
+        "a.jsonl:2: not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 10",
+    ),
     (12, "a.jsonl", lines(LINE, '{"text": "\\ud800"}'), "a.jsonl:2: "),
     (13, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\0b"})), Taken(": 1 rows")),
     (13, "a.jsonl", lines(LINE, '{"x": "a\0b"}'), "a.jsonl:2: Invalid control character"),
-    (14, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\u2028b\x85👩\u200d👩\u202eZ̸͕"})), Taken(": 1 rows")),
-    (15, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "word " * 400_000})), Taken("1 cut at --seq_len")),
+    (
+        14,
+        "a.jsonl",
+        lines(chat(USER, {"role": "assistant", "content": "a\u2028b\x85👩\u200d👩\u202eZ̸͕"})),
+        Taken(": 1 rows"),
+    ),
+    (
+        15,
+        "a.jsonl",
+        lines(chat(USER, {"role": "assistant", "content": "word " * 400_000})),
+        Taken("1 cut at --seq_len"),
+    ),
     (16, "a.jsonl", lines(LINE, '{"x": ' + "[" * 100_000), "a.jsonl:2: nested too deeply"),
     (17, "a.jsonl", "", "a.jsonl: no rows"),
     (17, "a.jsonl", " \n\n", "a.jsonl: no rows"),
     (17, "a.json", "[]", "a.json: no rows"),
     (19, "b.jsonl", LINE, "a.jsonl: no such file; did you mean b.jsonl?"),
     (21, "a.jsonl.gz", gzip.compress(lines(LINE).encode(), mtime=0), Taken(": 1 rows")),
-    (22, "a.jsonl.gz", gzip.compress(lines(LINE).encode(), mtime=0)[:-12], "a.jsonl.gz: cannot be read: "),
+    (
+        22,
+        "a.jsonl.gz",
+        gzip.compress(lines(LINE).encode(), mtime=0)[:-12],
+        "a.jsonl.gz: cannot be read: ",
+    ),
     (22, "a.jsonl.gz", lines(LINE), "a.jsonl.gz: cannot be read: "),
-    (22, "a.jsonl.gz", gzip.compress(b" " * 2**27, mtime=0), "a.jsonl.gz:1: a line of more than 64 MiB"),
+    (
+        22,
+        "a.jsonl.gz",
+        gzip.compress(b" " * 2**27, mtime=0),
+        "a.jsonl.gz:1: a line of more than 64 MiB",
+    ),
     (23, "a.jsonl", LFS, "git lfs pull"),
     (24, "a.json", HTML, "an HTML page"),
     (25, "a.csv", 'instruction,output\n"Say\nblue",blue\n', Taken(": 1 rows")),
     (25, "a.csv", "instruction,output\na,b\nc\n", "a.csv row 3: output: missing"),
     (25, "a.csv", "instruction;output\na;b\n", "a.csv row 2: its keys are 'instruction;output'"),
     (26, "a.parquet", parquet([ALPACA]), Taken(": 1 rows")),
-    (26, "a.parquet", parquet([{"question": "a", "answer": "b"}]), "a.parquet row 1: its keys are 'question', 'answer'; the rows that can be read have messages"),
+    (
+        26,
+        "a.parquet",
+        parquet([{"question": "a", "answer": "b"}]),
+        "a.parquet row 1: its keys are 'question', 'answer'; the rows that can be read have messages",
+    ),
     (26, "a.parquet", parquet([ALPACA] * 99)[:500], "a.parquet: cannot be read: Parquet"),
     (26, "a.parquet", "a,b\n1,2\n", "a.parquet: cannot be read: Parquet"),
     (28, "a.jsonl", lines(LINE, LINE), Taken("1 the same as a row before")),
     (29, "a.jsonl", lines(ALPACA, alpaca(instruction=..., text_="x")), "a.jsonl:2: its keys are"),
     (30, "a.jsonl", lines(ALPACA, alpaca(output=...)), "a.jsonl:2: output: missing"),
     (30, "a.jsonl", lines(ALPACA, alpaca(output="")), "a.jsonl:2: output: empty"),
-    (30, "a.jsonl", lines(ALPACA, alpaca(output=None)), "a.jsonl:2: output: expected text, got null"),
-    (31, "a.jsonl", lines(ALPACA, alpaca(input=...), alpaca(input=None), alpaca(input="")), Taken(": 4 rows")),
-    (32, "a.jsonl", lines(ALPACA, alpaca(instruction=["a"])), "a.jsonl:2: instruction: expected text, got list"),
-    (32, "a.jsonl", lines(ALPACA, alpaca(instruction=5)), "a.jsonl:2: instruction: expected text, got number"),
+    (
+        30,
+        "a.jsonl",
+        lines(ALPACA, alpaca(output=None)),
+        "a.jsonl:2: output: expected text, got null",
+    ),
+    (
+        31,
+        "a.jsonl",
+        lines(ALPACA, alpaca(input=...), alpaca(input=None), alpaca(input="")),
+        Taken(": 4 rows"),
+    ),
+    (
+        32,
+        "a.jsonl",
+        lines(ALPACA, alpaca(instruction=["a"])),
+        "a.jsonl:2: instruction: expected text, got list",
+    ),
+    (
+        32,
+        "a.jsonl",
+        lines(ALPACA, alpaca(instruction=5)),
+        "a.jsonl:2: instruction: expected text, got number",
+    ),
     (33, "a.jsonl", lines(ALPACA | {"id": 5, "source": {}}), Taken(": 1 rows")),
-    (35, "a.jsonl", lines(GPT, {"conversations": None}), "a.jsonl:2: conversations: expected list, got null"),
-    (35, "a.jsonl", lines(GPT, {"conversations": {}}), "a.jsonl:2: conversations: expected list, got object"),
-    (35, "a.jsonl", lines(GPT, {"conversations": []}), "a.jsonl:2: conversations: no assistant turn"),
-    (36, "a.jsonl", lines({"conversations": [{"value": "Hi"}]}), "a.jsonl:1: conversations[0].from: missing"),
-    (36, "a.jsonl", lines({"conversations": [{"from": "human"}]}), "a.jsonl:1: conversations[0].value: missing"),
-    (37, "a.jsonl", lines(gpt(("bot", "Hi"))), "conversations[0].from: 'bot' is not one of system, developer, user"),
+    (
+        35,
+        "a.jsonl",
+        lines(GPT, {"conversations": None}),
+        "a.jsonl:2: conversations: expected list, got null",
+    ),
+    (
+        35,
+        "a.jsonl",
+        lines(GPT, {"conversations": {}}),
+        "a.jsonl:2: conversations: expected list, got object",
+    ),
+    (
+        35,
+        "a.jsonl",
+        lines(GPT, {"conversations": []}),
+        "a.jsonl:2: conversations: no assistant turn",
+    ),
+    (
+        36,
+        "a.jsonl",
+        lines({"conversations": [{"value": "Hi"}]}),
+        "a.jsonl:1: conversations[0].from: missing",
+    ),
+    (
+        36,
+        "a.jsonl",
+        lines({"conversations": [{"from": "human"}]}),
+        "a.jsonl:1: conversations[0].value: missing",
+    ),
+    (
+        37,
+        "a.jsonl",
+        lines(gpt(("bot", "Hi"))),
+        "conversations[0].from: 'bot' is not one of system, developer, user",
+    ),
     (37, "a.jsonl", lines(gpt(("HUMAN", "Hi"))), "conversations[0].from: 'HUMAN' is not one of"),
     (37, "a.jsonl", lines(gpt((5, "Hi"))), "conversations[0].from: expected text, got number"),
-    (38, "a.jsonl", lines(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))), Taken("1 turns of the assistant before the first")),
+    (
+        38,
+        "a.jsonl",
+        lines(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))),
+        Taken("1 turns of the assistant before the first"),
+    ),
     (38, "a.jsonl", lines(gpt(("human", "b"), ("gpt", "c"), ("human", "d"))), Taken(": 1 rows")),
-    (39, "a.jsonl", lines(gpt(("human", "a"), ("human", "b"))), "conversations[1].from: expected assistant, got human"),
-    (39, "a.jsonl", lines(gpt(("human", "a"), ("gpt", "b"), ("gpt", "c"))), "conversations[2].from: expected user or tool, got gpt"),
-    (40, "a.jsonl", lines(gpt(("human", "a"), ("system", "b"))), "conversations[1].from: expected assistant, got system"),
-    (40, "a.jsonl", lines(gpt(("system", "a"), ("system", "b"))), "conversations[1].from: expected user, got system"),
-    *((41, "a.jsonl", lines(gpt(("human", value))), f"conversations[0].value: {said}") for value, said in (("", "empty"), (" \n", "empty"), (None, "expected text, got null"), (5, "expected text, got number"), ({}, "expected text, got object"))),
-    (42, "a.jsonl", lines(chat({"role": "system", "content": "x"})), "messages: no assistant turn, so there is nothing to learn"),
-    (43, "a.jsonl", lines(gpt(("human", "a"), ("function_call", '{"name": "add", "arguments": {}}'), ("observation", "3"), ("gpt", "3")) | {"tools": "[]"}), Taken(": 1 rows")),
-    (44, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "2"}, ANSWER)), Taken(": 1 rows")),
-    (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": "{a: 1}"}}]}, ANSWER)), "messages[1].tool_calls[0].function.arguments: not JSON"),
-    (46, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "add", "arguments": 5}}]}, ANSWER)), "function.arguments: expected an object as JSON, got number"),
+    (
+        39,
+        "a.jsonl",
+        lines(gpt(("human", "a"), ("human", "b"))),
+        "conversations[1].from: expected assistant, got human",
+    ),
+    (
+        39,
+        "a.jsonl",
+        lines(gpt(("human", "a"), ("gpt", "b"), ("gpt", "c"))),
+        "conversations[2].from: expected user or tool, got gpt",
+    ),
+    (
+        40,
+        "a.jsonl",
+        lines(gpt(("human", "a"), ("system", "b"))),
+        "conversations[1].from: expected assistant, got system",
+    ),
+    (
+        40,
+        "a.jsonl",
+        lines(gpt(("system", "a"), ("system", "b"))),
+        "conversations[1].from: expected user, got system",
+    ),
+    *(
+        (41, "a.jsonl", lines(gpt(("human", value))), f"conversations[0].value: {said}")
+        for value, said in (
+            ("", "empty"),
+            (" \n", "empty"),
+            (None, "expected text, got null"),
+            (5, "expected text, got number"),
+            ({}, "expected text, got object"),
+        )
+    ),
+    (
+        42,
+        "a.jsonl",
+        lines(chat({"role": "system", "content": "x"})),
+        "messages: no assistant turn, so there is nothing to learn",
+    ),
+    (
+        43,
+        "a.jsonl",
+        lines(
+            gpt(
+                ("human", "a"),
+                ("function_call", '{"name": "add", "arguments": {}}'),
+                ("observation", "3"),
+                ("gpt", "3"),
+            )
+            | {"tools": "[]"}
+        ),
+        Taken(": 1 rows"),
+    ),
+    (
+        44,
+        "a.jsonl",
+        lines(
+            chat(
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "1", "content": "2"},
+                ANSWER,
+            )
+        ),
+        Taken(": 1 rows"),
+    ),
+    (
+        46,
+        "a.jsonl",
+        lines(
+            chat(
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [CALL | {"function": {"name": "add", "arguments": "{a: 1}"}}],
+                },
+                ANSWER,
+            )
+        ),
+        "messages[1].tool_calls[0].function.arguments: not JSON",
+    ),
+    (
+        46,
+        "a.jsonl",
+        lines(
+            chat(
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [CALL | {"function": {"name": "add", "arguments": 5}}],
+                },
+                ANSWER,
+            )
+        ),
+        "function.arguments: expected an object as JSON, got number",
+    ),
     (47, "a.jsonl", lines(chat(USER, ANSWER, tools="add(a, b)")), "a.jsonl:1: tools: not JSON"),
-    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)), "messages[0].content[0].type: 'image' is no text but perhaps a picture, video or sound; finetune.py trains one text answer a row"),
-    (48, "a.jsonl", lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)), "messages[0].content[0].text: missing"),
-    (49, "a.jsonl", lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)), Taken("1 rows in which text spells a special token, which stays text")),
-    (52, "a.jsonl", lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)), Taken("1 dropped: no trained token in the first 256 tokens")),
-    (52, "a.jsonl", lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)), "all 1 rows were dropped: 1 x no trained token in the first 256 tokens; raise --seq_len"),
+    (
+        48,
+        "a.jsonl",
+        lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)),
+        "messages[0].content[0].type: 'image' is no text but perhaps a picture, video or sound; finetune.py trains one text answer a row",
+    ),
+    (
+        48,
+        "a.jsonl",
+        lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)),
+        "messages[0].content[0].text: missing",
+    ),
+    (
+        49,
+        "a.jsonl",
+        lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)),
+        Taken("1 rows in which text spells a special token, which stays text"),
+    ),
+    (
+        52,
+        "a.jsonl",
+        lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)),
+        Taken("1 dropped: no trained token in the first 256 tokens"),
+    ),
+    (
+        52,
+        "a.jsonl",
+        lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)),
+        "all 1 rows were dropped: 1 x no trained token in the first 256 tokens; raise --seq_len",
+    ),
     (63, "a.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "a.txt: cannot be read: 'utf-8' codec"),
     (63, "a.txt", "word " * 2200, Taken(": 43 rows, 11,001 tokens, 100% trained")),
-    (63, "a.jsonl", lines({"text": "a"}, {"text": None}), "a.jsonl:2: text: expected text, got null"),
-    (63, "a.jsonl", lines({"text": "some words"}, {"text": " "}), Taken("1 dropped: no trained token")),
+    (
+        63,
+        "a.jsonl",
+        lines({"text": "a"}, {"text": None}),
+        "a.jsonl:2: text: expected text, got null",
+    ),
+    (
+        63,
+        "a.jsonl",
+        lines({"text": "some words"}, {"text": " "}),
+        Taken("1 dropped: no trained token"),
+    ),
     (64, "a.jsonl", lines({"input_ids": [5, 6, 7]}), Taken(": 1 rows, 3 tokens, 100% trained")),
     (64, "a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}), Taken("67% trained")),
-    (64, "a.jsonl", lines({"input_ids": [5, 6]}, {"input_ids": [5, 99999]}), "a.jsonl:2: input_ids[1]: 99999 is no token; they are 0 to "),
+    (
+        64,
+        "a.jsonl",
+        lines({"input_ids": [5, 6]}, {"input_ids": [5, 99999]}),
+        "a.jsonl:2: input_ids[1]: 99999 is no token; they are 0 to ",
+    ),
     (64, "a.jsonl", lines({"input_ids": [-1]}), "a.jsonl:1: input_ids[0]: -1 is no token"),
     (64, "a.jsonl", lines({"input_ids": [1.0]}), "a.jsonl:1: input_ids[0]: 1.0 is no token"),
-    (64, "a.jsonl", lines({"input_ids": [1, 2], "labels": [1]}), "a.jsonl:1: labels: 1 of them for 2 input_ids"),
-]  # fmt: skip
+    (
+        64,
+        "a.jsonl",
+        lines({"input_ids": [1, 2], "labels": [1]}),
+        "a.jsonl:1: labels: 1 of them for 2 input_ids",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +507,19 @@ def test_data_sets_of_several_forms_may_be_mixed(said):
     ("row", "template", "expected"),
     [
         (50, "{% for m in messages %}{{ m.content", "template.jinja cannot render user"),
-        (50, "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-         "{{ m.content }}</s>{% endfor %}", "template.jinja cannot render system: no system"),
-        (51, "{{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}</s>{% endfor %}", "cannot render user"),
+        (
+            50,
+            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+            "{{ m.content }}</s>{% endfor %}",
+            "template.jinja cannot render system: no system",
+        ),
+        (
+            51,
+            "{{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}</s>{% endfor %}",
+            "cannot render user",
+        ),
     ],
-)  # fmt: skip
+)
 def test_50_51_a_template_that_fails_is_named_with_the_role(said, row, template, expected):
     write("template.jinja", template)
     write("a.jsonl", lines(chat({"role": "system", "content": "x"}, USER, ANSWER)))
@@ -368,11 +615,19 @@ def test_a_check_that_passes_leaves_nothing_and_says_what_it_has_seen(said, mode
 @pytest.mark.parametrize(
     ("kind", "rope", "expected"),
     [
-        ("gpt2", None, "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe.weight) (fix: --seq_len 256)"),
-        ("llama", None, "warning: a.jsonl:2 has 300 tokens, and the model 256 positions without rope scaling"),
+        (
+            "gpt2",
+            None,
+            "a.jsonl:2 has 300 tokens, and the model 256 positions, learned ones (transformer.wpe.weight) (fix: --seq_len 256)",
+        ),
+        (
+            "llama",
+            None,
+            "warning: a.jsonl:2 has 300 tokens, and the model 256 positions without rope scaling",
+        ),
         ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, ""),
     ],
-)  # fmt: skip
+)
 def test_rows_beyond_the_models_positions_are_refused_or_told(
     tmp_path, monkeypatch, capsys, kind, rope, expected
 ):

@@ -85,13 +85,26 @@ def few_layers(kind: str) -> dict:
 
 
 def case(
-    kind="llama", shards=2, seq_len=512, dtype="bf16", param_dtype="fp32", replicate=1, sync_each=False,
+    kind="llama",
+    shards=2,
+    seq_len=512,
+    dtype="bf16",
+    param_dtype="fp32",
+    replicate=1,
+    sync_each=False,
     **levers,
-) -> dict:  # fmt: skip
+) -> dict:
     return {
-        "kind": kind, "sizes": few_layers(kind), "shards": shards, "seq_len": seq_len, "dtype": dtype,
-        "param_dtype": param_dtype, "replicate": replicate, "sync_each": sync_each, "levers": levers,
-    }  # fmt: skip
+        "kind": kind,
+        "sizes": few_layers(kind),
+        "shards": shards,
+        "seq_len": seq_len,
+        "dtype": dtype,
+        "param_dtype": param_dtype,
+        "replicate": replicate,
+        "sync_each": sync_each,
+        "levers": levers,
+    }
 
 
 def off(cases: list[dict]) -> list[float]:
@@ -103,19 +116,27 @@ def off(cases: list[dict]) -> list[float]:
 
 
 TURNED = [
-    {}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}, {"grad_accum": 3},
+    {},
+    {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": "full"},
+    {"grad_accum": 3},
     {"reshard_after_forward": False, "shards": 8},
     # The tracker holds on to a unit's last gradient while it is reduced, as FSDP2 does on several ranks only.
     {"shards": 1, "batch_size": 4},
-    {"dtype": "fp32"}, {"param_dtype": "bf16"},
+    {"dtype": "fp32"},
+    {"param_dtype": "bf16"},
     {"activation_checkpointing": "full", "grad_accum": 2},
-    {"batch_size": 4, "seq_len": 64}, {"batch_size": 1, "seq_len": 16},
+    {"batch_size": 4, "seq_len": 64},
+    {"batch_size": 1, "seq_len": 16},
     {"batch_size": 1, "seq_len": 16, "param_dtype": "bf16"},  # the peak is where gradients are cast
     {"batch_size": 1, "seq_len": 16, "param_dtype": "bf16", "replicate": 2},
     {"batch_size": 1, "seq_len": 16, "replicate": 2, "grad_accum": 2, "sync_each": True},
-    LORA, {**LORA, "activation_checkpointing": "full"}, {**LORA, "quantization": "8bit"},
-    {**LORA, "quantization": "4bit"}, {**LORA, "quantization": "4bit", "activation_checkpointing": "full"},
-]  # fmt: skip
+    LORA,
+    {**LORA, "activation_checkpointing": "full"},
+    {**LORA, "quantization": "8bit"},
+    {**LORA, "quantization": "4bit"},
+    {**LORA, "quantization": "4bit", "activation_checkpointing": "full"},
+]
 
 
 @slow

@@ -44,10 +44,17 @@ def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = finetune.main(
         finetune.Config(
-            model=str(folder), dataset=str(tmp_path / "rows.jsonl"), chat_template=str(template),
-            output_dir=str(tmp_path / "out"), steps=120, batch_size=3, lr=2e-3, save_every=0, log_every=120,
+            model=str(folder),
+            dataset=str(tmp_path / "rows.jsonl"),
+            chat_template=str(template),
+            output_dir=str(tmp_path / "out"),
+            steps=120,
+            batch_size=3,
+            lr=2e-3,
+            save_every=0,
+            log_every=120,
         )
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     for question, answer in QUESTIONS.items():

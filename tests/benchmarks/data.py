@@ -41,9 +41,14 @@ CONTENDERS |= {
 }
 REFERENCES = {"ours": "raw"}
 METRICS = {
-    "seconds": ("s", max), "peak_bytes": ("MiB", max), "tokens_per_second": ("", max),
-    "filled": ("%", max), "bound": ("%", max), "documents_per_second": ("", max), "waited": ("%", max),
-}  # fmt: skip
+    "seconds": ("s", max),
+    "peak_bytes": ("MiB", max),
+    "tokens_per_second": ("", max),
+    "filled": ("%", max),
+    "bound": ("%", max),
+    "documents_per_second": ("", max),
+    "waited": ("%", max),
+}
 RATIOS = ("tokens_per_second",)
 BOUNDS = (
     Bound(

@@ -34,9 +34,12 @@ FOUR_ROWS = ("full", "offload_1b", "hf_tuned")  # recomputing leaves room for th
 REFERENCES = dict.fromkeys(("plain", "compiled", "selective"), "hf_defaults") | {"full": "hf_tuned"}
 REFERENCES |= dict.fromkeys(("lora_8bit", "lora_4bit"), "lora")
 METRICS = {
-    "tokens_per_second": ("", min), "mfu": ("%", min), "peak_bytes": ("GiB", max), "seconds": ("s", max),
+    "tokens_per_second": ("", min),
+    "mfu": ("%", min),
+    "peak_bytes": ("GiB", max),
+    "seconds": ("s", max),
     "host_peak_bytes": ("GiB", max),
-}  # fmt: skip
+}
 RATIOS = ("tokens_per_second", "peak_bytes")
 BOUNDS = ()  # there are goals, of one H200, which report() prints beside
 GOALS = """Goals on one H200: plain at least 12,000 tokens/s and 1.35 x the speed of hf_defaults; full at most
@@ -45,9 +48,12 @@ RANKS = (1,)
 LIMIT = 50  # seconds for each contender, so that `make gpu` ends within 9 minutes
 WARM_UP, TIMED, ROWS = 2, 3, 8  # steps; rows of an optimizer step
 LLAMA_3 = {
-    "vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5,
+    "vocab_size": 128_256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 5e5,
     "max_position_embeddings": 8192,
-}  # fmt: skip
+}
 EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, **LLAMA_3}
 ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, **LLAMA_3}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}

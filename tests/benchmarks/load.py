@@ -41,10 +41,16 @@ CONTENDERS = {
 }
 REFERENCES = dict.fromkeys(CONTENDERS, "raw_pread")
 METRICS = {
-    "seconds": ("s", max), "cpu_seconds": ("s", sum), "peak_bytes": ("MiB", max),
-    "peak_sum_bytes": ("MiB", sum), "pss_bytes": ("MiB", max), "read_call_bytes": ("MiB", sum),
-    "disk_bytes": ("MiB", sum), "peak_of_allowed": (None, max), "read_of_checkpoint": (None, max),
-}  # fmt: skip
+    "seconds": ("s", max),
+    "cpu_seconds": ("s", sum),
+    "peak_bytes": ("MiB", max),
+    "peak_sum_bytes": ("MiB", sum),
+    "pss_bytes": ("MiB", max),
+    "read_call_bytes": ("MiB", sum),
+    "disk_bytes": ("MiB", sum),
+    "peak_of_allowed": (None, max),
+    "read_of_checkpoint": (None, max),
+}
 RATIOS = ("seconds", "cpu_seconds")
 BOUNDS = (
     Bound("peak_of_allowed", 1, "peak memory / (1.05 x shard + largest slice + 64 MiB)"),

@@ -32,8 +32,11 @@ CONTENDERS = {
 # On one rank NCCL and three of FSDP2's streams have nothing to do.
 REFERENCES, RATIOS, RANKS = {}, (), (1, 2) if torch.cuda.device_count() > 1 else (1,)
 METRICS = {
-    "count": ("", min), "median_error": ("%", max), "worst_error": ("%", max), "too_little": ("", max),
-}  # fmt: skip
+    "count": ("", min),
+    "median_error": ("%", max),
+    "worst_error": ("%", max),
+    "too_little": ("", max),
+}
 BOUNDS = (
     Bound("median_error", 0.02, "median error of the planned peak", contender="settings"),
     Bound("worst_error", 0.05, "worst error of the planned peak", contender="settings"),
@@ -49,21 +52,34 @@ FULL, LORA = {"activation_checkpointing": "full"}, {"lora_rank": 16}
 SELECTIVE, OFFLOAD = {"activation_checkpointing": "selective"}, {"cpu_offload": True}
 # shape, tokens of a row, dtype of the weights, knobs
 SETTINGS: list[tuple[str, int, str, dict]] = [
-    (ONE_B, 2048, "fp32", {}), (ONE_B, 2048, "fp32", SELECTIVE), (ONE_B, 2048, "fp32", FULL),
-    (ONE_B, 2048, "fp32", {"batch_size": 4}), (ONE_B, 2048, "fp32", {"batch_size": 4, **FULL}),
-    (ONE_B, 8192, "fp32", {}), (ONE_B, 8192, "fp32", SELECTIVE), (ONE_B, 8192, "fp32", FULL),
-    (ONE_B, 512, "fp32", {"batch_size": 16}), (ONE_B, 2048, "fp32", {"grad_accum": 3}),
-    (ONE_B, 2048, "fp32", {"grad_accum": 3, **FULL}), (ONE_B, 2048, "bf16", {}), (ONE_B, 2048, "bf16", FULL),
-    (ONE_B, 2048, "fp32", OFFLOAD), (ONE_B, 2048, "fp32", {**OFFLOAD, **FULL}),
-    (ONE_B, 2048, "fp32", LORA), (ONE_B, 2048, "fp32", {**LORA, **FULL}),
+    (ONE_B, 2048, "fp32", {}),
+    (ONE_B, 2048, "fp32", SELECTIVE),
+    (ONE_B, 2048, "fp32", FULL),
+    (ONE_B, 2048, "fp32", {"batch_size": 4}),
+    (ONE_B, 2048, "fp32", {"batch_size": 4, **FULL}),
+    (ONE_B, 8192, "fp32", {}),
+    (ONE_B, 8192, "fp32", SELECTIVE),
+    (ONE_B, 8192, "fp32", FULL),
+    (ONE_B, 512, "fp32", {"batch_size": 16}),
+    (ONE_B, 2048, "fp32", {"grad_accum": 3}),
+    (ONE_B, 2048, "fp32", {"grad_accum": 3, **FULL}),
+    (ONE_B, 2048, "bf16", {}),
+    (ONE_B, 2048, "bf16", FULL),
+    (ONE_B, 2048, "fp32", OFFLOAD),
+    (ONE_B, 2048, "fp32", {**OFFLOAD, **FULL}),
+    (ONE_B, 2048, "fp32", LORA),
+    (ONE_B, 2048, "fp32", {**LORA, **FULL}),
     (ONE_B, 2048, "fp32", {**LORA, "quantization": "8bit"}),
     (ONE_B, 2048, "fp32", {**LORA, "quantization": "4bit"}),
-    (SEVEN_B, 2048, "bf16", {}), (SEVEN_B, 2048, "bf16", SELECTIVE), (SEVEN_B, 4096, "bf16", FULL),
-    (SEVEN_B, 2048, "fp32", LORA), (SEVEN_B, 4096, "fp32", {**LORA, **FULL}),
+    (SEVEN_B, 2048, "bf16", {}),
+    (SEVEN_B, 2048, "bf16", SELECTIVE),
+    (SEVEN_B, 4096, "bf16", FULL),
+    (SEVEN_B, 2048, "fp32", LORA),
+    (SEVEN_B, 4096, "fp32", {**LORA, **FULL}),
     (SEVEN_B, 4096, "fp32", {**LORA, "quantization": "8bit", **FULL}),
     (SEVEN_B, 2048, "fp32", {**LORA, "quantization": "4bit"}),
     (SEVEN_B, 4096, "fp32", {**LORA, "quantization": "4bit", "batch_size": 2, **FULL}),
-]  # fmt: skip
+]
 SMALL = [("", 64, "fp32", knobs) for knobs in ({}, FULL, {**LORA, "quantization": "8bit"})]
 
 
@@ -130,9 +146,13 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     settled(gpu)
     return {
         "setting": " ".join(filter(None, [shape, f"{seq_len} tokens", param_dtype, flags])),
-        "planned_bytes": need.peak.total, "measured_bytes": measured, "must_bytes": need.device,
-        "comfortable_bytes": need.comfortable, "reserved_bytes": reserved, "taken_bytes": total - free,
-    }  # fmt: skip
+        "planned_bytes": need.peak.total,
+        "measured_bytes": measured,
+        "must_bytes": need.device,
+        "comfortable_bytes": need.comfortable,
+        "reserved_bytes": reserved,
+        "taken_bytes": total - free,
+    }
 
 
 def planned(

@@ -30,11 +30,18 @@ CONTENDERS = {
 }
 REFERENCES = dict.fromkeys(CONTENDERS, "16bit")
 METRICS = {
-    "seconds": ("s", max), "cpu_seconds": ("s", sum), "peak_bytes": ("MiB", max), "shard_bytes": ("MiB", max),
-    "layers_gathered_bytes": ("MiB", max), "reduced_bytes": ("MiB", max), "tokens_per_second": ("/s", min),
-    "quantize_of_share": ("x", max), "peak_of_allowed": (None, max), "read_of_checkpoint": (None, max),
+    "seconds": ("s", max),
+    "cpu_seconds": ("s", sum),
+    "peak_bytes": ("MiB", max),
+    "shard_bytes": ("MiB", max),
+    "layers_gathered_bytes": ("MiB", max),
+    "reduced_bytes": ("MiB", max),
+    "tokens_per_second": ("/s", min),
+    "quantize_of_share": ("x", max),
+    "peak_of_allowed": (None, max),
+    "read_of_checkpoint": (None, max),
     "reduced_of_adapters": (None, max),
-}  # fmt: skip
+}
 RATIOS = ("peak_bytes", "layers_gathered_bytes", "tokens_per_second")
 BOUNDS = tuple(
     Bound(metric, limit, f"{name}: {says}", over, contender=name)

@@ -51,12 +51,25 @@ CONTENDERS = {
 }
 REFERENCES = dict.fromkeys(("ours", "raw_write", "full_gather", "dcp_hf_writer"), "raw_write")
 METRICS = {
-    "seconds": ("s", max), "write_seconds": ("s", max), "rate": ("MiB/s", min), "cpu_seconds": ("s", sum),
-    "peak_bytes": ("MiB", max), "written_bytes": ("MiB", sum), "peak_of_allowed": (None, max),
-    "blocked": ("ms", max), "copy": ("ms", max), "step": ("ms", max), "step_in_save": ("ms", max),
-    "steps_in_save": ("", min), "blocked_of_copy": (None, max), "peak_of_saved": (None, max),
-    "growth": (None, max), "slowed": (None, max), "raw": ("s", max), "of_raw": (None, max),
-}  # fmt: skip
+    "seconds": ("s", max),
+    "write_seconds": ("s", max),
+    "rate": ("MiB/s", min),
+    "cpu_seconds": ("s", sum),
+    "peak_bytes": ("MiB", max),
+    "written_bytes": ("MiB", sum),
+    "peak_of_allowed": (None, max),
+    "blocked": ("ms", max),
+    "copy": ("ms", max),
+    "step": ("ms", max),
+    "step_in_save": ("ms", max),
+    "steps_in_save": ("", min),
+    "blocked_of_copy": (None, max),
+    "peak_of_saved": (None, max),
+    "growth": (None, max),
+    "slowed": (None, max),
+    "raw": ("s", max),
+    "of_raw": (None, max),
+}
 RATIOS = ("seconds", "write_seconds")
 ASYNC = {"contender": "checkpoint_async"}
 RAW = "time / raw write + fsync + one pass of SHA-256 of the same bytes"

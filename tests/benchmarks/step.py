@@ -35,10 +35,16 @@ CONTENDERS = {
 }
 REFERENCES = {"ours": "bare_loop", "ours_bf16": "bare_loop_bf16", "hf_trainer": "ours"}
 METRICS = {
-    "seconds": ("s", max), "cpu_seconds": ("s", sum), "tokens_per_second": ("", min),
-    "peak_bytes": ("MiB", max), "gathered_bytes": ("MiB", max), "reduced_bytes": ("MiB", max),
-    "other_bytes": ("", max), "wire_share": ("of least", max), "loss_error": ("", max),
-}  # fmt: skip
+    "seconds": ("s", max),
+    "cpu_seconds": ("s", sum),
+    "tokens_per_second": ("", min),
+    "peak_bytes": ("MiB", max),
+    "gathered_bytes": ("MiB", max),
+    "reduced_bytes": ("MiB", max),
+    "other_bytes": ("", max),
+    "wire_share": ("of least", max),
+    "loss_error": ("", max),
+}
 RATIOS = ("seconds", "cpu_seconds", "peak_bytes")
 WIRE = "bytes gathered and reduced, over the least that FSDP can do"
 BOUNDS = (
@@ -108,14 +114,18 @@ def contend(worker: Worker) -> dict[str, float]:
     bf16 = worker.contender.endswith("bf16")
     least = least_wire_bytes(worker.folder / "model", worker.world.size, micro_batches)
     return {
-        "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": run["peak_bytes"],
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "peak_bytes": run["peak_bytes"],
         "tokens_per_second": ROWS * worker.world.size * SEQ_LEN[worker.small] / seconds,
-        "gathered_bytes": wire.gathered, "reduced_bytes": wire.reduced, "other_bytes": wire.other,
+        "gathered_bytes": wire.gathered,
+        "reduced_bytes": wire.reduced,
+        "other_bytes": wire.other,
         "wire_share": (wire.gathered + wire.reduced) / sum(least),
         "loss_error": difference_to_first(
             losses, worker.folder / f"losses{'_bf16' * bf16}.json", 1e-3 if bf16 else 1e-5
         ),
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -170,12 +180,24 @@ def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
 
         recompute = "full" if worker.contender == "ours_recompute" else "none"
         config = finetune.Config(
-            model=str(folder / "model"), tokenizer=str(TINY), dataset=str(folder / "rows.jsonl"),
-            steps=steps, batch_size=ROWS // micro_batches, grad_accum=micro_batches, seq_len=seq_len,
-            lr=LR, warmup=0, schedule="constant", weight_decay=0.01, clip_norm=1.0,
+            model=str(folder / "model"),
+            tokenizer=str(TINY),
+            dataset=str(folder / "rows.jsonl"),
+            steps=steps,
+            batch_size=ROWS // micro_batches,
+            grad_accum=micro_batches,
+            seq_len=seq_len,
+            lr=LR,
+            warmup=0,
+            schedule="constant",
+            weight_decay=0.01,
+            clip_norm=1.0,
             dtype="bf16" if worker.contender == "ours_bf16" else "fp32",
-            activation_checkpointing=recompute, output_dir=str(out / "run"), save_every=0, save_model=False,
-        )  # fmt: skip
+            activation_checkpointing=recompute,
+            output_dir=str(out / "run"),
+            save_every=0,
+            save_model=False,
+        )
         log = finetune.main(config) / "metrics.jsonl"
     elif worker.contender == "hf_trainer":
         from transformers import AutoModelForCausalLM
@@ -183,10 +205,18 @@ def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         rows = [{"input_ids": b.ids, "labels": b.labels} for b in _batches(worker, steps)]
         trainer = hf_trainer(
-            model, rows, out, use_cpu=True, fsdp=True, logging_steps=1,
+            model,
+            rows,
+            out,
+            use_cpu=True,
+            fsdp=True,
+            logging_steps=1,
             fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-            learning_rate=LR, lr_scheduler_type="constant", weight_decay=0.01, adam_beta2=0.95,
-        )  # fmt: skip
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=0.01,
+            adam_beta2=0.95,
+        )
         sharded = any(isinstance(p, DTensor) for p in trainer.model.parameters())
         check(sharded, "accelerate did not shard the model")
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -228,10 +258,15 @@ def hf_trainer(model, rows: list[dict], out: Path, micro_batches: int = 1, **opt
             return DataLoader(rows, batch_size=None)
 
     args = TrainingArguments(
-        output_dir=str(out / "hf"), max_steps=len(rows) // micro_batches, save_strategy="no", report_to=[],
-        per_device_train_batch_size=len(rows[0]["input_ids"]), gradient_accumulation_steps=micro_batches,
-        disable_tqdm=True, **options,
-    )  # fmt: skip
+        output_dir=str(out / "hf"),
+        max_steps=len(rows) // micro_batches,
+        save_strategy="no",
+        report_to=[],
+        per_device_train_batch_size=len(rows[0]["input_ids"]),
+        gradient_accumulation_steps=micro_batches,
+        disable_tqdm=True,
+        **options,
+    )
     if args.fsdp and args.use_cpu:
         # accelerate wants an accelerator for FSDP, and on a CPU falls back to DDP without a word. Nothing
         # but this name hinders it.
