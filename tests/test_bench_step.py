@@ -61,7 +61,8 @@ def test_every_loop_has_the_losses_of_the_bare_loop_and_its_time_is_taken(
 ):
     numbers = ran(2, step, contender, input_folder, tmp_path)
     assert 0 <= numbers["loss_error"] <= 1e-5
-    assert min(numbers["seconds"], numbers["cpu_seconds"], numbers["peak_bytes"]) > 0
+    # not the peak: these processes have run other loops, and what those freed is used again
+    assert min(numbers["seconds"], numbers["cpu_seconds"]) > 0
     # so it is sharded, accelerate too; in bf16 two bytes are gathered where four are reduced
     size = 2 if contender.endswith("bf16") else 1
     assert size * numbers["gathered_bytes"] > numbers["reduced_bytes"] > 0
