@@ -32,7 +32,7 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
 }
 # Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit.
 LOADED_BUDGET = 50_900  # what the promised command has loaded after two steps; goal 45,000
-UTILS_BUDGET = 57_950  # all of utils; goal 58,000
+UTILS_BUDGET = 57_900  # all of utils; goal 58,000
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",

@@ -105,9 +105,8 @@ def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """
     order = torch.sort(lengths, descending=True, stable=True).indices
     packs: list[Pack] = []
-    packs_of: dict[int, list[int]] = defaultdict(
-        list
-    )  # free tokens -> the packs with exactly that room
+    # free tokens -> the packs with exactly that room
+    packs_of: dict[int, list[int]] = defaultdict(list)
     rooms: list[int] = []  # those of which there are packs, ascending
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         assert length <= size, "a document is longer than a pack"

@@ -87,9 +87,8 @@ def find_model(name: str, world: World, trust_remote_code: bool = False) -> Path
     with together(world, patient=True):
         if world.local_rank == 0:
             fetched = _fetch(name, trust_remote_code, near_folder(folder))
-    return Path(
-        gather(world, fetched)[world.rank - world.local_rank]
-    )  # of this machine's first rank
+    # what this machine's first rank has found
+    return Path(gather(world, fetched)[world.rank - world.local_rank])
 
 
 def _fetch(name: str, trust_remote_code: bool, near: str) -> str:

@@ -11,7 +11,6 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 import copy
 import difflib
 import hashlib
-import logging
 import math
 import os
 import re
@@ -21,6 +20,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_config_for_transformers,
+)
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -32,23 +36,9 @@ from ..run.files import file_inside
 from .folder import SINGLE, TensorInfo, read_json
 from .options import Lora, Quant
 from .pieces import Piece, is_writer, lay_out, local, local_box
+from .quantize import ROUTER, Quantized, check_experts, is_plain, quantize_linears
 from .saving import create_files, local_chunks, save_folder
 from .sharding import plain_name
-
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns on every rank
-from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
-from peft.utils import ModulesToSaveWrapper  # noqa: E402
-from peft.utils.transformers_weight_conversion import (  # noqa: E402
-    convert_peft_config_for_transformers,
-)
-
-from .quantize import (  # noqa: E402
-    ROUTER,
-    Quantized,
-    check_experts,
-    is_plain,
-    quantize_linears,
-)
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in an adapter's file

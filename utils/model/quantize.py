@@ -10,13 +10,13 @@ int8 is LLM.int8()'s row-wise absmax (arXiv 2208.07339), nf4 is QLoRA's (arXiv 2
 quantization, whose statistics run over the whole tensor. The kernels are bitsandbytes'.
 """
 
-import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,10 +26,6 @@ from ..run.errors import check
 from ..run.units import GIB
 from .options import Quant
 from .pieces import Piece, local, local_box
-
-# It warns of an optional CPU kernel, on every rank.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-import bitsandbytes.functional as bnb  # noqa: E402
 
 ELEMENTS = 2**20  # quantized at a time while loading
 BLOCK = 64  # weights that share an nf4 scale

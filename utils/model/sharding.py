@@ -88,10 +88,8 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     others = [module for module in in_fp32 if module not in taken]
     if others:
         found.append(Unit(others, torch.float32, reshard_after_forward=False))
-    return [
-        *found,
-        Unit([model], param_dtype, reshard_after_forward=False),
-    ]  # small: it stays gathered
+    # The rest is small: it stays gathered.
+    return [*found, Unit([model], param_dtype, reshard_after_forward=False)]
 
 
 def shard_model(

@@ -240,8 +240,7 @@ def ranks_present() -> set[int]:
 
 def _leave() -> None:
     """End this process, without waiting for a thread that saves and waits for other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    sys.stdout.flush()  # write_errors has flushed the other
     os._exit(1)
 
 

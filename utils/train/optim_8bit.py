@@ -8,7 +8,6 @@ tensor, bit for bit, on any number of ranks. Other parameters, and those with fe
 moments in fp32, as bitsandbytes does for small ones.
 """
 
-import logging
 from types import ModuleType
 
 import torch
@@ -26,8 +25,6 @@ LEAST_PAGED = 100_000  # moments with fewer elements are not paged, as in bitsan
 
 def import_bitsandbytes(name: str) -> ModuleType:
     """The package that `--optimizer name` needs; raises ConfigError where it is missing."""
-    # it warns of an optional kernel on every rank
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         import bitsandbytes
     except ImportError as error:
@@ -60,9 +57,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     Raises ConfigError where bitsandbytes is missing.
     """
 
-    kind = (
-        "adamw_8bit"  # of the state, as checkpoints name it: paged or not makes no difference there
-    )
+    # of the state, as checkpoints name it: paged or not makes no difference there
+    kind = "adamw_8bit"
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
         self.functional = import_bitsandbytes("adamw_8bit").functional
@@ -75,9 +71,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         # code -> value in [-1, 1], for each moment; the second one is never negative
         create = self.functional.create_dynamic_map
         self.maps = [create(signed).to(device) for signed in (True, False)]
-        self.moments: dict[
-            nn.Parameter, list[torch.Tensor]
-        ] = {}  # what the kernels write, on this rank
+        # what the kernels write, on this rank
+        self.moments: dict[nn.Parameter, list[torch.Tensor]] = {}
         for parameter in parameters:
             self._add_state(parameter)
         weights = sum(p.numel() for p in parameters)
