@@ -51,9 +51,7 @@ METRICS = {
 }
 RATIOS = ("tokens_per_second",)
 BOUNDS = (
-    Bound(
-        "tokens_per_second", 0.45, "tokens/s, over tokenizers'", "raw", timed=True, at_least=True
-    ),
+    Bound("tokens_per_second", 0.5, "tokens/s, over tokenizers'", "raw", timed=True, at_least=True),
     Bound("waited", 0.01, "time for batches, of the step's", contender="wait"),
     Bound("filled", 0.99, "slots filled", at_least=True, contender="pack_2000"),
 )
