@@ -29,14 +29,14 @@ from utils.model.loading import load_pieces
 from utils.model.lora import base_of, save_adapter
 from utils.model.merge import allocate, plan_merge, save_merged
 from utils.model.saving import save_model
-from utils.model.sharding import DTYPES, shard_model
+from utils.model.sharding import DTYPES
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together
 from utils.run.errors import act, check, print0, report_errors
 from utils.run.files import file_inside
 from utils.run.folder import check_space, releases_output
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
-from utils.train.trained_run import Trained, load_weights, open_trained
+from utils.train.trained_run import Trained, load_weights, open_trained, shard_model
 
 WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TOKENIZER = (

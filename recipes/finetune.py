@@ -28,8 +28,15 @@ from torch.distributed.fsdp import (
 )
 
 from utils.data.batches import GlobalBatches, divide_batch
-from utils.data.examples import FormName, Rows, load_data, longest_row, print_data, write_bad_rows
-from utils.data.positions import check_positions
+from utils.data.examples import (
+    FormName,
+    Rows,
+    check_positions,
+    load_data,
+    longest_row,
+    print_data,
+    write_bad_rows,
+)
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
@@ -43,7 +50,7 @@ from utils.model.sharding import (
     settle_dtype,
     units,
 )
-from utils.plan.fit import estimate_disk, fitted_before, plan_memory
+from utils.plan.fit import estimate_disk, plan_memory
 from utils.plan.states import Setting
 from utils.run.distributed import (
     agree,
@@ -58,16 +65,22 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import act, check, print0, report_errors
-from utils.run.folder import check_space, claim_output, releases_output, start_run, write_plan
+from utils.run.folder import (
+    Resumed,
+    check_space,
+    claim_output,
+    holds_run,
+    releases_output,
+    start_run,
+    write_plan,
+)
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
-from utils.train.optim import check_packages, clip_gradients, stop_if_not_finite
-from utils.train.profiling import mfu, start_profiler
-from utils.train.resume import continue_run, load_checkpoint
+from utils.train.optim import check_packages, clip_gradients, mfu, stop_if_not_finite
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # What stands for flags that are not given, where --model is not.
@@ -174,7 +187,7 @@ def main(cfg: Config) -> Path:
     act("world")
     world = init_distributed()
     with together(world):
-        axes = mesh_axes(world.ranks, cfg.replicate, cfg.shard)
+        axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
 
@@ -190,10 +203,18 @@ def main(cfg: Config) -> Path:
         model = build_model(*structure)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, "finetune", world, source.folder)
-    with together(world):
-        fitted = fitted_before(out) if cfg.fit else {}  # what --fit found, stays
-        cfg = replace(cfg, **fitted)
-    earlier = continue_run(out, cfg.resume, cfg, world)
+    fitted = {}
+    if cfg.fit:
+        from utils.plan.search import fitted_before
+
+        with together(world):
+            fitted = fitted_before(out)  # what --fit found, stays
+            cfg = replace(cfg, **fitted)
+    earlier = Resumed()
+    if holds_run(out) or cfg.resume not in ("auto", "none"):
+        from utils.train.resume import continue_run
+
+        earlier = continue_run(out, cfg.resume, cfg, world)
     if earlier.finished:
         print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
         return out
@@ -213,11 +234,11 @@ def main(cfg: Config) -> Path:
             dtype=DTYPES[cfg.dtype],
             seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
             shards=axes["shard"],
-            replicate=world.ranks // axes["shard"],
-            local_ranks=world.local_ranks,
+            replicate=world.size // axes["shard"],
+            local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
             batch_size=cfg.batch_size,
-            rows=cfg.global_batch_size // world.ranks or cfg.batch_size * cfg.grad_accum,
+            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
             activation_checkpointing=cfg.activation_checkpointing,
             cpu_offload=cfg.cpu_offload,
             reshard_after_forward=cfg.reshard_after_forward,
@@ -246,7 +267,11 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
-        earlier.check_facts({**facts, "global_batch_size": wanted}, cfg.allow_new_data)
+        if earlier.checkpoint:
+            from utils.train.resume import check_facts
+
+            known = {**facts, "global_batch_size": wanted}
+            check_facts(earlier.state, known, cfg.allow_new_data)
         data_rank, data_ranks = data_place(world, axes)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, data_ranks
@@ -354,6 +379,8 @@ def main(cfg: Config) -> Path:
     act("resume")
     first = 0
     if checkpoint:
+        from utils.train.resume import load_checkpoint
+
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
         scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
     print0(f"starting at step {first} of {steps}")
@@ -363,13 +390,20 @@ def main(cfg: Config) -> Path:
     model.train()
     run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
-    profiler = start_profiler(out / "profile", world, first, steps) if cfg.profile else None
+    profiler, trackers = None, []
+    if cfg.profile or cfg.tensorboard or cfg.wandb:
+        from utils.train.profiling import start_profiler, start_trackers
+
+        if world.rank == 0:
+            trackers = start_trackers(out, cfg.tensorboard, cfg.wandb, first)
+        if cfg.profile:
+            profiler = start_profiler(out / "profile", world, first, steps)
     skipped, stop = 0, ""  # skipped: steps in a row that fp16 left out
     with (
         CheckpointSaver(
             out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
         ) as saver,
-        RunLog(out, steps, cfg.log_every, (cfg.tensorboard, cfg.wandb), first, run) as log,
+        RunLog(out, steps, cfg.log_every, trackers, first, run) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
@@ -417,7 +451,7 @@ def main(cfg: Config) -> Path:
                 seconds=seconds,
                 tokens_per_second=tokens / seconds,
                 peak_memory_gib=peak_bytes / GIB,
-                mfu=mfu(model, cfg.seq_len, tokens / seconds, world.device, world.size),
+                mfu=mfu(model, cfg.seq_len, tokens / seconds, world),
             )
             if profiler:
                 profiler.step()

@@ -29,10 +29,11 @@ from utils.data.prompts import Prompt, encode_prompt, pad_left, read_prompts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.loading import load_pieces
-from utils.model.sharding import DTYPES, compute_alone, settle_dtype, shard_model
-from utils.plan.fit import plan_parts
+from utils.model.sharding import DTYPES, settle_dtype
+from utils.plan.fit import room_here
+from utils.plan.need import must_and_comfortable
 from utils.plan.replay import units_of
-from utils.plan.states import Setting, estimate_states
+from utils.plan.states import Setting, estimate_states, sum_of
 from utils.run.distributed import (
     World,
     broadcast,
@@ -46,7 +47,8 @@ from utils.run.errors import ConfigError, act, check, escaped, others_code, prin
 from utils.run.folder import releases_output
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
-from utils.train.trained_run import load_weights, open_trained
+from utils.run.units import GIB
+from utils.train.trained_run import compute_alone, load_weights, open_trained, shard_model
 
 
 @dataclass
@@ -199,8 +201,22 @@ def plan_memory(cfg: Config, model, dtype: torch.dtype, encoded: list, world: Wo
     longest = max((len(ids) for ids in encoded), default=cfg.max_new_tokens)
     rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
     parts = estimate_generation(model, world.size, dtype, rows, longest, cfg.max_new_tokens)
-    fix = "a smaller --batch_size or --max_new_tokens, or more ranks"
-    plan_parts(parts, "generate", world, fix, cfg.force)
+    check_room(parts, world, cfg.force)
+
+
+def check_room(parts: dict[str, int], world: World, force: bool) -> None:
+    """Print what a rank needs by part and what there is. ConfigError where that is less, unless force."""
+    room = room_here(world)
+    must = sum(parts.values())
+    if world.device.type == "cuda":
+        must, _ = must_and_comfortable(must, must, world.size)
+    print0(f"memory    {sum_of(parts)} on the fullest rank")
+    print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
+    part, size = max(parts.items(), key=lambda part: part[1])
+    why = f"a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB"
+    fix = "a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try"
+    fits = force or must <= room.device
+    check(fits, f"this does not fit: {why}; there is {room.text} (fix: {fix})")
 
 
 def estimate_generation(

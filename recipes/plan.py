@@ -22,23 +22,18 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 
 import transformers
 
-from utils.model.folder import fetch_config, read_json
+from utils.model.folder import read_json
 from utils.model.options import Lora, Quant
 from utils.model.sharding import DTYPES
-from utils.plan.fit import (
-    FITS,
+from utils.plan.need import FITS, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
+from utils.plan.search import (
     RECOMPUTE,
-    TIGHT,
-    TOO_LARGE,
-    WHY_TIGHT,
-    Need,
-    Room,
-    answer_of,
     fastest,
+    flags_between,
     largest_batch,
+    levers_of,
     longest_row,
     methods,
-    need_of,
 )
 from utils.plan.states import Setting, planned_model
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
@@ -174,9 +169,9 @@ def main(cfg: Config) -> dict:
         if best:
             host = need_of(best).host * best.local_ranks
             answer = answer_of(best, need_of(best), room)
-            plan["recommended"] = best.levers() | {"answer": answer, "host_bytes": host}
+            plan["recommended"] = levers_of(best) | {"answer": answer, "host_bytes": host}
             plan["command"] = command(
-                cfg, best.flags_from(Setting(config, best.dtype, best.dtype, 1))
+                cfg, flags_between(Setting(config, best.dtype, best.dtype, 1), best)
             )
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
@@ -239,7 +234,10 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
         check(name[0] not in "./~", f"--model {name}: there is no such folder or file (fix: {fix})")
         near = [] if "/" in name else difflib.get_close_matches(name.lower(), known, 1, 0.8)
         check(not near, f"--model {name} is not known (did you mean {near and near[0]}?)")
-        return fetch_config(name, trust_remote_code, fix)
+    with others_code(
+        f"--model {name} is no folder, and its config cannot be had from the hub", fix
+    ):
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def shape_of(parameters: float, name: str) -> transformers.LlamaConfig:
@@ -278,7 +276,7 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
         need = need_of(setting)
         row = {
             "method": name,
-            "levers": setting.levers(),
+            "levers": levers_of(setting),
             "gpu_bytes": need.device,
             "comfortable_bytes": need.comfortable,
             "host_bytes": need.host * setting.local_ranks,

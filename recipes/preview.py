@@ -21,11 +21,11 @@ from utils.data.batches import GlobalBatches, divide_batch
 from utils.data.examples import (
     FormName,
     Rows,
+    check_positions,
     load_data,
     longest_row,
     print_data,
 )
-from utils.data.positions import check_positions
 from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
 from utils.model.loading import build_model, plan_pieces
@@ -122,7 +122,7 @@ def main(cfg: Config) -> bool:
     # --- world: one process, which stands for all ranks of the run --------------------------------
     act("world")
     world = alone(cfg.ranks)
-    axes = mesh_axes(world.ranks, cfg.replicate, cfg.shard)
+    axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
     model_name = cfg.model or str(TINY)
     dtype = settle_dtype(cfg.dtype, world.device)
     cfg = replace(
@@ -155,11 +155,11 @@ def main(cfg: Config) -> bool:
             dtype=DTYPES[cfg.dtype],
             seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
             shards=axes["shard"],
-            replicate=world.ranks // axes["shard"],
-            local_ranks=world.local_ranks,
+            replicate=world.size // axes["shard"],
+            local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
             batch_size=cfg.batch_size,
-            rows=cfg.global_batch_size // world.ranks or cfg.batch_size * cfg.grad_accum,
+            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
             activation_checkpointing=cfg.activation_checkpointing,
             cpu_offload=cfg.cpu_offload,
             reshard_after_forward=cfg.reshard_after_forward,
@@ -175,7 +175,7 @@ def main(cfg: Config) -> bool:
             compile=cfg.compile,
         )
         plan = plan_memory(setting, world, force=True)
-    data_ranks = world.ranks  # copies and shards both read rows of their own
+    data_ranks = world.size  # copies and shards both read rows of their own
     global_batch, micro_batches = divide_batch(
         cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, data_ranks
     )

@@ -23,8 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
 from utils.model.options import Lora, Quant
-from utils.model.sharding import recompute_activations, shard_model
+from utils.model.sharding import recompute_activations
 from utils.plan.states import Setting, planned_model
+from utils.train.trained_run import shard_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

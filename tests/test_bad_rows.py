@@ -24,7 +24,7 @@ from tiny import tiny_config, tiny_model_folder
 from transformers import AutoModelForCausalLM
 
 from utils.data.encode import Part
-from utils.data.positions import check_positions
+from utils.data.examples import check_positions
 from utils.data.rows import read_rows
 from utils.run.distributed import stop_distributed
 from utils.run.errors import ConfigError

@@ -21,7 +21,7 @@ import memory
 import step
 from measure import Worker
 
-from utils.plan.fit import Room, bytes_missing, need_of
+from utils.plan.need import Room, bytes_missing, need_of
 
 
 def contend(world, benchmark, contender, folder, out):

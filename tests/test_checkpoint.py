@@ -12,11 +12,11 @@ from ranks import run_ranks
 from tiny import build_optimizer, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
-from utils.model.sharding import shard_model
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver
 from utils.train.optim import clip_gradients
 from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
+from utils.train.trained_run import shard_model
 
 SMALL = {
     "hidden_size": 8,

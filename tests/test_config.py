@@ -18,7 +18,8 @@ import yaml
 
 from utils.run import foreign_flags
 from utils.run.errors import ConfigError
-from utils.run.settings import help_text, load_config, parse_cli, save_config
+from utils.run.help import help_text
+from utils.run.settings import kinds_of, load_config, parse_cli, save_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -264,7 +265,7 @@ def test_nothing_of_main_runs_before_the_command_line_is_understood(tmp_path):
 
 
 def test_help_is_the_comments_in_their_groups():
-    text = help_text(Config)
+    text = help_text(Config, kinds_of(Config))
     assert text.startswith("Flags, YAML and --help")  # the module's docstring
     assert [line for line in text.splitlines() if line in ("What", "How much", "How", "Where")] == [
         "What",
@@ -428,7 +429,7 @@ def test_a_path_is_saved_as_text(tmp_path):
 def test_inherited_fields_are_saved_and_described(tmp_path):
     save_config(WithLora(lora_rank=4, steps=2), tmp_path / "config.yaml")
     assert load_config(WithLora, tmp_path / "config.yaml") == WithLora(lora_rank=4, steps=2)
-    assert "--steps int" in help_text(WithLora)
+    assert "--steps int" in help_text(WithLora, kinds_of(WithLora))
 
 
 def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):

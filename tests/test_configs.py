@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from utils.model.options import Lora, Quant
 from utils.model.sharding import DTYPES
-from utils.plan.fit import need_of
+from utils.plan.need import need_of
 from utils.plan.states import Setting
 from utils.run.distributed import mesh_axes
 from utils.run.settings import load_config

@@ -13,12 +13,20 @@ from tiny import tiny_model_folder
 
 NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
+    "data/cache",
     "data/packing",
+    "data/prompts",
+    "data/tables",
     "model/attention",
     "model/lora",
+    "model/merge",
     "model/quantize",
+    "plan/search",
     "run/foreign_flags",
+    "run/help",
     "train/optim_8bit",
+    "train/profiling",
+    "train/resume",
     "train/trained_run",
 )  # what a plain run does without
 
@@ -133,6 +141,8 @@ def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
         ("model/quantize", "--lora_rank 4 --quantization 4bit"),
         ("train/optim_8bit", "--optimizer adamw_8bit"),
         ("run/foreign_flags", "--model_name X"),
+        ("plan/search", "--fit"),
+        ("train/profiling", "--tensorboard"),
     ],
 )
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import torch
 from templates import KINDS
 from test_tokens import byte_level
 
-from utils.data import cache
 from utils.data import examples as data
 from utils.data.batches import GlobalBatches, collate, permutation
 from utils.data.encode import Part
@@ -407,7 +406,7 @@ def test_the_form_and_each_sources_share_are_told(write, tokenizer):
 
 
 def test_reading_ends_some_rows_after_the_first_fault(write, tokenizer, monkeypatch):
-    monkeypatch.setattr(cache, "MORE_ROWS", 100)
+    monkeypatch.setattr(data, "MORE_ROWS", 100)
     file = write("endless.jsonl", "\n".join([LINE] * 10 + [BAD[0]] * 5000))
     *_, last = refusal(load_examples, file, tokenizer, 64).splitlines()
     assert last == "and 172 more"  # of 192 rows, three chunks

@@ -21,10 +21,11 @@ from utils.model.folder import ENCODERS, NOT_CAUSAL, SEQ2SEQ, check_model_config
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.saving import save_model
-from utils.model.sharding import compute_alone, recompute_activations, shard_model
+from utils.model.sharding import recompute_activations
 from utils.run.distributed import build_mesh, gather
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
+from utils.train.trained_run import compute_alone, shard_model
 
 README = Path(__file__).parent.parent / "recipes" / "README.md"
 TRAINED = [model_type for model_type in TYPES if model_type not in NOT_CAUSAL]

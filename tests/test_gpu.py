@@ -19,9 +19,9 @@ from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss
 from utils.model.quantize import KINDS
-from utils.model.sharding import shard_model
 from utils.plan.fit import room_here
 from utils.run.distributed import build_mesh, init_distributed, stop_distributed
+from utils.train.trained_run import shard_model
 
 pytestmark = [
     pytest.mark.gpu,

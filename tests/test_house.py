@@ -24,6 +24,10 @@ MAY_IMPORT = {  # room -> rooms that it may know
     "plan": {"train", "model", "run"},
 }
 LATE = {  # (file, what it imports within a function): optional and heavy, or deletable
+    ("data/examples", "data/cache"),
+    ("data/rows", "data/tables"),
+    ("plan/fit", "plan/search"),
+    ("run/settings", "run/help"),
     ("model/loading", "model/quantize"),
     ("plan/states", "model/lora"),
     ("plan/states", "train/optim_8bit"),
@@ -31,8 +35,8 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("train/trained_run", "model/lora"),
 }
 # Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit.
-LOADED_BUDGET = 50_900  # what the promised command has loaded after two steps; goal 45,000
-UTILS_BUDGET = 57_900  # all of utils; goal 58,000
+LOADED_BUDGET = 45_000  # what the promised command has loaded after two steps
+UTILS_BUDGET = 57_800  # all of utils
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",
@@ -251,13 +255,13 @@ def print_figures() -> None:
     late = sum(is_late for _, _, is_late in imports())
     print(f"{len(imports())} imports between files of utils, {late} of them late")
     loaded = tokens_by_room(loaded_files())
-    print("\n loaded  of all  by the promised command after two steps, budget and goal")
+    print("\n loaded  of all  by the promised command after two steps, and the budget")
     all_rooms = tokens_by_room(files())
     for room, tokens in loaded.items():
         print(f"{tokens:7,} {all_rooms[room]:7,}  {room}")
     utils = sum(tokens for room, tokens in all_rooms.items() if room.startswith("utils"))
-    print(f"{sum(loaded.values()):7,}          together; budget {LOADED_BUDGET:,}, goal 45,000")
-    print(f"        {utils:7,}  utils; budget {UTILS_BUDGET:,}, goal 58,000")
+    print(f"{sum(loaded.values()):7,}          together; budget {LOADED_BUDGET:,}")
+    print(f"        {utils:7,}  utils; budget {UTILS_BUDGET:,}")
     for name, tokens in OTHERS.items():
         print(f"{name}: {tokens}")
 

@@ -217,10 +217,13 @@ def test_model_code_comes_only_when_it_is_trusted(answers):
     [
         (
             "org/gated",
-            "org/gated is neither a folder nor can it be had from the hub: GatedRepoError",
+            "org/gated is no folder and cannot be had from the hub: GatedRepoError",
         ),
-        ("org/missing", "org/missing is neither a folder nor can it be had from the hub: Reposit"),
-        ("./output/modle", "./output/modle is not a folder (did you mean output/model?)"),
+        ("org/missing", "org/missing is no folder and cannot be had from the hub: Reposit"),
+        (
+            "./output/modle",
+            "./output/modle is not a folder, and no hub id like owner/name; did you mean output/model?",
+        ),
     ],
 )
 def test_what_cannot_be_fetched_is_one_line_on_all_ranks(answers, name, text):
@@ -238,7 +241,7 @@ def test_without_a_network_it_says_so_at_once_and_guesses_the_folder(tmp_path):
     )
     assert answer["seconds"] < 15
     assert answer["error"].startswith(
-        "output/modle is neither a folder (did you mean output/model?) nor can it be had from the hub"
+        "output/modle is no folder and cannot be had from the hub; did you mean output/model?"
     )
 
 

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.saving import save_model
-from utils.model.sharding import shard_model
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
+from utils.train.trained_run import shard_model
 
 IDS = torch.arange(40).view(2, 20) * 23 % 1003
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -31,9 +31,10 @@ from utils.model.lora import (
 )
 from utils.model.options import Lora, Quant
 from utils.model.quantize import quantize_linears
-from utils.model.sharding import recompute_activations, shard_model
+from utils.model.sharding import recompute_activations
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
+from utils.train.trained_run import shard_model
 
 EVERY = {"lora_targets": "all-linear", "use_rslora": True}
 CASES = {  # of Lora

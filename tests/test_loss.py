@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.data.batches import Batch
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
-from utils.model.sharding import shard_model
 from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
+from utils.train.trained_run import shard_model
 
 CPU = torch.device("cpu")
 ALL_KINDS = ["llama", "qwen2", "gemma2", "cohere", "granite", "mixtral", "qwen3_moe"]

@@ -23,17 +23,9 @@ from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.sharding import decoder_layers
-from utils.plan.fit import (
-    FITS,
-    Room,
-    answer_of,
-    fastest,
-    need_of,
-    refusal,
-    smallest_change,
-    trace_of,
-)
-from utils.plan.states import LEVERS, Setting, planned_model
+from utils.plan.need import FITS, Room, answer_of, need_of, trace_of
+from utils.plan.search import fastest, flags_between, levers_of, refusal, smallest_change
+from utils.plan.states import Setting, planned_model
 from utils.plan.trace import trace_step
 from utils.run.errors import ConfigError
 from utils.run.settings import parse_cli
@@ -264,8 +256,8 @@ def test_a_change_is_a_change_and_one_that_fits(turned, share):
     change = smallest_change(setting, room)
     if change:
         assert answer_of(change, need_of(change), room) == FITS
-        for name in LEVERS:
-            assert f"--{name} {setting.levers()[name]} " not in f"{change.flags_from(setting)} "
+        for name, value in levers_of(setting).items():
+            assert f"--{name} {value} " not in f"{flags_between(setting, change)} "
 
 
 @slow
@@ -472,7 +464,7 @@ def test_plan_refuses_what_means_nothing(flags, said):
 
 ROW = {
     "method": "full",
-    "levers": of_llama().levers(),
+    "levers": levers_of(of_llama()),
     "gpu_bytes": GIB,
     "comfortable_bytes": 2 * GIB,
     "host_bytes": GIB,
@@ -491,7 +483,7 @@ def test_a_row_says_how_it_fits_and_marks_lengths_that_the_model_was_not_made_fo
 
 
 def test_the_recommended_line_names_the_host_memory_that_it_needs():
-    best = of_llama(cpu_offload=True).levers()
+    best = levers_of(of_llama(cpu_offload=True))
     best |= {"answer": "fits tightly", "host_bytes": 167 * GIB}
     found = {"recommended": best, "command": "torchrun"}
     first, _, last = plan.recommendation(plan.Config(model="7B"), found)

@@ -19,12 +19,18 @@ from tiny import build_optimizer, tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from utils.model.sharding import shard_model
 from utils.plan.states import States, estimate_states, sum_of
+from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.run.log import TRACKERS, RunLog
-from utils.train.optim import check_packages
-from utils.train.profiling import flops_per_token, matmul_parameters, peak_flops, peak_flops_of
+from utils.run.log import RunLog
+from utils.train.optim import (
+    check_packages,
+    flops_per_token,
+    matmul_parameters,
+    peak_flops,
+)
+from utils.train.profiling import Tracker, start_trackers
+from utils.train.trained_run import shard_model
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = {
@@ -132,7 +138,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 def test_tensorboard_gets_every_number(tmp_path):
     check_packages("auto", "adamw", True, False, "fp32", "")
-    log = RunLog(tmp_path, total_steps=2, trackers=(True, False))
+    log = RunLog(tmp_path, total_steps=2, trackers=start_trackers(tmp_path, True, False, 0))
     log.step(step=1, **NUMBERS)
     log.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -145,7 +151,8 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
     for run, done, loss in ((1, 0, 1.0), (2, 2, 2.0)):
-        log = RunLog(tmp_path, 4, trackers=(True, False), done=done, run=run)
+        trackers = start_trackers(tmp_path, True, False, done)
+        log = RunLog(tmp_path, 4, trackers=trackers, done=done, run=run)
         for step in range(done + 1, 5):
             log.step(step=step, loss=loss)
         log.close()
@@ -220,17 +227,17 @@ def test_a_tied_table_counts_as_the_head_and_experts_by_visits():
     ],
 )
 def test_peaks_are_known_by_the_names_that_torch_gives(name, tera):
-    assert peak_flops_of(name) == tera * 1e12
+    assert peak_flops(name) == tera * 1e12
 
 
 def test_unknown_devices_have_no_peak():
-    assert peak_flops(torch.device("cpu")) is None
+    assert peak_flops(ALONE.gpu_name) is None
     for name in (
         "NVIDIA A10G",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     ):
-        assert peak_flops_of(name) is None
+        assert peak_flops(name) is None
 
 
 PEAK = """
@@ -322,10 +329,10 @@ def broken(where):
 
 
 @pytest.mark.parametrize("where", ["start", "log", "close"])
-def test_a_tracker_that_fails_is_left_out_with_one_warning(where, tmp_path, capsys, monkeypatch):
+def test_a_tracker_that_fails_is_left_out_with_one_warning(where, tmp_path, capsys):
     """Row 57 of the fault matrix, for a service that is down."""
-    monkeypatch.setitem(TRACKERS, "TensorBoard", broken(where))
-    log = RunLog(tmp_path, total_steps=2, log_every=3, trackers=(True, False))
+    tracker = Tracker("TensorBoard", broken(where), tmp_path, 0)
+    log = RunLog(tmp_path, total_steps=2, log_every=3, trackers=[tracker])
     log.step(step=1, loss=1.0)
     log.close()
     said = (

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from utils.model.sharding import shard_model
 from utils.plan.states import estimate_states
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver
 from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
+from utils.train.trained_run import shard_model
 
 SHAPES = {
     "uneven": (37, 512),  # rows are whole blocks of 256

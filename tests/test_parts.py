@@ -14,7 +14,6 @@ from tiny import tiny_config, tiny_model_folder
 from transformers import AutoConfig
 
 from utils.model.loading import build_model
-from utils.plan.fit import plan_parts
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 
@@ -52,10 +51,10 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path):
 def test_what_does_not_fit_is_refused_with_its_remedy_and_forced():
     parts = {"a weight": 2**60, "buffers": 2**20}
     with pytest.raises(
-        ConfigError, match=r"most of it a weight, .* \(fix: fewer ranks; or --force to try\)"
+        ConfigError, match=r"most of it a weight, .* \(fix: a smaller .*; or --force to try\)"
     ):
-        plan_parts(parts, "merge", ALONE, "fewer ranks")
-    plan_parts(parts, "merge", ALONE, "fewer ranks", force=True)
+        generate.check_room(parts, ALONE, force=False)
+    generate.check_room(parts, ALONE, force=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "qwen3_moe", "gemma2"])

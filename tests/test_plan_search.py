@@ -16,7 +16,8 @@ from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.plan import trace
-from utils.plan.fit import Room, bytes_missing, largest_batch, longest_row, most, need_of
+from utils.plan.need import Room, bytes_missing, need_of
+from utils.plan.search import largest_batch, longest_row, most
 from utils.plan.states import Setting
 from utils.run.units import GIB
 

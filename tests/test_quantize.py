@@ -28,9 +28,10 @@ from utils.model.quantize import (
     dequantize,
     quantize_linears,
 )
-from utils.model.sharding import decoder_layers, recompute_activations, shard_model
+from utils.model.sharding import decoder_layers, recompute_activations
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
+from utils.train.trained_run import shard_model
 
 KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
 # rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks

@@ -9,19 +9,9 @@ from dataclasses import replace
 import torch
 from test_memory_plan import PLENTY, of_llama
 
-from utils.plan.fit import (
-    FITS,
-    TIGHT,
-    TOO_LARGE,
-    Room,
-    answer_of,
-    compare_reserved,
-    fastest,
-    must_and_comfortable,
-    need_of,
-    room_sentence,
-    ways,
-)
+from utils.plan.fit import compare_reserved, room_sentence
+from utils.plan.need import FITS, TIGHT, TOO_LARGE, Room, answer_of, must_and_comfortable, need_of
+from utils.plan.search import fastest, ways
 from utils.run.distributed import use_expandable_segments
 from utils.run.units import GIB
 

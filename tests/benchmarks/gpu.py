@@ -9,14 +9,16 @@ import importlib.util
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from measure import Worker, measured, run_worker  # also puts the repository on sys.path
 from step import hf_trainer, median_step, step_ends
 
+from utils.run.distributed import ALONE
 from utils.run.memory import peak_memory_bytes
-from utils.train.profiling import mfu
+from utils.train.optim import mfu
 
 CONTENDERS = {
     "plain": "the recipe's step, nothing recomputed; 8 micro-batches of 1 row",
@@ -95,7 +97,7 @@ def contend(worker: Worker) -> dict[str, float]:
     assert len(ends) == WARM_UP + TIMED, ends
     seconds, _ = median_step(ends[WARM_UP - 1 :])
     speed = ROWS * seq_len / seconds
-    share = mfu(model, seq_len, speed, device, 1)  # None on a CPU
+    share = mfu(model, seq_len, speed, replace(ALONE, device=device))  # None on a CPU
     numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
     return numbers | {
         "peak_bytes": peak_memory_bytes(),
@@ -115,9 +117,10 @@ def _ours(
 
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
-    from utils.model.sharding import decoder_layers, recompute_activations, shard_model
+    from utils.model.sharding import decoder_layers, recompute_activations
     from utils.run.distributed import build_mesh
     from utils.train.optim import clip_gradients
+    from utils.train.trained_run import shard_model
 
     device, name = worker.world.device, worker.contender
     offload = name == "offload_1b"

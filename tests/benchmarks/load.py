@@ -27,8 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.pieces import transfer
-from utils.model.sharding import shard_model
 from utils.run.distributed import all_reduce_sum, build_mesh
+from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "ours": "utils/model/loading.py: built on meta, sharded, then each rank reads its own slices",

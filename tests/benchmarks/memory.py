@@ -19,12 +19,13 @@ from tiny import build_optimizer
 from utils.model.loading import load_pieces
 from utils.model.lora import init_lora
 from utils.model.options import Lora, Quant
-from utils.model.sharding import recompute_activations, shard_model
-from utils.plan.fit import need_of
+from utils.model.sharding import recompute_activations
+from utils.plan.need import need_of
 from utils.plan.states import Setting, planned_model
 from utils.run.distributed import World, build_mesh
 from utils.run.units import GIB
 from utils.train.optim import clip_gradients
+from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "settings": "recompute, rows, length, LoRA, 8bit, 4bit, offload and dtypes, alone and together"

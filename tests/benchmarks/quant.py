@@ -20,8 +20,9 @@ from utils.model.lora import add_adapters, base_names, cast_frozen, init_lora
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.quantize import KINDS, quantize_linears
-from utils.model.sharding import decoder_layers, shard_model
+from utils.model.sharding import decoder_layers
 from utils.run.distributed import all_reduce_sum, build_mesh
+from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "16bit": "LoRA over bf16 weights",

@@ -36,10 +36,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from utils.model import saving
 from utils.model.folder import open_weights
 from utils.model.loading import plan_pieces
-from utils.model.sharding import shard_model
 from utils.run.distributed import broadcast, build_mesh
 from utils.train.checkpoint import CheckpointSaver, checkpoint_tensors
 from utils.train.optim import clip_gradients
+from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "ours": "utils/model/saving.py: every rank writes its shards at their places, reads back, compares",

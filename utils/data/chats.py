@@ -18,12 +18,12 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from .formats import THOUGHTS
-from .templates import adds_bos
 from .tokens import (
     MARK,
     SCHEMA,
     Encoded,
     Sequence,
+    adds_bos,
     encode,
     hidden,
     render,

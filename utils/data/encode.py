@@ -1,23 +1,14 @@
-"""Rows -> token ids, some rows at a time, in this process or in one for each core. It needs no torch, so that
-these processes start in a second and stay small.
+"""Rows -> token ids, some rows at a time. It needs no torch, so that processes that do only this start in a
+second and stay small: see cache.py.
 """
 
 import hashlib
-import multiprocessing
-import os
-import signal
-import sys
-import types
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..run.errors import ConfigError, check
-from ..run.signals import die_with_parent
 from .chats import encode_chat, encode_plain, render_chats
 from .formats import parse_columns, renamed, to_messages
 from .rows import as_object
@@ -172,62 +163,3 @@ def chunks(found: Iterable) -> Iterator[list]:
             yield rows
             rows, size_bytes = [], 0
     yield rows
-
-
-@contextmanager
-def processes(function: Callable) -> Iterator[Callable]:
-    """run(chunks) -> (label, function(rows)) for each (label, rows) of the chunks, in their order, by one
-    process for each core.
-    """
-    count = len(os.sched_getaffinity(0))
-    # A fork would copy the threads of torch and gloo in whatever state they are.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
-
-    def run(labelled: Iterable[tuple]) -> Iterator[tuple]:
-        waiting = deque()
-        for label, rows in labelled:
-            with no_main():
-                waiting.append((label, pool.submit(_run, rows)))
-            if len(waiting) > 4 * count:
-                label, part = waiting.popleft()
-                yield label, part.result()
-        for label, part in waiting:
-            yield label, part.result()
-
-    try:
-        yield run
-    except BrokenProcessPool:
-        raise ConfigError(
-            "a process that tokenizes was killed, most likely because memory ran out"
-            " (fix: more host memory, or taskset to fewer cores)"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def no_main() -> Iterator[None]:
-    """Processes that start within it do not import the main file of this process, as they would otherwise: a
-    recipe takes seconds, and the function is all that they need.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _start(function: Callable, parent: int) -> None:
-    global _function
-    # Ctrl-C goes to all processes of a terminal; the parent alone reacts.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    if os.getppid() != parent:  # the parent died while this process started
-        os._exit(1)
-    _function = function
-
-
-def _run(rows: list) -> Part:
-    return _function(rows)

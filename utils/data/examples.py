@@ -1,28 +1,43 @@
 """Rows -> examples: tokenized, mixed by weights, held out."""
 
 import hashlib
+import io
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
 from ..run.units import IGNORE
-from .cache import cached_tokens, tokens_in_memory
-from .encode import TWICE, Rows, encode_rows
+from .encode import TWICE, Part, Rows, chunks, encode_rows
 from .formats import FORMS, IGNORED
-from .rows import find_sources
+from .rows import Source, find_sources
 
-# bytes of data that are tokenized in memory at each start; more of it is kept: see cache.py
+# Bytes of data that are tokenized in memory at each start. What more of it becomes is kept: see cache.py.
 SMALL = 2**24
+MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
 BAD_ROWS = "bad_rows.jsonl"
+FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and what there is to say of them
+    "ids": torch.int32,
+    "loss_mask": torch.uint8,
+    "bounds": torch.int64,
+    "keys": torch.int64,
+    "trained_tokens": torch.int64,
+    "places": torch.uint8,
+    "place_ends": torch.int64,
+    "said": torch.uint8,
+}
 FormName = Literal["auto", *FORMS.values()]
 
 
@@ -34,6 +49,17 @@ class Origin(NamedTuple):
     forms: dict[str, int]  # form -> rows
     first: int
     last: int
+
+
+class Places:
+    """The places of rows, as texts back to back: text i ends before byte ends[i]."""
+
+    def __init__(self, texts: torch.Tensor, ends: torch.Tensor):
+        self.texts, self.ends = texts, ends
+
+    def __getitem__(self, i: int) -> str:
+        begin = self.ends[i - 1] if i else 0
+        return bytes(self.texts[begin : self.ends[i]].numpy()).decode("utf-8", "surrogateescape")
 
 
 class Example(NamedTuple):
@@ -161,6 +187,40 @@ def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
     return min(seq_len, math.ceil(longest / 8) * 8)
 
 
+def check_positions(model: nn.Module, seq_len: int, *parts: Examples | None) -> None:
+    """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than rotary
+    positions were trained for, and print a note where only --seq_len is.
+
+    In a pack the positions of each document begin at 0, so the longest row decides.
+    """
+    config = model.config.get_text_config()
+    known = getattr(config, "max_position_embeddings", None) or 0
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not known or rope.get("rope_type", "default") not in ("default", "llama3"):
+        return
+    longest, where = 0, ""
+    for part in parts:
+        if part and int(part.lengths.max()) > longest:
+            longest = int(part.lengths.max())
+            where = part[int(part.lengths.argmax())].where
+    lengths = f"{where} has {longest:,} tokens, and the model {known:,} positions"
+    table = next(
+        (name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)), ""
+    )
+    check(
+        longest <= known or not table,
+        f"{lengths}, learned ones ({table}) (fix: --seq_len {known})",
+    )
+    if not rope and not table:
+        return
+    if longest > known:
+        print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
+    elif seq_len > known:
+        print0(
+            f"positions the model has {known:,}, less than --seq_len; the longest row has {longest:,} tokens"
+        )
+
+
 def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
     """The rows of a data set as token ids and labels. progress: a bar, if standard error is a terminal.
 
@@ -171,12 +231,83 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
     rows = replace(rows, eval_dataset="", eval_share=0.0)  # the tokens do not depend on them
     files = [file for source in sources for file in source.files if file.is_file()]
     large = sum(file.stat().st_size for file in files) > SMALL and not rows.max_rows
+    encode = partial(encode_rows, tokenizer=tokenizer, rows=rows)
     name = f"tokenizing {escaped(rows.dataset)}"
     with tqdm(desc=name, unit=" rows", disable=None if progress else True) as bar:
-        make = cached_tokens if large else tokens_in_memory
-        arrays, said = make(sources, partial(encode_rows, tokenizer=tokenizer, rows=rows), bar)
-    said["origins"] = [Origin(*origin) for origin in said["origins"]]
-    return draw(Examples(**arrays, **said))
+        write = partial(write_tokens, sources, rows, bar)
+        if large:
+            from .cache import cached_tokens
+
+            return read_tokens(partial(mapped, cached_tokens(sources, encode, write)))
+        files: dict[str, io.BytesIO] = {}
+        write(
+            lambda name: files.setdefault(name, io.BytesIO()),
+            lambda numbered: ((number, encode(rows)) for number, rows in numbered),
+        )
+        return read_tokens(
+            lambda name, dtype: torch.frombuffer(files[name].getbuffer(), dtype=dtype)
+        )
+
+
+def mapped(folder: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A file as a tensor of one axis; what is not looked at stays on the disk."""
+    file = folder / name
+    return torch.from_file(str(file), size=file.stat().st_size // dtype.itemsize, dtype=dtype)
+
+
+def write_tokens(
+    sources: list[Source],
+    rows: Rows,
+    bar: tqdm,
+    open_file: Callable[[str], BinaryIO],
+    run: Callable[[Iterable], Iterator[tuple[int, Part]]],
+) -> None:
+    """Write what read_tokens reads. run: tokenizes (number of a source, some rows). ConfigError: bad rows."""
+    total = Part()
+    ends = [0] * len(sources)
+    forms = [Counter() for _ in sources]
+    place_end = 0
+    last_row = math.inf
+    numbered = (
+        (number, found)
+        for number, source in enumerate(sources)
+        for found in chunks(islice(source.read(), rows.max_rows or None))
+    )
+    files = {name: open_file(name) for name in FILES}
+    for number, part in run(numbered):
+        total.join(part)
+        files["ids"].write(part.ids)
+        files["loss_mask"].write(part.loss_mask)
+        for where in part.where:
+            place_end += files["places"].write(where.encode("utf-8", "surrogateescape"))
+            files["place_ends"].write(place_end.to_bytes(8, "little"))
+        forms[number].update(part.forms)
+        ends[number] = len(total.lengths)
+        bar.update(part.rows)
+        if total.bad and rows.bad_rows == "error":
+            last_row = min(last_row, total.rows + MORE_ROWS)
+        if total.rows >= last_row:
+            break
+    total.close(rows)
+    bounds = torch.tensor([0, *total.lengths]).cumsum(0)
+    files["bounds"].write(memoryview(bounds.numpy()))
+    files["trained_tokens"].write(total.trained_tokens)
+    files["keys"].write(total.keys)
+    said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
+    said["origins"] = [
+        (source.name, source.weight, form, first, last)
+        for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
+    ]
+    files["said"].write(json.dumps(said).encode())
+
+
+def read_tokens(read: Callable[[str, torch.dtype], torch.Tensor]) -> Examples:
+    """The examples in the files that write_tokens wrote. read: one of them, by name, as a tensor (n,)."""
+    arrays = {name: read(name, dtype) for name, dtype in FILES.items()}
+    said = json.loads(bytes(arrays.pop("said").numpy()))
+    where = Places(arrays.pop("places"), arrays.pop("place_ends"))
+    origins = [Origin(*origin) for origin in said.pop("origins")]
+    return draw(Examples(**arrays, where=where, origins=origins, **said))
 
 
 @lru_cache(maxsize=4)

@@ -1,13 +1,9 @@
 """What --dataset names -> rows, one by one: files, folders, patterns, data sets of the hub, and mixtures of
 several with weights. A .jsonl file is read line by line, so that each fault has its line.
-
-CSV: https://docs.python.org/3/library/csv.html. Data sets: https://huggingface.co/docs/datasets
 """
 
-import csv
 import glob
 import gzip
-import io
 import itertools
 import json
 import re
@@ -19,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from ..run.errors import ConfigError, check
 from ..run.files import did_you_mean, impostor
-from .formats import form_of, json_name
+from .formats import json_name
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
 LONGEST = 2**26  # bytes of a line, or of a text
@@ -87,6 +83,8 @@ def find_sources(name: str) -> list[Source]:
     for match, weight in zip(matches, weights, strict=True):
         files = files_of(match[1])
         if files is None:
+            from .tables import open_data_set
+
             files, read = open_data_set(match[1])
         else:
             read = partial(read_files, match[1], files)
@@ -155,14 +153,10 @@ def read_file(path: Path) -> Found:
         file.seek(0)
         if kind == ".jsonl":
             yield from read_lines(file, path)
-        elif kind == ".parquet":
-            yield from _numbered(path, _parquet(file), 1)
-        elif kind == ".csv":
-            csv.field_size_limit(LONGEST)
-            rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-            yield from _numbered(path, map(without_nulls, rows), 2)
-        elif kind == ".json":
-            yield from _numbered(path, _json(file.read()), 1)
+        elif kind in (".json", ".csv", ".parquet"):
+            from .tables import read_table
+
+            yield from read_table(file, kind, path)
         else:
             content = file.read(LONGEST + 1)
             check(
@@ -189,55 +183,3 @@ def read_lines(file: BinaryIO, path: Path) -> Found:
             )
         if line.strip():
             yield where, line
-
-
-def _numbered(path: Path, rows: Iterator, first: int) -> Found:
-    for number, row in enumerate(rows, start=first):
-        yield f"{path} row {number}", row
-
-
-def _json(content: bytes) -> Iterator:
-    """The rows of a .json file: an array, one object, or an object with one list of rows, {"data": [...]}."""
-    value = json.loads(content.decode("utf-8-sig") or "[]")
-    if isinstance(value, dict) and not form_of(value):
-        lists = [rows for rows in value.values() if isinstance(rows, list)]
-        value = lists[0] if len(lists) == 1 else [value]
-    return iter(value if isinstance(value, list) else [value])
-
-
-def _parquet(file: BinaryIO) -> Iterator[dict]:
-    import pyarrow.parquet
-
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024):
-        yield from map(without_nulls, batch.to_pylist())
-
-
-def open_data_set(name: str) -> tuple[list[Path], Callable[[], Found]]:
-    """(files, a function that reads the rows) of a data set of the hub, its split "train", or of one that
-    save_to_disk wrote.
-    """
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        is_folder = Path(name).is_dir()
-        found = datasets.load_from_disk(name) if is_folder else datasets.load_dataset(name)
-    except Exception as error:  # files, network, repositories: anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ConfigError(
-            f"--dataset {name}: neither a file nor a data set that can be read: {reason}"
-        ) from None
-    if isinstance(found, datasets.DatasetDict):
-        check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
-        found = found["train"]
-    files = [Path(file["filename"]) for file in found.cache_files]
-    return files, lambda: _numbered(Path(name), map(without_nulls, found), 0)
-
-
-def without_nulls(value: object) -> object:
-    """A row of a table without its nulls and empty texts: a table has every column in every row."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item not in (None, "")}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value

@@ -12,7 +12,6 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 
 from ..run.distributed import World, gather, host_name, together
 from ..run.errors import ConfigError, check, first_five, others_code, reason_of_others
-from ..run.files import AGAIN, file_inside, impostor
+from ..run.files import AGAIN, did_you_mean, file_inside, impostor
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -82,11 +81,11 @@ def find_model(name: str, world: World, trust_remote_code: bool = False) -> Path
             f"{name} is no folder on {host_name()} (fix: a shared disk)",
         )
         known = folder.is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
-        check(known, f"{name} is not a folder{near_folder(folder)}, and no hub id like owner/name")
+        check(known, f"{name} is not a folder, and no hub id like owner/name{did_you_mean(folder)}")
     fetched = ""
     with together(world, patient=True):
         if world.local_rank == 0:
-            fetched = _fetch(name, trust_remote_code, near_folder(folder))
+            fetched = _fetch(name, trust_remote_code, did_you_mean(folder))
     # what this machine's first rank has found
     return Path(gather(world, fetched)[world.rank - world.local_rank])
 
@@ -99,24 +98,8 @@ def _fetch(name: str, trust_remote_code: bool, near: str) -> str:
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FILES)
     except Exception as error:  # of the network, the hub, the disk
         fix = "its name; HF_TOKEN where it is private or gated; HF_HOME on a disk with room"
-        what = f"{name} is neither a folder{near} nor can it be had from the hub"
+        what = f"{name} is no folder and cannot be had from the hub{near}"
         raise ConfigError(f"{what}: {reason_of_others(error)} (fix: {fix})") from None
-
-
-def fetch_config(name: str, trust_remote_code: bool, fix: str) -> transformers.PretrainedConfig:
-    """The transformers config of a hub id, for what needs no weights."""
-    try:
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        what = f"--model {name} is no folder, and its config cannot be had from the hub"
-        raise ConfigError(f"{what}: {reason_of_others(error)} (fix: {fix})") from None
-
-
-def near_folder(folder: Path) -> str:
-    """A folder of almost the same name, as " (did you mean X?)"; else nothing."""
-    names = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    near = get_close_matches(folder.name, names, n=1)
-    return f" (did you mean {folder.with_name(near[0])}?)" if near else ""
 
 
 @dataclass(frozen=True)

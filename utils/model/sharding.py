@@ -10,14 +10,7 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.core_model_loading import build_glob_alternation
 
@@ -92,62 +85,20 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     return [*found, Unit([model], param_dtype, reshard_after_forward=False)]
 
 
-def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    reshard_after_forward=True,
-    cpu_offload=False,
-) -> nn.Module:
-    """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
-
-    The shards keep the parameters' dtype (fp32 masters); they are gathered in `dtype`, but for the modules
-    that the model's family computes with in fp32, and gradients are reduced in fp32. What goes into a layer
-    is not cast: some of it (rotary tables, states) is fp32 on purpose, and the rest has the embedding's
-    dtype. So the logits are those of from_pretrained(dtype=dtype), to the bit.
-
-    reshard_after_forward False keeps the layers gathered until their backward, like ZeRO stage 2: less
-    traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host.
-    """
-    offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    for unit in units(model, dtype):
-        fully_shard(
-            unit.modules,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward and unit.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=unit.param_dtype,
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=unit.cast_forward_inputs,
-            ),
-            offload_policy=offload,
-        )
-        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
-    return model
-
-
 def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the buffers of a model on meta the dtypes of from_pretrained(dtype=dtype), and what is trained in
     one unit one dtype to be stored in, as FSDP2 wants it. Some families make some weights in fp32.
     """
     dtypes = dtypes_as_loaded(model, dtype)
     for name, buffer in model.named_buffers():
-        _cast(buffer, dtypes.get(plain_name(name)))
+        cast_to(buffer, dtypes.get(plain_name(name)))
     apart = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad and p not in apart]
     for parameter in trained:
-        _cast(parameter, max(trained, key=torch.numel).dtype)
+        cast_to(parameter, max(trained, key=torch.numel).dtype)
 
 
-def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """For a model on meta that is not sharded: the dtypes that from_pretrained(dtype=dtype) gives."""
-    dtypes = dtypes_as_loaded(model, dtype)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        _cast(tensor, dtypes.get(plain_name(name)))
-    return model
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+def cast_to(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
     if dtype and tensor.is_floating_point():
         tensor.data = tensor.data.to(dtype)
 

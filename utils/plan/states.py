@@ -13,16 +13,6 @@ from ..model.options import Lora, Quant
 from ..model.pieces import rows_of_full_shard
 from ..run.units import GIB, MIB
 
-LEVERS = (
-    "batch_size",
-    "grad_accum",
-    "activation_checkpointing",
-    "cpu_offload",
-    "reshard_after_forward",
-    "lora_rank",
-    "quantization",
-)  # flags that a plan may change
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -55,30 +45,6 @@ class Setting:
     @property
     def grad_accum(self) -> int:
         return max(1, self.rows // self.batch_size)
-
-    def levers(self) -> dict[str, object]:
-        """The flags that a plan may change."""
-        values = (
-            self.batch_size,
-            self.grad_accum,
-            self.activation_checkpointing,
-            self.cpu_offload,
-            self.reshard_after_forward,
-            self.lora.lora_rank,
-            self.quant.quantization,
-        )
-        return dict(zip(LEVERS, values, strict=True))
-
-    def flags_from(self, other: "Setting") -> str:
-        """The flags that lead from `other` to this setting, as they are typed."""
-        words = []
-        before = other.levers()
-        for name, value in self.levers().items():
-            if value == before[name]:
-                continue
-            text = str(value).lower() if isinstance(value, bool) else value
-            words.append(f"--{name}" if value is True else f"--{name} {text}")
-        return " ".join(words)
 
 
 @dataclass(frozen=True)

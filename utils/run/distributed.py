@@ -43,18 +43,6 @@ class World:
     local_size: int
     device: torch.device
 
-    plans_for: int = 0  # ranks of one machine that preview.py plans for; 0: these
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the run."""
-        return self.plans_for or self.size
-
-    @property
-    def local_ranks(self) -> int:
-        """Those of this machine."""
-        return self.plans_for or self.local_size
-
     @property
     def gpu_name(self) -> str:
         """What CUDA calls the GPU; "" on a CPU."""
@@ -71,7 +59,7 @@ def alone(ranks: int = 0) -> World:
     if _env_int("RANK"):
         sys.exit(0)
     ranks = ranks or _env_int("WORLD_SIZE", 1)
-    return World(0, 1, 0, 1, _device(0, 1), plans_for=ranks)
+    return World(0, ranks, 0, ranks, _device(0, 1))
 
 
 def init_distributed() -> World:
@@ -144,7 +132,7 @@ def _set_timeouts(seconds: float) -> None:
 def gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
-    if world.size > 1:
+    if world.size > 1 and dist.is_initialized():
         dist.all_gather_object(values, value)
     return values
 
@@ -152,7 +140,7 @@ def gather(world: World, value: object) -> list:
 def broadcast(world: World, value: object, source: int = 0) -> object:
     """`value` of rank `source`, on every rank."""
     box = [value if world.rank == source else None]
-    if world.size > 1:
+    if world.size > 1 and dist.is_initialized():
         dist.broadcast_object_list(box, src=source)
     return box[0]
 
@@ -275,9 +263,9 @@ def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
 
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     """What the mesh does, for the plan."""
-    ranks = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     cores = os.cpu_count()
-    if world.device.type == "cpu" and world.local_ranks > (cores or 1):
+    if world.device.type == "cpu" and world.local_size > (cores or 1):
         ranks += f" that share {cores} cores"
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     weights = f"{copies}every weight cut into {axes['shard']}"
@@ -291,5 +279,5 @@ def data_place(world: World, axes: dict[str, int]) -> tuple[int, int]:
     """
     data_axes = [axis for axis in ("replicate", "shard") if axis in axes]
     data_ranks = math.prod(axes[axis] for axis in data_axes)
-    ranks_per_data_rank = world.ranks // data_ranks
+    ranks_per_data_rank = world.size // data_ranks
     return world.rank // ranks_per_data_rank, data_ranks

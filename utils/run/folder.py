@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import wraps
 from itertools import count
@@ -82,6 +83,17 @@ def at_end(call: Callable[[], None]) -> None:
 def holds_run(out: Path | None) -> bool:
     """Whether a folder has anything of an earlier run."""
     return out is not None and any((out / name).exists() for name in RUN_FILES)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What an earlier start left in the run folder. checkpoint: to continue from, None for a fresh start;
+    state: what it was saved with; finished: the steps after which the run ended, 0 if it did not.
+    """
+
+    checkpoint: Path | None = None
+    state: dict = field(default_factory=dict)
+    finished: int = 0
 
 
 def start_run(out: Path, cfg: object, planned: dict) -> int:

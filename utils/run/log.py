@@ -1,15 +1,13 @@
-"""The console line, metrics.jsonl, TensorBoard and Weights & Biases."""
+"""The console line and metrics.jsonl."""
 
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
-from .errors import print0
 from .files import disk_errors
 
 LINE = {
@@ -27,19 +25,17 @@ class RunLog:
     """Where the numbers of a run go: a line on stdout, folder/metrics.jsonl, and trackers on demand.
 
     Without a folder, or as start 0 of the run, it does nothing: so on all ranks but rank 0. On a terminal
-    there is a progress bar with the time left, in a log only whole lines. trackers: whether TensorBoard and
-    Weights & Biases are wanted; one that fails is left out with a warning. done: the step that was resumed
+    there is a progress bar with the time left, in a log only whole lines. trackers: of profiling.py, which
+    get the same numbers. done: the step that was resumed
     from; run: which start of the run this is. Lines of later steps that an earlier start wrote stay.
     """
 
-    def __init__(
-        self, folder: Path | None, total_steps, log_every=1, trackers=(False, False), done=0, run=1
-    ):
+    def __init__(self, folder: Path | None, total_steps, log_every=1, trackers=(), done=0, run=1):
         self.folder = folder if run else None
         self.total_steps = total_steps
         self.log_every = log_every
         self.run = run
-        self.trackers: dict[str, tuple[Callable, Callable]] = {}  # name -> (log, close)
+        self.trackers = trackers
         silent = self.folder is None or not sys.stdout.isatty()
         self.bar = tqdm(
             total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent
@@ -50,21 +46,6 @@ class RunLog:
             # a last line that a kill cut would spoil the next
             with open(folder / "metrics.jsonl", "r+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
-        for (name, start), wanted in zip(TRACKERS.items(), trackers, strict=True):
-            if wanted:
-                self.try_tracker(name, self.start_tracker, name, start, done)
-
-    def start_tracker(self, name: str, start: Callable, done: int) -> None:
-        self.trackers[name] = start(self.folder, done)
-
-    def try_tracker(self, name: str, call: Callable, *arguments: object) -> None:
-        """Call something of a tracker; where it fails the run goes on without it."""
-        try:
-            call(*arguments)
-        except Exception as error:  # of a package, a disk, a network
-            self.trackers.pop(name, None)
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            print0(f"warning: the run goes on without {name}: {reason}")
 
     def step(self, **numbers: float | None) -> None:
         """Record what is known after optimizer step `step` (from 1): one JSON object, and perhaps a line.
@@ -80,8 +61,8 @@ class RunLog:
         with disk_errors(path), open(path, "a") as file:
             file.write(json.dumps({"run": self.run, **finite}) + "\n")
         step = numbers.pop("step")
-        for name, (log, _) in list(self.trackers.items()):
-            self.try_tracker(name, log, numbers, step)
+        for tracker in self.trackers:
+            tracker.log(numbers, step)
         shown = [form.format(numbers[name]) for name, form in LINE.items() if name in numbers]
         try:
             self.bar.update(step - self.bar.n)
@@ -103,29 +84,5 @@ class RunLog:
     def close(self) -> None:
         """Finish the bar and the trackers."""
         self.bar.close()
-        for name, (_, close) in list(self.trackers.items()):
-            self.try_tracker(name, close)
-
-
-def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
-    """A log in folder/tensorboard; steps after `done`, of an earlier start, are purged."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
-
-    def log(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-
-    return log, writer.close
-
-
-def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
-    """A run of Weights & Biases, named like the folder."""
-    import wandb
-
-    run = wandb.init(dir=folder, name=folder.name)
-    return lambda numbers, step: run.log(numbers, step=step), run.finish
-
-
-TRACKERS = {"TensorBoard": start_tensorboard, "Weights & Biases": start_wandb}
+        for tracker in self.trackers:
+            tracker.close()

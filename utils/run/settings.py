@@ -1,7 +1,6 @@
 """A recipe's settings: a flat dataclass <- YAML <- flags; strict names and types; --help from the comments.
 
-A recipe declares each setting once: `name: type = default  # meaning`. A comment that stands alone below an
-empty line opens a group; comment lines directly above a field belong to it, before the one at its line's end.
+A recipe declares each setting once: `name: type = default  # meaning`; see help.py for the comments.
 Types: str, int, float, bool and Literal of strings. A Literal that means something when its flag stands alone
 says so: `field(default="none", metadata={"bare": "8bit"})`.
 """
@@ -10,7 +9,6 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
-import inspect
 import math
 import re
 import sys
@@ -51,7 +49,9 @@ def parse_cli(
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         if rank() == 0:
-            print(help_text(cls), end="")
+            from .help import help_text
+
+            print(help_text(cls, kinds_of(cls)), end="")
         sys.exit(0)
     kinds = kinds_of(cls)
     texts = split_words(argv)
@@ -200,50 +200,3 @@ def read_yaml(
         check(name not in values, f"{at} is set twice: write it once")
         values[name] = read_value(*kinds[name], at, node.value)
     return values
-
-
-def help_text(cls: type) -> str:
-    """The recipe's docstring, then its flags by group: values, meaning, default."""
-    kinds = kinds_of(cls)
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    lines = [(sys.modules[cls.__module__].__doc__ or "").strip()]
-    for group, comments in described(cls).items():
-        lines.append(f"\n{group}")
-        for name, comment in comments.items():
-            kind, bare = kinds[name]
-            default = defaults[name] if defaults[name] != "" else "empty"
-            values = "|".join(typing.get_args(kind)) or kind.__name__
-            if kind is bool:
-                values = "true|false"
-                default = str(default).lower()
-            flag = f"--{name} [{values}]" if bare else f"--{name} {values}"
-            lines.append(f"  {flag:34}  {comment} (default: {default})")
-    meaning = "flat YAML; its keys are these flags, and flags win over it"
-    lines.append(f"\n  {'--config FILE':34}  {meaning}\n")
-    return "\n".join(lines)
-
-
-def described(cls: type) -> dict[str, dict[str, str]]:
-    """The comment of each field of `cls` by group, read from its source."""
-    names = {field.name for field in dataclasses.fields(cls)}
-    groups: dict[str, dict[str, str]] = {}
-    group = "Flags"
-    above: list[str] = []
-    previous = ""
-    for line in inspect.getsource(cls).splitlines():
-        line = line.strip()
-        code, mark, comment = line.rpartition("# ")
-        if not mark:
-            code, comment = line, ""
-        name = code.partition(":")[0]
-        if line.startswith("# ") and (not previous or previous.startswith("class ")):
-            group = comment
-        elif line.startswith("# "):
-            above.append(comment)
-        elif name in names:
-            groups.setdefault(group, {})[name] = " ".join([*above, comment])
-            above = []
-        previous = line
-    shown = {name for comments in groups.values() for name in comments}
-    inherited = [field.name for field in dataclasses.fields(cls) if field.name not in shown]
-    return groups | ({"Also": dict.fromkeys(inherited, "")} if inherited else {})

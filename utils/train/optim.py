@@ -1,6 +1,7 @@
-"""Gradient clipping, and what stops a step: numbers that are not finite, packages that are missing."""
+"""Gradient clipping, what stops a step (numbers that are not finite, packages that are missing), and MFU."""
 
 import math
+import re
 from importlib.util import find_spec
 
 import torch
@@ -77,3 +78,79 @@ def check_packages(
         from .optim_8bit import import_bitsandbytes
 
         import_bitsandbytes(optimizer)
+
+
+# Name of a device, as a regular expression -> TFLOP/s. Dense bf16 products summed in fp32, from NVIDIA's data
+# sheets and white papers (halved where they count sparsity); fp16 for V100 and T4, which have no bf16 units.
+# The first match counts.
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100|H200|GH200|H800": 989,
+    "A100|A800": 312,
+    "A10|V100": 125,
+    "L40S": 362,
+    "L4": 121,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "T4": 65,
+}
+
+
+def mfu(model: nn.Module, seq_len: int, tokens_per_second: float, world: World) -> float | None:
+    """Model FLOPs utilization: the share of the peak of the world's GPUs that training uses at this speed.
+
+    tokens_per_second: of all ranks together. None where a GPU's peak is not known.
+    """
+    peak = peak_flops(world.gpu_name)
+    if peak is None:
+        return None
+    flops = flops_per_token(model.config, seq_len, matmul_parameters(model))
+    return tokens_per_second * flops / (peak * world.size)
+
+
+def matmul_parameters(model: nn.Module) -> int:
+    """Parameters that multiply each token: matrices and the head, without the embedding table.
+
+    Of the experts of a mixture, stored as (experts, rows, columns), those that one token visits.
+    """
+    visits = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    # a tied table is looked up, and also multiplied with
+    tables.discard(model.get_output_embeddings().weight)
+    total = 0
+    for parameter in model.parameters():
+        if parameter.ndim < 2 or parameter in tables:
+            continue
+        if parameter.ndim == 3:
+            experts = parameter.shape[0]
+            total += parameter.numel() * visits // experts
+        else:
+            total += parameter.numel()
+    return total
+
+
+def flops_per_token(config, seq_len: int, matmul_params: int) -> float:
+    """Floating-point operations to train on one token, forward and backward, without recomputation.
+
+    6 for each matmul parameter; and 6 * layers * (heads * head size) * seq_len for attention, which is
+    causal, so half of what PaLM counts (arXiv 2204.02311, appendix B). Llama-3-8B at 4096: 48.25e9.
+    """
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = config.num_hidden_layers * heads * head_size * seq_len
+    return 6.0 * matmul_params + 6.0 * attention
+
+
+def peak_flops(name: str) -> float | None:
+    """The peak of the device that torch.cuda.get_device_name calls `name`; None for a part of a device (MIG),
+    a laptop's, and a name that is not known.
+    """
+    if re.search(r"\b(MIG|Laptop|Ti)\b", name):
+        return None
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b({pattern})\b", name):
+            return tflops * 1e12
+    return None

@@ -1,11 +1,10 @@
-"""How well a device is used: MFU; and where time and memory of a few steps go: torch's profiler."""
+"""What may be recorded beside the log: torch's profiler; TensorBoard and Weights & Biases."""
 
 import os
-import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ..run.distributed import World
 from ..run.errors import print0
@@ -54,90 +53,56 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     return profiler
 
 
-# Name of a device, as a regular expression -> TFLOP/s. Dense bf16 products summed in fp32, from NVIDIA's data
-# sheets and white papers (halved where they count sparsity); fp16 for V100 and T4, which have no bf16 units.
-# The first match counts.
-PEAK_TFLOPS = {
-    "B200": 2250,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100|H200|GH200|H800": 989,
-    "A100|A800": 312,
-    "A10|V100": 125,
-    "L40S": 362,
-    "L4": 121,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-    "T4": 65,
-}
+class Tracker:
+    """A service that gets the numbers of a run. Where it fails, a warning says so, and the run goes on."""
+
+    def __init__(self, name: str, start: Callable[[Path, int], tuple], folder: Path, done: int):
+        self.name = name
+        self.service = self.attempt(start, folder, done)  # (log, close), or None
+
+    def attempt(self, call: Callable, *arguments: object) -> tuple | None:
+        try:
+            return call(*arguments)
+        except Exception as error:  # of a package, a disk, a network
+            self.service = None
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            print0(f"warning: the run goes on without {self.name}: {reason}")
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        if self.service:
+            self.attempt(self.service[0], numbers, step)
+
+    def close(self) -> None:
+        if self.service:
+            self.attempt(self.service[1])
 
 
-def mfu(
-    model: nn.Module,
-    seq_len: int,
-    tokens_per_second: float,
-    device: torch.device,
-    ranks: int,
-) -> float | None:
-    """Model FLOPs utilization: the share of the peak of `ranks` devices that training uses at this speed.
+def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
+    """A log in folder/tensorboard; steps after `done`, of an earlier start, are purged."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    tokens_per_second: of all ranks together. None where the device's peak is not known.
-    """
-    peak = peak_flops(device)
-    if peak is None:
-        return None
-    flops = flops_per_token(model.config, seq_len, matmul_parameters(model))
-    return tokens_per_second * flops / (peak * ranks)
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
 
 
-def matmul_parameters(model: nn.Module) -> int:
-    """Parameters that multiply each token: matrices and the head, without the embedding table.
+def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
+    """A run of Weights & Biases, named like the folder."""
+    import wandb
 
-    Of the experts of a mixture, stored as (experts, rows, columns), those that one token visits.
-    """
-    visits = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    # a tied table is looked up, and also multiplied with
-    tables.discard(model.get_output_embeddings().weight)
-    total = 0
-    for parameter in model.parameters():
-        if parameter.ndim < 2 or parameter in tables:
-            continue
-        if parameter.ndim == 3:
-            experts = parameter.shape[0]
-            total += parameter.numel() * visits // experts
-        else:
-            total += parameter.numel()
-    return total
+    run = wandb.init(dir=folder, name=folder.name)
+    return lambda numbers, step: run.log(numbers, step=step), run.finish
 
 
-def flops_per_token(config, seq_len: int, matmul_params: int) -> float:
-    """Floating-point operations to train on one token, forward and backward, without recomputation.
-
-    6 for each matmul parameter; and 6 * layers * (heads * head size) * seq_len for attention, which is
-    causal, so half of what PaLM counts (arXiv 2204.02311, appendix B). Llama-3-8B at 4096: 48.25e9.
-    """
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = config.num_hidden_layers * heads * head_size * seq_len
-    return 6.0 * matmul_params + 6.0 * attention
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s of one device at its peak; None where that is not known, as on a CPU."""
-    if device.type != "cuda":
-        return None
-    return peak_flops_of(torch.cuda.get_device_name(device))
-
-
-def peak_flops_of(name: str) -> float | None:
-    """The peak of the device that torch.cuda.get_device_name calls `name`; None for a part of a device (MIG)
-    and for a laptop's.
-    """
-    if re.search(r"\b(MIG|Laptop|Ti)\b", name):
-        return None
-    for pattern, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b({pattern})\b", name):
-            return tflops * 1e12
-    return None
+def start_trackers(folder: Path, tensorboard: bool, wandb: bool, done: int) -> list[Tracker]:
+    """Those that are wanted. done: the step that was resumed from."""
+    found = []
+    if tensorboard:
+        found.append(Tracker("TensorBoard", start_tensorboard, folder, done))
+    if wandb:
+        found.append(Tracker("Weights & Biases", start_wandb, folder, done))
+    return found

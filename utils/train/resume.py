@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, first_five, print0
-from ..run.folder import holds_run
+from ..run.folder import Resumed, holds_run
 from ..run.settings import load_config
 from .checkpoint import (
     Optimizer,
@@ -40,26 +40,6 @@ SAFE_NAMES = {
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta ChunkStorageMetadata "
     "TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
 }
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What an earlier start left in the run folder. checkpoint: to continue from, None for a fresh start;
-    state: what it was saved with; finished: the steps after which the run ended, 0 if it did not.
-    """
-
-    checkpoint: Path | None = None
-    state: dict = field(default_factory=dict)
-    finished: int = 0
-
-    def check_facts(self, facts: dict[str, object], allow_new_data: bool = False) -> None:
-        """Raise ConfigError naming what is another run's, old -> new. facts: what must be as it was, by name;
-        those that the checkpoint does not know are from a newer version, and not compared.
-        """
-        known = {name: fact for name, fact in facts.items() if name in self.state}
-        changed = differences(self.state, known, but=("data",) if allow_new_data else ())
-        fix = "the same flags and data, or another --output_dir"
-        check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
 
 
 def continue_run(
@@ -181,6 +161,16 @@ def finished_at(out: Path) -> int:
     except (ValueError, TypeError, AttributeError):
         fix = "(fix: remove it, or another --output_dir)"
         raise ConfigError(f"{path}: not JSON, or not a plan {fix}") from None
+
+
+def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool = False) -> None:
+    """Raise ConfigError naming what is another run's, old -> new. state: of the checkpoint; facts: what must
+    be as it was, by name; those that the checkpoint does not know are from a newer version, and not compared.
+    """
+    known = {name: fact for name, fact in facts.items() if name in state}
+    changed = differences(state, known, but=("data",) if allow_new_data else ())
+    fix = "the same flags and data, or another --output_dir"
+    check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
 
 
 def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:

@@ -1,17 +1,27 @@
-"""What other recipes read of a run: its settings, the structure that was trained, its weights."""
+"""What other recipes read of a run: its settings, the structure that was trained, its weights; and how they
+shard it.
+"""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from ..model.folder import Source, find_model, open_model
 from ..model.loading import build_model, plan_pieces
 from ..model.options import Lora
-from ..model.sharding import DTYPES
+from ..model.sharding import DTYPES, cast_to, dtypes_as_loaded, plain_name, units
 from ..run.distributed import World, broadcast, together
 from ..run.errors import ConfigError, check, first_five
 from .checkpoint import reason_of
@@ -115,6 +125,48 @@ def check_weights(path: Path, model: nn.Module) -> None:
     differ = [name for name in names if saved_shapes.get(name) != shapes.get(name)]
     fix = "the --model it was trained from"
     check(not differ, f"{path} is of another model: {first_five(differ)} (fix: {fix})")
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    reshard_after_forward=True,
+    cpu_offload=False,
+) -> nn.Module:
+    """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
+
+    The shards keep the parameters' dtype (fp32 masters); they are gathered in `dtype`, but for the modules
+    that the model's family computes with in fp32, and gradients are reduced in fp32. What goes into a layer
+    is not cast: some of it (rotary tables, states) is fp32 on purpose, and the rest has the embedding's
+    dtype. So the logits are those of from_pretrained(dtype=dtype), to the bit.
+
+    reshard_after_forward False keeps the layers gathered until their backward, like ZeRO stage 2: less
+    traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host.
+    """
+    offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    for unit in units(model, dtype):
+        fully_shard(
+            unit.modules,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward and unit.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+        )
+        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
+    return model
+
+
+def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """For a model on meta that is not sharded: the dtypes that from_pretrained(dtype=dtype) gives."""
+    dtypes = dtypes_as_loaded(model, dtype)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        cast_to(tensor, dtypes.get(plain_name(name)))
+    return model
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

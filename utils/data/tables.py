@@ -1,0 +1,79 @@
+"""Rows of .json, .csv and .parquet files, and of data sets of the hub or of datasets' save_to_disk.
+
+CSV: https://docs.python.org/3/library/csv.html. Data sets: https://huggingface.co/docs/datasets
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ..run.errors import ConfigError, check
+from .formats import form_of
+
+Found = Iterator[tuple[str, object]]  # (where, row)
+
+
+def read_table(file: BinaryIO, kind: str, path: Path) -> Found:
+    """The rows of a file. kind: its suffix."""
+    if kind == ".parquet":
+        return numbered(path, rows_of_parquet(file), 1)
+    if kind == ".json":
+        return numbered(path, rows_of_json(file.read()), 1)
+    csv.field_size_limit(2**26)  # bytes
+    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    return numbered(path, map(without_nulls, rows), 2)
+
+
+def numbered(path: Path, rows: Iterator, first: int) -> Found:
+    for number, row in enumerate(rows, start=first):
+        yield f"{path} row {number}", row
+
+
+def rows_of_json(content: bytes) -> Iterator:
+    """The rows of a .json file: an array, one object, or an object with one list of rows, {"data": [...]}."""
+    value = json.loads(content.decode("utf-8-sig") or "[]")
+    if isinstance(value, dict) and not form_of(value):
+        lists = [rows for rows in value.values() if isinstance(rows, list)]
+        value = lists[0] if len(lists) == 1 else [value]
+    return iter(value if isinstance(value, list) else [value])
+
+
+def rows_of_parquet(file: BinaryIO) -> Iterator[dict]:
+    import pyarrow.parquet
+
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024):
+        yield from map(without_nulls, batch.to_pylist())
+
+
+def open_data_set(name: str) -> tuple[list[Path], Callable[[], Found]]:
+    """(files, a function that reads the rows) of a data set of the hub, its split "train", or of one that
+    save_to_disk wrote.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        is_folder = Path(name).is_dir()
+        found = datasets.load_from_disk(name) if is_folder else datasets.load_dataset(name)
+    except Exception as error:  # files, network, repositories: anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ConfigError(
+            f"--dataset {name}: neither a file nor a data set that can be read: {reason}"
+        ) from None
+    if isinstance(found, datasets.DatasetDict):
+        check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
+        found = found["train"]
+    files = [Path(file["filename"]) for file in found.cache_files]
+    return files, lambda: numbered(Path(name), map(without_nulls, found), 0)
+
+
+def without_nulls(value: object) -> object:
+    """A row of a table without its nulls and empty texts: a table has every column in every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item not in (None, "")}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

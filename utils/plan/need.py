@@ -1,0 +1,193 @@
+"""What a training step needs of a GPU and of the host, and whether that fits.
+
+Nothing is allocated and nothing read: models are on meta. A model that cannot be traced gets its states only,
+and no total.
+
+Two figures are given for a GPU. *Must* is what a step needs to end. *Comfortable* is what the caching
+allocator takes when nothing limits it: each CUDA stream has a pool of its own, whose freed blocks no other
+stream uses, so the pools' peaks add up, though they do not come at the same time. Between the two a run fits
+tightly: the allocator has to give cached blocks back in every step, and to wait for the device each time.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import nn
+
+from ..model.pieces import rows_of_full_shard
+from ..run.errors import escaped, reason_of_others
+from ..run.units import GIB, MIB
+from .replay import check_peak, step_peak, units_of
+from .states import Peak, Setting, States, estimate_states, planned_model, sum_of
+from .trace import Trace, trace_step
+
+FITS, TIGHT, TOO_LARGE = "fits", "fits tightly", "does not fit"
+WHY_TIGHT = "the allocator must give blocks back in every step"
+
+# Beyond what is alive: the CUDA context, cuBLAS, and with several GPUs NCCL. In 224 runs on A100 that others
+# published (foundation-model-stack/fms-acceleration, benchmark results of its FSDP and Liger plugins)
+# nvidia-smi less what torch had allocated was never below 0.92 GiB on one GPU, 3.5 GiB on two.
+# A part of that is cache, which is given back.
+MUST_BYTES_ALONE, MUST_BYTES_OF_SEVERAL = GIB, 3 * GIB
+# Chosen on nine published runs of FSDP2.
+POOLS_SLACK, POOLS_BYTES = 1.08, 3 * GIB // 2
+# An assumption: what a process that drives a GPU takes of the host.
+PROCESS_BYTES = 2 * GIB
+# Beside the states: loading.CHUNK and saving.CHUNK elements.
+LOAD_BYTES, SAVE_BYTES = 8 * MIB, 32 * MIB
+# On a CPU glibc keeps much of what is freed: 1.42 to 1.68 times what is alive was measured. The bytes are
+# those of modules that are imported later, and of threads.
+HOST_SLACK, HOST_BYTES = 1.6, 256 * MIB
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a rank needs. peak: None where the model cannot be traced, and `why`. device: bytes that must be
+    there. host: bytes, of one rank. acts: bytes of the device that the acts need at most, without a reserve.
+    """
+
+    states: States
+    peak: Peak | None
+    why: str
+    device: int
+    comfortable: int
+    host: int
+    acts: dict[str, int]
+
+    def sentence(self) -> str:
+        """What the plan prints."""
+        if not self.peak:
+            caveat = "states only, no activations, no gathered layers"
+            return f"memory    {sum_of(asdict(self.states))} on the fullest rank ({caveat}); {self.why}"
+        text = f"memory    {sum_of(self.peak.parts)} on the fullest rank, in the {self.peak.phase}"
+        if self.acts["load"] > self.peak.total:
+            text += f"; {self.acts['load'] / GIB:.2f} GiB in the act load"
+        return text
+
+
+class Room(NamedTuple):
+    """Bytes for each rank's device, bytes of the host for a machine's ranks, and the words for both."""
+
+    device: float
+    host: float
+    text: str
+
+
+# --- what a setting needs
+
+
+class Sizes(NamedTuple):
+    """What does not depend on the rows. stored: bytes of all weights as they are stored."""
+
+    states: States
+    units: tuple
+    stored: int
+    pinned: int  # bytes of the states where they are on the host
+
+
+@lru_cache(maxsize=256)
+def sizes_of(setting: Setting) -> Sizes:
+    """setting: of one row of one token, with all else at its default that does not matter."""
+    model = planned_model(setting)
+    states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
+    stored = sum(p.numel() * p.element_size() for p in model.parameters())
+    return Sizes(states, units_of(model, setting), stored, pinned(model, states, setting.shards))
+
+
+@lru_cache(maxsize=4096)
+def trace_of(setting: Setting) -> Trace:
+    """setting: with all at its default that no block sees."""
+    return trace_step(
+        planned_model(setting),
+        setting.dtype,
+        setting.batch_size,
+        setting.seq_len,
+        setting.packing,
+        setting.activation_checkpointing,
+    )
+
+
+def need_of(setting: Setting) -> Need:
+    """What a rank needs of its device and of the host."""
+    if not setting.gpu:
+        setting = replace(setting, cpu_offload=False)  # the device is the host
+    one_token = replace(setting, batch_size=1, rows=0, seq_len=1, local_ranks=1)
+    sizes = sizes_of(
+        replace(one_token, reshard_after_forward=True, activation_checkpointing="none")
+    )
+    peak, why = None, ""
+    try:
+        alone = replace(setting, shards=1, replicate=1, local_ranks=1, rows=0, optimizer="adamw")
+        trace = trace_of(
+            replace(alone, cpu_offload=False, reshard_after_forward=True, compile=False)
+        )
+        peak = step_peak(sizes.units, sizes.states, setting, trace)
+    except Exception as error:  # a model is someone else's program
+        why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
+    copy = sizes.states.gradients + sizes.states.optimizer if setting.async_save else 0
+    acts = need_by_act(setting, sizes, peak)
+    if not setting.gpu:
+        acts |= {"train": acts["train"] + copy, "save": acts["save"] + copy}
+        device = int(max(acts.values()) * HOST_SLACK) + HOST_BYTES
+        return Need(sizes.states, peak, why, device, device, device, acts)
+    alive = max(acts.values())
+    pools = max(alive, sum(peak.pools.values()) if peak else 0)
+    must, comfortable = must_and_comfortable(alive, pools, setting.shards * setting.replicate)
+    host = PROCESS_BYTES + copy
+    if setting.cpu_offload:
+        host += sizes.pinned
+    if not setting.low_cpu_fsdp:
+        host += sizes.stored
+    return Need(sizes.states, peak, why, must, comfortable, host, acts)
+
+
+def need_by_act(setting: Setting, sizes: Sizes, peak: Peak | None) -> dict[str, int]:
+    """Bytes of the device that the acts need at most, without any reserve, by name of the act."""
+    states = sizes.states
+    if setting.cpu_offload:
+        states = States(0, 0, 0)
+    load = states.weights + LOAD_BYTES
+    if not setting.low_cpu_fsdp and not setting.gpu:
+        load += sizes.stored
+    head = planned_model(setting).get_output_embeddings()
+    if not hasattr(head, "base_layer") and head.weight.is_floating_point():
+        load = max(load, check_peak(sizes.units, sizes.states, setting))
+    return {
+        "load": load,
+        "train": peak.total if peak else states.total,
+        "save": states.weights + states.optimizer + SAVE_BYTES,
+    }
+
+
+def pinned(model: nn.Module, states: States, shards: int) -> int:
+    """Bytes on the host for offloaded states. Weights and gradients are page-locked, and the allocator of
+    such memory rounds every block up to a power of two (torch's CachingHostAllocator).
+    """
+    total = states.optimizer
+    for p in model.parameters():
+        share_numel = rows_of_full_shard(p.shape[0], shards) * p[0].numel()
+        share_bytes = share_numel * p.element_size()
+        total += (1 << (share_bytes - 1).bit_length()) * (2 if p.requires_grad else 1)
+    return total
+
+
+def must_and_comfortable(alive: int, pools: int, ranks: int) -> tuple[int, int]:
+    """Bytes of a GPU for so many that are alive at a time, and for the sum of the pools' peaks."""
+    must = alive + (MUST_BYTES_ALONE if ranks == 1 else MUST_BYTES_OF_SEVERAL)
+    return must, max(must, int(pools * POOLS_SLACK) + POOLS_BYTES)
+
+
+# --- whether that fits
+
+
+def bytes_missing(setting: Setting, need: Need, room: Room) -> float:
+    """More than there are; 0 or less where it fits, also tightly."""
+    return max(need.device - room.device, need.host * setting.local_ranks - room.host)
+
+
+def answer_of(setting: Setting, need: Need, room: Room) -> str:
+    """FITS, TIGHT or TOO_LARGE."""
+    if bytes_missing(setting, need, room) > 0:
+        return TOO_LARGE
+    return TIGHT if need.comfortable > room.device else FITS

@@ -1,0 +1,222 @@
+"""The settings that fit: for --fit, for a refusal, and for the tables of plan.py."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from ..run.errors import ConfigError, reason_of_others
+from ..run.units import GIB
+from .need import FITS, TIGHT, TOO_LARGE, Need, Room, answer_of, bytes_missing, need_of
+from .states import Setting
+
+RECOMPUTE = ("none", "selective", "full")
+TOKENS_STEP = 64  # of the length of a row
+MOST = 2**16  # rows, or steps of a row's length
+
+
+LEVERS = set(  # flags that a plan may change
+    "batch_size grad_accum activation_checkpointing cpu_offload reshard_after_forward lora_rank quantization"
+    " global_batch_size".split()
+)
+
+
+def levers_of(setting: Setting) -> dict[str, object]:
+    """The flags that a plan may change."""
+    return {
+        "batch_size": setting.batch_size,
+        "grad_accum": setting.grad_accum,
+        "activation_checkpointing": setting.activation_checkpointing,
+        "cpu_offload": setting.cpu_offload,
+        "reshard_after_forward": setting.reshard_after_forward,
+        "lora_rank": setting.lora.lora_rank,
+        "quantization": setting.quant.quantization,
+    }
+
+
+def flags_between(before: Setting, after: Setting) -> str:
+    """The flags that lead from one setting to another, as they are typed."""
+    words = []
+    old = levers_of(before)
+    for name, value in levers_of(after).items():
+        if value == old[name]:
+            continue
+        text = str(value).lower() if isinstance(value, bool) else value
+        words.append(f"--{name}" if value is True else f"--{name} {text}")
+    return " ".join(words)
+
+
+def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
+    """The first that fits; one that fits tightly only where no other does."""
+    tight = None
+    for setting in settings:
+        need = need_of(setting)
+        answer = answer_of(setting, need, room) if need.peak else TOO_LARGE
+        if answer == FITS:
+            return setting
+        if answer == TIGHT:
+            tight = tight or setting
+    return tight
+
+
+def ways(setting: Setting) -> Iterator[Setting]:
+    """All settings of the same method with the same rows in a step, those first that cost less time: offload
+    costs most, then recomputing, then more micro-batches, then gathering layers twice.
+    """
+    rows = setting.batch_size * setting.grad_accum
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    for offload, recompute, accum, reshard in itertools.product(
+        (False, True) if setting.gpu else (setting.cpu_offload,),
+        RECOMPUTE,
+        divisors,
+        (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
+    ):
+        yield replace(
+            setting,
+            batch_size=rows // accum,
+            rows=rows,
+            activation_checkpointing=recompute,
+            cpu_offload=offload,
+            reshard_after_forward=reshard,
+        )
+
+
+def methods(setting: Setting) -> list[Setting]:
+    """The setting, and with LoRA beside frozen weights in 16, 8 and 4 bit."""
+    lora = setting.lora or replace(setting.lora, lora_rank=16)
+    found = [setting]
+    for kind in ("none", "8bit", "4bit"):
+        found.append(replace(setting, lora=lora, quant=replace(setting.quant, quantization=kind)))
+    return list(dict.fromkeys(found))
+
+
+def fastest(setting: Setting, room: Room, any_method: bool = False) -> Setting | None:
+    """What fits and costs least time, of the first method of which anything fits."""
+    for method in methods(setting) if any_method else [setting]:
+        found = first_that_fits(ways(method), room)
+        if found:
+            return found
+    return None
+
+
+def smallest_change(setting: Setting, room: Room) -> Setting | None:
+    """What fits and differs in as few flags as can be; in the method only where nothing else helps."""
+    before = levers_of(setting)
+
+    def changes(other: Setting) -> int:
+        return sum(value != before[name] for name, value in levers_of(other).items())
+
+    others = itertools.chain.from_iterable(map(ways, methods(setting)[1:]))
+    for candidates in (ways(setting), others):
+        found = first_that_fits(sorted(candidates, key=changes), room)
+        if found:
+            return found
+    return None
+
+
+def remedy(setting: Setting, room: Room) -> str:
+    """The flags of the smallest change that fits, or what else there is to do."""
+    change = smallest_change(setting, room)
+    if change:
+        return flags_between(setting, change)
+    return f"{more_memory(setting)}, or a smaller --seq_len"
+
+
+def more_memory(setting: Setting) -> str:
+    return "more or larger GPUs" if setting.gpu else "a machine with more memory"
+
+
+def largest_batch(setting: Setting, room: Room) -> int:
+    """The most rows of a micro-batch that fit, to 1 % or a row; 0 where one does not."""
+
+    def missing(rows: int) -> float:
+        more = replace(setting, batch_size=rows, rows=rows * setting.grad_accum)
+        return bytes_missing(more, need_of(more), room)
+
+    return most(missing, setting.batch_size)
+
+
+def longest_row(setting: Setting, room: Room) -> int:
+    """The longest row that fits alone, in steps of 64 tokens and to 1 %; 0 where none does."""
+
+    def missing(steps: int) -> float:
+        longer = replace(
+            setting, batch_size=1, rows=setting.grad_accum, seq_len=TOKENS_STEP * steps
+        )
+        return bytes_missing(longer, need_of(longer), room)
+
+    return TOKENS_STEP * most(missing, max(1, setting.seq_len // TOKENS_STEP))
+
+
+def most(missing: Callable[[int], float], first: int) -> int:
+    """The largest number of at most MOST that fits, to 1 %, and never one that does not; 0 where none does.
+
+    missing: bytes too few, which grow with the number. A line through the last two numbers gives the next
+    one. Where that has not led to the end after six, halves follow, as in bisection.
+    """
+    last, number = first, 2 * first
+    found = {last: missing(last), number: missing(number)}
+    while True:
+        low = max((n for n, size in found.items() if size <= 0), default=0)
+        high = min((n for n, size in found.items() if size > 0), default=MOST)
+        slope = (found[number] - found[last]) / (number - last)
+        guess = (low + high) // 2
+        if len(found) <= 6 and slope > 0:
+            guess = math.floor(number - found[number] / slope)
+            guess = min(max(guess, low), high - 1)
+        if guess <= low * 1.01:
+            return low
+        last, number = number, guess
+        found[guess] = missing(guess)
+
+
+def fit_levers(
+    setting: Setting, room: Room, any_method: bool
+) -> tuple[Setting, dict[str, object], str]:
+    """--fit: (what fits and costs least time; the flags that lead to it, with their values; the line to
+    print). ConfigError where nothing fits.
+    """
+    best = fastest(setting, room, any_method)
+    if not best:
+        wider = "" if any_method else ", --fit any"
+        fix = f"{more_memory(setting)}{wider}, a smaller --seq_len"
+        raise ConfigError(f"--fit: nothing fits in {room.text} (fix: {fix})")
+    before = levers_of(setting)
+    chosen = {name: value for name, value in levers_of(best).items() if value != before[name]}
+    rows = best.batch_size * best.grad_accum
+    chosen |= {"batch_size": best.batch_size, "grad_accum": 0}
+    chosen["global_batch_size"] = rows * setting.shards * setting.replicate
+    return best, chosen, f"fitted    {flags_between(setting, best) or 'nothing had to change'}"
+
+
+def refusal(setting: Setting, need: Need, room: Room) -> str:
+    """One line: what does not fit, its largest part, and the smallest change that does."""
+    text = f"a rank needs {need.device / GIB:.2f} GiB"
+    if need.device <= room.device:
+        host = f"{need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
+        text = f"the ranks of a machine need {host}"
+    if need.peak:
+        name, size = max(need.peak.parts.items(), key=lambda part: part[1])
+        text += f", most of it {name}, {size / GIB:.2f} GiB"
+    text += f"; there is {room.text}"
+    return f"this does not fit: {text} (fix: {remedy(setting, room)}; or --force to try)"
+
+
+def fitted_before(out: Path) -> dict[str, object]:
+    """The levers and the global batch in the config.yaml of a run folder that was begun with --fit; {} where
+    there is none. Raises ConfigError naming the file.
+    """
+    file = out / "config.yaml"
+    if not file.exists():
+        return {}
+    try:
+        settings = yaml.safe_load(file.read_text())
+        was_fitted = settings.get("fit")
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
+        reason = reason_of_others(error)
+        raise ConfigError(f"{file}: {reason} (fix: another --output_dir)") from None
+    names = LEVERS & settings.keys()
+    return {name: settings[name] for name in names} if was_fitted else {}

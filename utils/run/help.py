@@ -1,0 +1,56 @@
+"""What --help prints of a recipe: read from the comments of its settings.
+
+A comment that stands alone below an empty line opens a group; comment lines directly above a field belong to
+it, before the one at its line's end.
+"""
+
+import dataclasses
+import inspect
+import sys
+import typing
+
+
+def help_text(cls: type, kinds: dict[str, tuple[type, str | None]]) -> str:
+    """The recipe's docstring, then its flags by group: values, meaning, default. kinds: see settings.py."""
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    lines = [(sys.modules[cls.__module__].__doc__ or "").strip()]
+    for group, comments in described(cls).items():
+        lines.append(f"\n{group}")
+        for name, comment in comments.items():
+            kind, bare = kinds[name]
+            default = defaults[name] if defaults[name] != "" else "empty"
+            values = "|".join(typing.get_args(kind)) or kind.__name__
+            if kind is bool:
+                values = "true|false"
+                default = str(default).lower()
+            flag = f"--{name} [{values}]" if bare else f"--{name} {values}"
+            lines.append(f"  {flag:34}  {comment} (default: {default})")
+    meaning = "flat YAML; its keys are these flags, and flags win over it"
+    lines.append(f"\n  {'--config FILE':34}  {meaning}\n")
+    return "\n".join(lines)
+
+
+def described(cls: type) -> dict[str, dict[str, str]]:
+    """The comment of each field of `cls` by group, read from its source."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    groups: dict[str, dict[str, str]] = {}
+    group = "Flags"
+    above: list[str] = []
+    previous = ""
+    for line in inspect.getsource(cls).splitlines():
+        line = line.strip()
+        code, mark, comment = line.rpartition("# ")
+        if not mark:
+            code, comment = line, ""
+        name = code.partition(":")[0]
+        if line.startswith("# ") and (not previous or previous.startswith("class ")):
+            group = comment
+        elif line.startswith("# "):
+            above.append(comment)
+        elif name in names:
+            groups.setdefault(group, {})[name] = " ".join([*above, comment])
+            above = []
+        previous = line
+    shown = {name for comments in groups.values() for name in comments}
+    inherited = [field.name for field in dataclasses.fields(cls) if field.name not in shown]
+    return groups | ({"Also": dict.fromkeys(inherited, "")} if inherited else {})
