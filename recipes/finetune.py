@@ -270,8 +270,8 @@ def main(cfg: Config) -> Path:
         if earlier.checkpoint:
             from utils.train.resume import check_facts
 
-            known = {**facts, "global_batch_size": wanted}
-            check_facts(earlier.state, known, cfg.allow_new_data)
+            facts_now = facts | {"global_batch_size": wanted}
+            check_facts(earlier.state, facts_now, cfg.allow_new_data)
         data_rank, data_ranks = data_place(world, axes)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, data_ranks

@@ -25,15 +25,17 @@ import transformers
 from utils.model.folder import read_json
 from utils.model.options import Lora, Quant
 from utils.model.sharding import DTYPES
-from utils.plan.need import FITS, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
+from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
 from utils.plan.search import (
     RECOMPUTE,
     fastest,
+    first_that_fits,
     flags_between,
     largest_batch,
     levers_of,
     longest_row,
     methods,
+    ways,
 )
 from utils.plan.states import Setting, planned_model
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
@@ -65,7 +67,7 @@ HEAD = (
     "rows",
     "tokens",
 )
-IN_TABLE = {FITS: "yes", TIGHT: "tightly", TOO_LARGE: "no"}
+IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 
 @dataclass
@@ -161,6 +163,7 @@ def main(cfg: Config) -> dict:
         "strategies": [],
         "recommended": None,
         "command": "",
+        "without_offload": "",
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
@@ -170,12 +173,22 @@ def main(cfg: Config) -> dict:
             host = need_of(best).host * best.local_ranks
             answer = answer_of(best, need_of(best), room)
             plan["recommended"] = levers_of(best) | {"answer": answer, "host_bytes": host}
-            plan["command"] = command(
-                cfg, flags_between(Setting(config, best.dtype, best.dtype, 1), best)
-            )
+            plain = Setting(config, best.dtype, best.dtype, 1)
+            plan["command"] = command(cfg, flags_between(plain, best))
+            if best.cpu_offload and (other := without_offload(asked, room)):
+                plan["without_offload"] = command(cfg, flags_between(plain, other))
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
     return plan
+
+
+def without_offload(asked: Setting, room: Room) -> Setting | None:
+    """What fits on the GPUs alone, of the first method of which anything does."""
+    for method in methods(asked):
+        on_gpus = (way for way in ways(method) if not way.cpu_offload)
+        if found := first_that_fits(on_gpus, room):
+            return found
+    return None
 
 
 def command(cfg: Config, levers: str) -> str:
@@ -331,8 +344,8 @@ def of_setting(cfg: Config, need: Need, plan: dict) -> list[str]:
     lines = [f"  {name:22}{size / GIB:9.2f} GiB" for name, size in sizes.items()]
     limit = f" of {cfg.host_memory:g}" if cfg.host_memory else ""
     lines.append(f"  {'host, a machine':22}{plan['host_bytes'] / GIB:9.2f} GiB{limit}")
-    sentences = {FITS: FITS, TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}
-    lines.append(f"  {sentences[plan['answer']]}")
+    sentences = {TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}
+    lines.append(f"  {sentences.get(plan['answer'], plan['answer'])}")
     return lines
 
 
@@ -350,8 +363,10 @@ def aligned(table: list[tuple[str, ...]]) -> list[str]:
 def recommendation(cfg: Config, plan: dict) -> list[str]:
     """The command, and what cannot be seen in it."""
     best = plan["recommended"]
-    tightly = ", tightly" if best["answer"] == TIGHT else ""
-    lines = [f"This fits{tightly}, of the first method of which anything does:"]
+    fits = {TIGHT: "fits, tightly", MAYBE: "may fit, with less than 3 % to spare"}
+    lines = [
+        f"This {fits.get(best['answer'], 'fits')}, of the first method of which anything does:"
+    ]
     lines.append(f"  {escaped(plan['command'])}")
     if best["cpu_offload"]:
         host = f"{best['host_bytes'] / GIB:.0f} GiB of host memory a machine"
@@ -359,6 +374,9 @@ def recommendation(cfg: Config, plan: dict) -> list[str]:
         if cfg.host_memory:
             limit = f", of {cfg.host_memory:g}"
         lines.append(f"  It offloads, and needs {host}{limit}.")
+        if plan["without_offload"]:
+            lines.append("Without offload:")
+            lines.append(f"  {escaped(plan['without_offload'])}")
     return lines
 
 

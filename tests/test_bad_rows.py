@@ -579,7 +579,7 @@ def test_columns_of_the_command_line(said):
         ({"global_batch_size": 7, "batch_size": 2}, "--global_batch_size 7 is no multiple"),
         ({"lora_rank": 4, "lora_targets": "no_such_proj"}, "--lora_targets"),
         ({"lora_rank": 4, "modules_to_save": "nothing"}, "--modules_to_save"),
-        ({"shard": 3}, "--shard 3 does not divide 1 ranks"),
+        ({"shard": 3}, "--shard 3 does not make 1 ranks"),
         ({"columns": "foo=bar"}, "'foo=bar' is no KEY=COLUMN"),
     ],
 )

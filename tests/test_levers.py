@@ -81,7 +81,7 @@ def test_either_axis_of_the_mesh_follows_from_the_other(given, axes):
 @pytest.mark.parametrize("given", [(3, 0), (0, 3), (2, 2), (16, 0)])
 def test_axes_that_do_not_make_up_the_ranks_are_refused(given):
     with pytest.raises(
-        ConfigError, match=r"--(replicate|shard) \d+.* does not divide 8 ranks \(fix: "
+        ConfigError, match=r"--(replicate|shard) \d+.* does not make 8 ranks \(fix: "
     ):
         mesh_axes(8, *given)
 

@@ -485,12 +485,17 @@ def test_a_row_says_how_it_fits_and_marks_lengths_that_the_model_was_not_made_fo
 def test_the_recommended_line_names_the_host_memory_that_it_needs():
     best = levers_of(of_llama(cpu_offload=True))
     best |= {"answer": "fits tightly", "host_bytes": 167 * GIB}
-    found = {"recommended": best, "command": "torchrun"}
-    first, _, last = plan.recommendation(plan.Config(model="7B"), found)
+    found = {
+        "recommended": best,
+        "command": "torchrun",
+        "without_offload": "torchrun --lora_rank 16",
+    }
+    first, _, last, *without = plan.recommendation(plan.Config(model="7B"), found)
     assert first == "This fits, tightly, of the first method of which anything does:"
     assert last == (
         "  It offloads, and needs 167 GiB of host memory a machine; --host_memory says how much there is."
     )
+    assert without == ["Without offload:", "  torchrun --lora_rank 16"]
     limited = plan.Config(model="7B", host_memory=256)
     assert plan.recommendation(limited, found)[2].endswith("machine, of 256.")
     found["recommended"] = best | {"cpu_offload": False}

@@ -13,11 +13,9 @@ from typing import BinaryIO
 from ..run.errors import ConfigError, check
 from .formats import form_of
 
-Found = Iterator[tuple[str, object]]  # (where, row)
 
-
-def read_table(file: BinaryIO, kind: str, path: Path) -> Found:
-    """The rows of a file. kind: its suffix."""
+def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
+    """(where, row) of each row of a file. kind: its suffix."""
     if kind == ".parquet":
         return numbered(path, rows_of_parquet(file), 1)
     if kind == ".json":
@@ -27,7 +25,7 @@ def read_table(file: BinaryIO, kind: str, path: Path) -> Found:
     return numbered(path, map(without_nulls, rows), 2)
 
 
-def numbered(path: Path, rows: Iterator, first: int) -> Found:
+def numbered(path: Path, rows: Iterator, first: int) -> Iterator:
     for number, row in enumerate(rows, start=first):
         yield f"{path} row {number}", row
 
@@ -48,7 +46,7 @@ def rows_of_parquet(file: BinaryIO) -> Iterator[dict]:
         yield from map(without_nulls, batch.to_pylist())
 
 
-def open_data_set(name: str) -> tuple[list[Path], Callable[[], Found]]:
+def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
     """(files, a function that reads the rows) of a data set of the hub, its split "train", or of one that
     save_to_disk wrote.
     """

@@ -10,6 +10,7 @@ from ..run.errors import ConfigError, advise_on_memory, end_act, print0
 from ..run.memory import host_memory, memory_bytes, peaks, reserved_peaks
 from ..run.units import GIB
 from .need import (
+    COMPILED,
     HOST_SLACK,
     TIGHT,
     TOO_LARGE,
@@ -104,7 +105,9 @@ def plan_memory(
     need = need_of(setting)
     answer = answer_of(setting, need, room)
     if setting.compile and need.peak:
-        lines.append("memory    estimated: compiled blocks keep less than these, which are not")
+        lines.append(
+            f"memory    estimated: compiled, {COMPILED:g} to 0.96 of these; the least must be there"
+        )
     lines += [need.sentence(), room_sentence(setting, need, room)]
     if answer == TOO_LARGE and not force:
         from .search import refusal

@@ -10,7 +10,7 @@ import yaml
 
 from ..run.errors import ConfigError, reason_of_others
 from ..run.units import GIB
-from .need import FITS, TIGHT, TOO_LARGE, Need, Room, answer_of, bytes_missing, need_of
+from .need import FITS, MAYBE, TIGHT, TOO_LARGE, Need, Room, answer_of, bytes_missing, need_of
 from .states import Setting
 
 RECOMPUTE = ("none", "selective", "full")
@@ -50,16 +50,15 @@ def flags_between(before: Setting, after: Setting) -> str:
 
 
 def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
-    """The first that fits; one that fits tightly only where no other does."""
-    tight = None
+    """The first that fits; one that fits tightly, or may not fit, only where no other does."""
+    second_best: dict[str, Setting] = {}
     for setting in settings:
         need = need_of(setting)
         answer = answer_of(setting, need, room) if need.peak else TOO_LARGE
         if answer == FITS:
             return setting
-        if answer == TIGHT:
-            tight = tight or setting
-    return tight
+        second_best.setdefault(answer, setting)
+    return second_best.get(TIGHT) or second_best.get(MAYBE)
 
 
 def ways(setting: Setting) -> Iterator[Setting]:
@@ -158,7 +157,10 @@ def most(missing: Callable[[int], float], first: int) -> int:
     one. Where that has not led to the end after six, halves follow, as in bisection.
     """
     last, number = first, 2 * first
-    found = {last: missing(last), number: missing(number)}
+    found = {last: missing(last)}
+    if first == 1 and found[first] > 0:
+        return 0
+    found[number] = missing(number)
     while True:
         low = max((n for n, size in found.items() if size <= 0), default=0)
         high = min((n for n, size in found.items() if size > 0), default=MOST)

@@ -5,7 +5,6 @@ any CUDA context does, carries the small things (counts, error texts), and is en
 machine without a GPU.
 """
 
-import math
 import os
 import socket
 import sys
@@ -226,17 +225,13 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
     0 means: derived from the other. Raises ConfigError where their product is not the number of ranks.
     """
-    flags = []
-    if replicate:
-        flags.append(f"--replicate {replicate}")
-    if shard:
-        flags.append(f"--shard {shard}")
-    given_ranks = (replicate or 1) * (shard or 1)
-    fits = ranks % given_ranks == 0
+    fits = ranks % ((replicate or 1) * (shard or 1)) == 0
     if replicate and shard:
-        fits = ranks == given_ranks
-    fix = f"numbers whose product is {ranks}"
-    check(fits, f"{' x '.join(flags)} does not divide {ranks} ranks (fix: {fix})")
+        fits = ranks == replicate * shard
+    flags = f"--replicate {replicate} x --shard {shard}"
+    check(
+        fits, f"{flags} does not make {ranks} ranks (fix: numbers whose product is {ranks}, or 0)"
+    )
     if not replicate:
         replicate = ranks // shard if shard else 1
     if replicate == 1:
@@ -264,9 +259,6 @@ def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     """What the mesh does, for the plan."""
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
-    cores = os.cpu_count()
-    if world.device.type == "cpu" and world.local_size > (cores or 1):
-        ranks += f" that share {cores} cores"
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     weights = f"{copies}every weight cut into {axes['shard']}"
     return f"{ranks} on {world.device.type}; {weights}, the data too"
@@ -277,7 +269,5 @@ def data_place(world: World, axes: dict[str, int]) -> tuple[int, int]:
 
     Copies and shards both read rows of their own.
     """
-    data_axes = [axis for axis in ("replicate", "shard") if axis in axes]
-    data_ranks = math.prod(axes[axis] for axis in data_axes)
-    ranks_per_data_rank = world.size // data_ranks
-    return world.rank // ranks_per_data_rank, data_ranks
+    data_ranks = axes.get("replicate", 1) * axes["shard"]
+    return world.rank * data_ranks // world.size, data_ranks
