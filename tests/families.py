@@ -105,7 +105,7 @@ LAYER_KINDS = {"layer_types", "mlp_layer_types"}
 
 # What a family needs besides, or otherwise. None: leave the field as its class has it.
 MAMBA2_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16}  # 128, the inner size
-FULL = ["full_attention"] * LAYERS
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = {"layer_types": SLIDING_AND_FULL}
 WITH_WINDOW = MIXED | {"use_sliding_window": True}
@@ -149,7 +149,8 @@ CHANGES: dict[str, dict] = {
         "encoder_config": {"hidden_size_global": 64},
         "decoder_config": {"hidden_size_global": 64},
     },
-    "cohere_compass_text": {"layer_types": FULL, "rope_parameters": {"full_attention": None}},
+    "cohere_compass_text": MIXED
+    | {"rope_parameters": {"full_attention": None, "sliding_attention": DEFAULT_ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"moe_top_k": 2},
