@@ -27,7 +27,7 @@ def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch
 
     rows: of a micro-batch. All ranks call it after add_chunked_loss, with the weights loaded. A document must
     have the same logits behind each of two others of one length, which is above the blocks and windows that
-    the config names. The cost is two forwards of at most 4 x LONGEST tokens, without full logits.
+    the config names. The cost is two forwards of at most 4 x LONGEST tokens, through the chunked loss.
     transformers builds the mask from positions that start anew, but only without an attention mask and a
     cache, and not for every kind of layer:
     https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
@@ -42,11 +42,12 @@ def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch
     ids %= model.get_output_embeddings().weight.shape[0]
     labels = ids.clone()
     labels[:, : length + 1] = IGNORE  # the head works on the second documents only
+    # In one row a layer that attends to everything would see the same documents in both forwards.
     shape = (1 if rows == 1 and wants_flat_packs(model) else 2, -1)
     kept = []
 
     def keep(logits, targets):
-        kept.append(logits[:, :256].clone())  # part of the vocabulary is enough
+        kept.append(logits[:, :256].clone())  # a part of the vocabulary is enough
         return logits[:, 0]
 
     model.eval()
@@ -64,7 +65,7 @@ def check_packing(model: nn.Module, rows: int, dtype: torch.dtype, device: torch
 
     one, two = torch.cat(kept).chunk(2)
     # Measured with tiny random models of all families on a CPU, as a share of the largest logit: 0 in fp32
-    # and bf16 where documents are apart, and at least 0.016 where they are not.
+    # and bf16 where documents are apart, and at least 0.017 where they are not.
     tolerance = 1e-4 if dtype == torch.float32 else 1e-3
     equal = (one - two).abs().max() <= tolerance * one.abs().max()
     name = type(model.base_model).__name__
