@@ -30,9 +30,9 @@ from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.options import Quant
 from utils.model.quantize import quantize_linears
-from utils.model.sharding import shard_model
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
+from utils.train.trained_run import shard_model
 
 LONG = 38  # tokens that half of the rows exceed
 
