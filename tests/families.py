@@ -75,7 +75,8 @@ SIZES = {
     **dict.fromkeys(
         ["sliding_window", "sliding_window_size", "attention_window_size", "window_size"], 8
     ),
-    **dict.fromkeys(["index_topk", "indexer_budget", "local_attention"], 8),
+    **dict.fromkeys(["index_topk", "indexer_budget", "index_block_size", "local_attention"], 8),
+    **dict.fromkeys(["index_topk_blocks"], 2),
     **dict.fromkeys(["router_hidden_size"], 16),
     # Dropout is drawn at random, and what is compared is not.
     **dict.fromkeys(
@@ -99,12 +100,18 @@ SIZES = {
     "eos_token_id": 2,
 }
 
-LAYER_KINDS = {"layer_types", "mlp_layer_types"}  # each kind that a family has by default is there
+# Each kind of layer that a family has by default is there. CHANGES adds those that only its checkpoints have.
+LAYER_KINDS = {"layer_types", "mlp_layer_types"}
 
 # What a family needs besides, or otherwise. None: leave the field as its class has it.
 MAMBA2_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16}  # 128, the inner size
-FULL = ["full_attention"] * LAYERS
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED = {"layer_types": SLIDING_AND_FULL}
+WITH_WINDOW = MIXED | {"use_sliding_window": True}
+CONV_AND_FULL = {"layer_types": ["conv", "full_attention", "conv"]}
+LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 GEMMA4_TEXT = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
 GEMMA4_TEXT |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 GEMMA4_TEXT |= {"num_kv_shared_layers": 1, "global_head_dim": 32}
@@ -130,18 +137,30 @@ CHANGES: dict[str, dict] = {
     **dict.fromkeys(
         ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT
     ),
-    **dict.fromkeys(["bailing_hybrid", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu"], LATENT),
-    **dict.fromkeys(["bamba", "granitemoehybrid", "falcon_h1"], MAMBA2_HEADS),
+    **dict.fromkeys(["bailing_hybrid", "kimi_linear", "minicpm3", "youtu"], LATENT),
+    **dict.fromkeys(["dots1", "laguna", "mellum", "ministral"], MIXED),
+    **dict.fromkeys(["qwen2", "qwen2_moe", "qwen3", "smollm3"], WITH_WINDOW),
+    **dict.fromkeys(["lfm2", "lfm2_moe"], CONV_AND_FULL),
+    **dict.fromkeys(["cohere2_moe", "inkling_text"], DENSE_FIRST),
+    "bamba": MAMBA2_HEADS | {"attn_layer_indices": [1]},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
         "patch_in_forward": False,
         "encoder_config": {"hidden_size_global": 64},
         "decoder_config": {"hidden_size_global": 64},
     },
-    "cohere_compass_text": {"layer_types": FULL, "rope_parameters": {"full_attention": None}},
+    "cohere_compass_text": MIXED
+    | {"rope_parameters": {"full_attention": None, "sliding_attention": DEFAULT_ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"moe_top_k": 2},
+    },
+    "deepseek_v4": {
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+        ]
     },
     "dots3_note": {
         "text_config": DOTS3_TEXT,
@@ -170,14 +189,17 @@ CHANGES: dict[str, dict] = {
     "gemma4_assistant": {"text_config": GEMMA4_TEXT | ASSISTANT},
     "gemma4_unified": {"text_config": GEMMA4_TEXT, "vision_config": {"mm_embed_dim": 64}},
     "gemma4_unified_assistant": {"text_config": GEMMA4_TEXT | ASSISTANT},
-    "got_ocr2": {"text_config": {"model_type": "qwen2"}},
+    "glm_moe_dsa": LATENT | {"indexer_types": ["full", "shared", "full"]},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"} | WITH_WINDOW},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "granitemoehybrid": MAMBA2_HEADS | LINEAR_AND_FULL,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "longcat_flash": LATENT | {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minimax_m3_vl_text": DENSE_FIRST
+    | {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
     "moshi": {"audio_vocab_size": 64},
-    "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"}},
+    "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"} | WITH_WINDOW},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "qwen4_exp": {"text_config": {"indexer_compress_ratio": 4, "indexer_kv_heads": 1}},
     "qwen4_exp_text": {"indexer_compress_ratio": 4, "indexer_kv_heads": 1},
@@ -190,7 +212,7 @@ CHANGES: dict[str, dict] = {
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
     },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"]},
 }
 
 OVERWRITTEN = {"youtu"}  # from_pretrained initializes the embedding anew after it was loaded

@@ -4,6 +4,7 @@ python -m pytest tests/test_families.py -m "slow or not slow"
 """
 
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from families import OVERWRITTEN, TYPES, VOCABULARY, family_config, family_model
 from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
 from utils.data.batches import Batch
 from utils.model.folder import ENCODERS, NOT_CAUSAL, SEQ2SEQ, check_model_config, open_weights
@@ -41,6 +43,8 @@ NEAR_IN_BF16 = {
     "olmo_hybrid",
 }
 NEEDS = {"gemma3n": "timm"}  # packages that a family asks for while it is built
+# Their configs take "full_attention" as the old name of another kind of layer.
+RENAMES_FULL = {"dots3_note", "dots3_note_text", "qwen4_exp", "qwen4_exp_text"}
 
 
 def some_batch() -> Batch:
@@ -238,7 +242,43 @@ def test_what_is_no_causal_language_model_is_refused_by_name(model_type, tmp_pat
 
 
 def test_the_tables_name_only_types_that_transformers_lists():
-    assert set(NOT_CAUSAL) | NOT_IN_BF16 | NEAR_IN_BF16 | OVERWRITTEN | NEEDS.keys() <= set(TYPES)
+    tables = (NOT_CAUSAL, NOT_IN_BF16, NEAR_IN_BF16, OVERWRITTEN, NEEDS, RENAMES_FULL)
+    assert set().union(*tables) <= set(TYPES)
+
+
+def named_kinds(config, allowed: tuple[str, ...]) -> set[str]:
+    """The kinds of layers that the code of a config's module names as strings."""
+    code = re.sub(
+        r'""".*?"""', "", inspect.getsource(inspect.getmodule(type(config))), flags=re.DOTALL
+    )
+    return set(re.findall(r'"(\w+)"', code)) & set(allowed)
+
+
+def test_a_tiny_model_has_a_layer_of_each_kind_that_its_config_names():
+    lacking = {}
+    for model_type in TRAINED:
+        config = family_config(model_type).get_text_config()
+        attention = set(getattr(config, "layer_types", None) or [])
+        mlp = set(getattr(config, "mlp_layer_types", None) or [])
+        named = named_kinds(config, ALLOWED_ATTN_LAYER_TYPES) - mlp if attention else set()
+        named -= {"full_attention"} if model_type in RENAMES_FULL else set()
+        named |= named_kinds(config, ALLOWED_MLP_LAYER_TYPES) if mlp else set()
+        if not named <= attention | mlp:
+            lacking[model_type] = named - attention - mlp
+    assert not lacking
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("lfm2", {"conv", "full_attention"}),
+        ("bamba", {"linear_attention", "full_attention"}),
+        ("granitemoehybrid", {"linear_attention", "full_attention"}),
+        ("minimax_m3_vl_text", {"minimax_m3_sparse", "full_attention"}),
+    ],
+)
+def test_a_tiny_hybrid_has_layers_of_both_kinds(model_type, kinds):
+    assert set(family_config(model_type).layer_types) == kinds
 
 
 def test_a_buffer_that_nobody_fills_is_named(tmp_path):

@@ -5,22 +5,34 @@ python -m pytest tests/test_packing.py
 
 import bisect
 import json
+import re
 from itertools import chain
 
 import finetune
 import preview
 import pytest
 import torch
+import torch.nn.functional as F
+from families import family_config, family_model
+from ranks import run_ranks
 from test_data import examples_of
 from test_parity import write_rows
 from tiny import KINDS, tiny_model, tiny_model_folder
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, AutoConfig
 
 from utils.data.batches import GlobalBatches, deal
 from utils.data.encode import Part
 from utils.data.packing import PackedBatches, pack
-from utils.model.attention import check_packing
-from utils.model.loss import add_chunked_loss, summed_cross_entropy
+from utils.model.attention import check_packing, wants_flat_packs
+from utils.model.folder import open_weights
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.model.options import Quant
+from utils.model.quantize import quantize_linears
+from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
+from utils.train.trained_run import shard_model
 
 LONG = 38  # tokens that half of the rows exceed
 
@@ -186,10 +198,112 @@ def test_one_flat_row_is_the_same_batch():
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_a_model_in_which_documents_see_each_other_is_refused():
-    model = add_chunked_loss(tiny_model("llama"))
-    check_packing(model, 2, torch.float32, torch.device("cpu"))
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+LEAVE_OUT = "documents see each other (fix: leave out --packing)"
+
+
+def family_with_loss(model_type: str, dtype: torch.dtype, seed: int = 0, **changes):
+    """A tiny model of a family as a recipe has it when it checks packing."""
+    config = family_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = add_chunked_loss(family_model(model_type, seed, config).to(dtype))
+    check_chunked_loss(model, CPU)
+    return model
+
+
+MANY_EXPERTS = {"num_local_experts": 64, "num_hidden_layers": 10}
+
+
+# Some routers of the last two choose otherwise in bf16 where a document stands alone.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("gemma3_text", {}),
+        ("axk2", {}),
+        ("mixtral", {}),
+        ("qwen3_moe", {}),
+        ("phimoe", {}),
+        ("mixtral", MANY_EXPERTS),
+    ],
+)
+def test_a_model_that_keeps_documents_apart_is_not_refused(model_type, changes, dtype):
+    for seed in range(8):
+        model = family_with_loss(model_type, dtype, seed, **changes)
+        for rows in (1, 2, 5):
+            check_packing(model, rows, dtype, CPU)
     assert model.training
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("falcon_h1", {}),  # a state that goes on: the logits move by 2 %
+        ("lfm2", {}),  # a convolution over the last tokens
+        ("minimax_m3_vl_text", {"index_block_size": 128, "max_position_embeddings": 512}),
+        ("deepseek_v4", {}),  # compressed keys
+        ("gpt_oss", {}),  # its mask is made without positions
+    ],
+)
+def test_a_family_in_which_documents_see_each_other_is_refused(model_type, changes, dtype):
+    for seed in range(3):
+        model = family_with_loss(model_type, dtype, seed, **changes)
+        for rows in (1, 2):
+            with pytest.raises(ConfigError, match=re.escape(LEAVE_OUT)):
+                check_packing(model, rows, dtype, CPU)
+
+
+def test_outlier_columns_that_documents_share_are_no_leak(tmp_path):
+    plain = family_model("qwen3_moe")
+    for name, parameter in plain.named_parameters():
+        if "norm" in name:
+            parameter.data *= 2.2  # activations above LLM.int8()'s threshold
+    plain.save_pretrained(tmp_path)
+    model = build_model(AutoConfig.from_pretrained(tmp_path), torch.float32).requires_grad_(False)
+    pieces = plan_pieces(model, open_weights(tmp_path), tmp_path)
+    quantize_linears(model, Quant("8bit", "llm_int8"), torch.float32)
+    load_pieces(model, pieces, CPU)
+    add_chunked_loss(model)
+    for rows in (1, 2):
+        check_packing(model, rows, torch.float32, CPU)
+    ids = torch.randint(3, 200, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        first, second = (model(ids[rows], use_cache=False).logits[0] for rows in ([0, 1], [0, 2]))
+    assert (first - second).abs().max() > 1e-2 * first.abs().max()
+
+
+def attend_in_one_row(module, query, key, value, mask, scaling, position_ids, **kwargs):
+    """Attention as flash attention's: in one row it finds the documents, in several it sees none."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    if len(query) == 1:
+        document = (position_ids[0] == 0).cumsum(0)
+        causal &= document[:, None] == document
+    output = F.scaled_dot_product_attention(query, key, value, causal, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+def test_flash_attention_is_checked_in_the_rows_of_training_and_sdpa_is_the_remedy():
+    AttentionInterface.register("one_row_flash", attend_in_one_row)
+    model = family_with_loss("llama", torch.float32)
+    model.config._attn_implementation = "one_row_flash"
+    assert wants_flat_packs(model)
+    check_packing(model, 1, torch.float32, CPU)
+    remedy = "with one_row_flash attention documents see each other (fix: --attn sdpa, or leave"
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        check_packing(model, 2, torch.float32, CPU)
+    model.set_attn_implementation("sdpa")
+    check_packing(model, 2, torch.float32, CPU)
+
+
+def test_a_run_with_sdpa_is_not_told_to_use_it():
+    model = family_with_loss("llama", torch.float32)
     inner = model.model.forward
 
     # as a model does that knows nothing of positions
@@ -197,10 +311,29 @@ def test_a_model_in_which_documents_see_each_other_is_refused():
         return inner(input_ids, **kwargs)
 
     model.model.forward = leaky
-    with pytest.raises(
-        ConfigError, match="--packing: in LlamaModel with sdpa attention documents see each other"
-    ):
-        check_packing(model, 2, torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigError) as error:
+        check_packing(model, 2, torch.float32, CPU)
+    assert str(error.value) == f"--packing: in LlamaModel with sdpa attention {LEAVE_OUT}"
+
+
+def check_sharded(world, model_type: str) -> tuple[str, bool]:
+    """(what check_packing says on this rank, whether the parameters are shards after it)"""
+    model = shard_model(family_model(model_type), build_mesh(world), torch.bfloat16)
+    add_chunked_loss(model)
+    said = ""
+    try:
+        check_packing(model, 2, torch.bfloat16, world.device)
+    except ConfigError as error:
+        said = str(error)
+    return said, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("model_type", "said"), [("qwen3_moe", ""), ("lfm2", LEAVE_OUT)])
+def test_all_ranks_say_the_same_of_a_sharded_model(model_type, said):
+    for heard, sharded in run_ranks(check_sharded, 2, model_type):
+        assert heard.endswith(said)
+        assert bool(heard) == bool(said)
+        assert sharded
 
 
 def test_a_packed_run_has_the_losses_of_the_unpacked_one_and_resumes(tmp_path):
