@@ -357,7 +357,7 @@ def main(cfg: Config) -> Path:
         from utils.model.attention import check_packing, wants_flat_packs
 
         loader.flat = wants_flat_packs(model)
-        check_packing(model, 1 if loader.flat else cfg.batch_size, DTYPES[cfg.dtype], world.device)
+        check_packing(model, world.device)
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")

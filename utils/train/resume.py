@@ -30,7 +30,6 @@ from .checkpoint import (
     reason_of,
 )
 
-PLAIN = (str, int, float, bool, type(None))  # what a setting is
 SAFE_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",  # as Python 3.13 calls it
@@ -192,9 +191,6 @@ def read_state(path: Path) -> dict:
         raise ConfigError(f"{path} is not a complete checkpoint: state.json: {error}") from None
     good = isinstance(state, dict) and type(state.get("step")) is int and state["step"] >= 0
     check(good, f"{path} is not a complete checkpoint: state.json: no object with a step")
-    settings = state.get("config", {})
-    plain = isinstance(settings, dict) and all(type(v) in PLAIN for v in settings.values())
-    check(plain, f"{path} is not a complete checkpoint: state.json: config: no plain settings")
     return state
 
 
