@@ -293,9 +293,9 @@ def main(cfg: Config) -> Path:
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
-    text = f"{cfg.batch_size} rows x {data_ranks} ranks x {micro_batches} micro-batches"
     print0(
-        f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
+        f"batch     {global_batch} = {cfg.batch_size} rows x {data_ranks} ranks x {micro_batches}"
+        f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(plan.text, ready=True)

@@ -319,7 +319,7 @@ def test_a_plan_that_does_not_fit_is_the_last_line_and_exit_code_1():
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: this does not fit: a rank needs ")
-    assert "ranks     2 ranks" in result.stdout
+    assert "ranks     2 on cpu" in result.stdout
 
 
 @pytest.mark.slow

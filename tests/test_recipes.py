@@ -124,7 +124,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
 def test_without_torchrun_it_is_a_world_of_one(tmp_path):
     result = shell(f"python {ROOT}/recipes/finetune.py --steps 1", tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "1 rank on cpu" in result.stdout
+    assert "ranks     1 on cpu" in result.stdout
 
 
 @pytest.mark.slow

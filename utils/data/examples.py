@@ -27,7 +27,6 @@ from .rows import Source, find_sources
 # Bytes of data that are tokenized in memory at each start. What more of it becomes is kept: see cache.py.
 SMALL = 2**24
 MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
-BAD_ROWS = "bad_rows.jsonl"
 FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and what there is to say of them
     "ids": torch.int32,
     "loss_mask": torch.uint8,
@@ -351,7 +350,7 @@ def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:
     bad = [row for part in parts if part for row in part.bad]
     if bad and rank == 0:
         lines = (json.dumps({"where": where, "why": why}) + "\n" for where, why in bad)
-        replace_file(out / BAD_ROWS, "".join(lines))
+        replace_file(out / "bad_rows.jsonl", "".join(lines))
 
 
 def split_by_hash(examples, share: float) -> tuple:

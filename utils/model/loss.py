@@ -30,6 +30,7 @@ PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Transform = Callable[[torch.Tensor], torch.Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
 LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
+CPU_ROWS = 256  # of a product, so that it stays in a CPU's cache
 ROWS = 4096  # of the weight's gradient: a block of the sum, whose memory goes back as it is cast
 
 # Fields of configs that say what happens to the logits after the head.
@@ -291,8 +292,9 @@ def _add_product(sums: list[torch.Tensor], d_logits: torch.Tensor, h: torch.Tens
     for block, columns in zip(sums, d_logits.split(ROWS, 1), strict=True):
         if block.device.type == "cuda" and h.dtype != torch.float32:
             torch.addmm(block, columns.T, h, out_dtype=torch.float32, out=block)
-        else:
-            block += columns.T @ h
+            continue
+        for rows, part in zip(block.split(CPU_ROWS), columns.split(CPU_ROWS, 1), strict=True):
+            rows += part.T @ h
 
 
 def tokens_of_chunk(vocabulary: int) -> int:

@@ -258,10 +258,9 @@ def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
 
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     """What the mesh does, for the plan."""
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     weights = f"{copies}every weight cut into {axes['shard']}"
-    return f"{ranks} on {world.device.type}; {weights}, the data too"
+    return f"{world.size} on {world.device.type}; {weights}, the data too"
 
 
 def data_place(world: World, axes: dict[str, int]) -> tuple[int, int]:

@@ -153,8 +153,8 @@ def report_errors() -> Iterator[None]:
         print_once(error.lines, error.agreed)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        if not is_ours(error):
-            raise
+        if (error.name or "").split(".")[0] != __package__.split(".")[0]:
+            raise  # not a file of this package, of which a copy may leave some out
         file = error.name.replace(".", "/") + ".py"
         print_once(f"{file} is not here, and these flags need it (fix: copy it too)", agreed=True)
         sys.exit(2)
@@ -242,11 +242,6 @@ def _leave() -> None:
     """End this process, without waiting for a thread that saves and waits for other ranks."""
     sys.stdout.flush()  # write_errors has flushed the other
     os._exit(1)
-
-
-def is_ours(error: ModuleNotFoundError) -> bool:
-    """Whether a module of this package is missing: who copies it may leave some out."""
-    return bool(error.name) and error.name.split(".")[0] == __package__.split(".")[0]
 
 
 def first_five(names: list[str]) -> str:
