@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def main(cfg: Config) -> Path:
 
     # --- world: who am I, who are the others ------------------------------------------------------
     act("world")
-    world = replace(init_distributed(), device=torch.device("cpu"))  # a GPU has nothing to do here
+    world = init_distributed(use_gpu=False)  # there is nothing to compute
 
     # --- plan: everything that can fail cheaply fails here ----------------------------------------
     act("plan")

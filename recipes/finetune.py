@@ -63,6 +63,7 @@ from utils.run.distributed import (
     set_timeout,
     stop_distributed,
     together,
+    use_all_cores,
 )
 from utils.run.errors import act, check, print0, report_errors
 from utils.run.folder import (
@@ -80,7 +81,13 @@ from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
-from utils.train.optim import check_packages, clip_gradients, mfu, stop_if_not_finite
+from utils.train.optim import (
+    check_packages,
+    clip_gradients,
+    flops_per_token,
+    mfu,
+    stop_if_not_finite,
+)
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # What stands for flags that are not given, where --model is not.
@@ -304,6 +311,7 @@ def main(cfg: Config) -> Path:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, whole=source.folder)
+    flops = flops_per_token(model, cfg.seq_len)
     names = None  # names of the parameters that adapters have changed
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
@@ -325,7 +333,10 @@ def main(cfg: Config) -> Path:
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     offload = OffloadPolicy()
     if cfg.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        on_gpu = world.device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_gpu)
+        if on_gpu:
+            use_all_cores(world)  # the optimizer computes on the CPU
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
     for unit in units(model, DTYPES[cfg.dtype]):
@@ -374,6 +385,8 @@ def main(cfg: Config) -> Path:
         paged = cfg.optimizer.startswith("paged")
         optimizer = ShardedAdamW8bit(groups, lr=cfg.lr, betas=BETAS, paged=paged)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
+    if cfg.cpu_offload:
+        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
@@ -451,7 +464,7 @@ def main(cfg: Config) -> Path:
                 seconds=seconds,
                 tokens_per_second=tokens / seconds,
                 peak_memory_gib=peak_bytes / GIB,
-                mfu=mfu(model, cfg.seq_len, tokens / seconds, world),
+                mfu=mfu(flops * tokens / seconds, world),
             )
             if profiler:
                 profiler.step()
@@ -502,7 +515,8 @@ def settle(cfg: Config, world) -> Config:
     model = cfg.model or str(TINY)
     cfg = replace(cfg, model=model, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
     cfg = replace(cfg, dtype=settle_dtype(cfg.dtype, world.device))
-    check_packages(cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb, cfg.dtype, world.gpu_name)
+    packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
+    check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
     return cfg
 
 

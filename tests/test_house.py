@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 from pathlib import Path
 
@@ -218,6 +219,19 @@ def test_acts_that_recipes_share_have_the_same_text_but_where_it_is_listed():
     different = {act: list(found) for act, found in texts.items() if len({*found.values()}) > 1}
     assert different == {}
     assert all(act in stories[recipe] for recipe, act in OWN_ACTS)
+
+
+def test_what_serves_is_sharded_as_what_trains():
+    """generate.py and export.py call shard_model; finetune.py shows the same loop."""
+
+    def loop(text: str) -> str:
+        found = re.search(r"^( +)for unit in units\(.*\n(?:\1 .*\n)+", text, re.M)[0]
+        return textwrap.dedent(found).replace("DTYPES[cfg.dtype]", "dtype").replace("cfg.", "")
+
+    files = (ROOT / "recipes" / "finetune.py", UTILS / "train" / "trained_run.py")
+    shown, called = (loop(file.read_text()) for file in files)
+    assert shown == called
+    assert "fully_shard" in shown
 
 
 def test_lines_are_not_packed():

@@ -20,10 +20,11 @@ ACTS = "folder data plan build shard load optimizer resume train save".split()
 
 RANK = """
 import os, signal, time
+import torch
 import torch.distributed as dist
 from utils.run.distributed import gather, init_distributed
 from utils.run.errors import act, report_errors
-from utils.run.signals import stop_at_once
+from utils.run.signals import stop_after_step, stop_at_once
 with report_errors():
     stop_at_once()
     world = init_distributed()
@@ -34,6 +35,8 @@ WAITS = {
     "in a collective": "gather(world, 'here')",
     "in a new group": "dist.new_group(backend='gloo')",  # where Python runs no handler
     "at work": "time.sleep(60)",
+    # as a rank that waits for a GPU
+    "in C within a step": "stop_after_step(); torch.linalg.eigvals(torch.rand(6000, 6000))",
 }
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 FAILS = "raise RuntimeError('row 7 is corrupt')"

@@ -137,7 +137,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 
 def test_tensorboard_gets_every_number(tmp_path):
-    check_packages("auto", "adamw", True, False, "fp32", "")
+    check_packages("auto", "adamw", True, False, "fp32", "", False)
     log = RunLog(tmp_path, total_steps=2, trackers=start_trackers(tmp_path, True, False, 0))
     log.step(step=1, **NUMBERS)
     log.close()
@@ -172,9 +172,9 @@ def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
 def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # what a run of it leaves behind is not the package
     monkeypatch.syspath_prepend(tmp_path)
-    check_packages("auto", "adamw", False, False, "fp32", "")
+    check_packages("auto", "adamw", False, False, "fp32", "", False)
     with pytest.raises(ConfigError, match="--wandb needs a package .fix: pip install wandb."):
-        check_packages("auto", "adamw", False, True, "fp32", "")
+        check_packages("auto", "adamw", False, True, "fp32", "", False)
 
 
 def on_meta(model_type: str, **sizes):
@@ -197,8 +197,8 @@ def test_flops_of_llama_3_8b_are_the_known_ones():
     params = matmul_parameters(model)
     # table, norms
     assert params == sum(p.numel() for p in model.parameters()) - 128256 * 4096 - 65 * 4096
-    assert flops_per_token(model.config, 4096, params) == pytest.approx(48.25e9, rel=1e-4)
-    assert flops_per_token(model.config, 8192, params) == pytest.approx(51.47e9, rel=1e-4)
+    assert flops_per_token(model, 4096) == pytest.approx(48.25e9, rel=1e-4)
+    assert flops_per_token(model, 8192) == pytest.approx(51.47e9, rel=1e-4)
 
 
 def test_a_tied_table_counts_as_the_head_and_experts_by_visits():

@@ -18,7 +18,7 @@ from step import hf_trainer, median_step, step_ends
 
 from utils.run.distributed import ALONE
 from utils.run.memory import peak_memory_bytes
-from utils.train.optim import mfu
+from utils.train.optim import flops_per_token, mfu
 
 CONTENDERS = {
     "plain": "the recipe's step, nothing recomputed; 8 micro-batches of 1 row",
@@ -80,6 +80,8 @@ def prepare(folder: Path, small: bool) -> None:
 def contend(worker: Worker) -> dict[str, float]:
     from transformers import LlamaConfig
 
+    from utils.model.loading import build_model
+
     device, name = worker.world.device, worker.contender
     shape = TINY if worker.small else ONE_B if name == "offload_1b" else EIGHT_B
     config = LlamaConfig(**shape, tie_word_embeddings=name == "offload_1b")
@@ -97,7 +99,8 @@ def contend(worker: Worker) -> dict[str, float]:
     assert len(ends) == WARM_UP + TIMED, ends
     seconds, _ = median_step(ends[WARM_UP - 1 :])
     speed = ROWS * seq_len / seconds
-    share = mfu(model, seq_len, speed, replace(ALONE, device=device))  # None on a CPU
+    flops = flops_per_token(build_model(config, torch.bfloat16), seq_len)
+    share = mfu(flops * speed, replace(ALONE, device=device))  # None on a CPU
     numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
     return numbers | {
         "peak_bytes": peak_memory_bytes(),

@@ -176,7 +176,7 @@ class _FrozenLinear(torch.autograd.Function):
 def _llm_int8(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias) -> torch.Tensor:
     flat = x.reshape(-1, x.shape[-1])
     x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(
-        flat.to(torch.float16), threshold=OUTLIER
+        flat.to(torch.float16).contiguous(), threshold=OUTLIER
     )
     product = torch.ops.bitsandbytes.int8_mixed_scaled_mm
     out, _ = product(flat, x_codes, codes, x_scale, scale, outliers, bias)

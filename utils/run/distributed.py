@@ -6,6 +6,7 @@ machine without a GPU.
 """
 
 import os
+import re
 import socket
 import sys
 import time
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ PATIENT_SECONDS = 7 * 24 * 3600
 # torch 2.13; before 2.9 the second alone): names of variables.
 CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
+NVIDIA = Path("/dev/nvidia0")  # of the first GPU, made by its driver
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,11 @@ def alone(ranks: int = 0) -> World:
     return World(0, ranks, 0, ranks, _device(0, 1))
 
 
-def init_distributed() -> World:
+def init_distributed(use_gpu: bool = True) -> World:
     """Join the gloo group that torchrun's variables describe; a world of one where there are none.
 
-    Raises ConfigError for variables that do not fit together, a port in use, or more ranks on this machine
-    than GPUs.
+    Raises ConfigError for variables that do not fit together, a port in use, more ranks on this machine than
+    GPUs, or a GPU that this torch cannot use.
     """
     rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
     store = None
@@ -77,8 +80,10 @@ def init_distributed() -> World:
         check(not lacks, f"some of {', '.join(names)} are set, but not {', '.join(lacks)} {FIX}")
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
     local_rank, local_size = _env_int("LOCAL_RANK", rank), _env_int("LOCAL_WORLD_SIZE", size)
-    device = _device(local_rank, local_size)
+    device = _device(local_rank, local_size) if use_gpu else torch.device("cpu")
     use_expandable_segments(device)
+    if device.type == "cuda":
+        check_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # a killed torchrun would leave its ranks running
     world = World(rank, size, local_rank, local_size, device)
@@ -99,7 +104,48 @@ def init_distributed() -> World:
         reason = str(error).splitlines()[0][:200]
         fix = "another --master_port, or torchrun --standalone"
         raise ConfigError(f"the ranks cannot meet at {where}: {reason} (fix: {fix})") from None
+    if device.type == "cuda":
+        sees_all = torch.cuda.device_count() >= local_size
+        check_own_gpus(
+            world, "" if sees_all else str(torch.cuda.get_device_properties(device).uuid)
+        )
     return world
+
+
+def check_architecture(capability: tuple[int, int], built_for: list[str]) -> None:
+    """Raise ConfigError where no kernel of torch runs on a GPU. built_for: "sm_80", "compute_90", ...
+
+    An sm_ kernel runs on GPUs of its major version, from its minor one on; compute_ also on later ones.
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#application-compatibility
+    """
+    for architecture in built_for:
+        kind, digits = re.match(r"(\w+)_(\d+)", architecture).groups()
+        of = divmod(int(digits), 10)
+        if of <= capability and (of[0] == capability[0] or kind == "compute"):
+            return
+    what = f"this GPU has compute capability {'.'.join(map(str, capability))}"
+    fix = "a torch for it, pip install torch --index-url https://download.pytorch.org/whl/cu126"
+    raise ConfigError(f"{what}, and torch {torch.__version__} has no kernels for it (fix: {fix})")
+
+
+def check_own_gpus(world: World, gpu: str) -> None:
+    """Raise ConfigError where two ranks have one GPU. gpu: its UUID where a launcher shows each rank one; "":
+    ranks take those that they see by number.
+    """
+    owners = gather(world, gpu)
+    for rank, owner in enumerate(owners):
+        first = owners.index(owner)
+        if owner and first < rank:
+            text = f"ranks {first} and {rank} have one GPU, {owner} (fix: fewer --nproc_per_node)"
+            raise ConfigError(text, agreed=True)
+
+
+def use_all_cores(world: World) -> None:
+    """Share the cores among the ranks of a machine, for what is computed beside a GPU: torchrun sets one
+    thread for each.
+    """
+    if torch.get_num_threads() == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
 
 def stop_distributed() -> None:
@@ -213,8 +259,14 @@ def use_expandable_segments(device: torch.device) -> None:
 
 def _device(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
+        is_meant = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        what = f"torch {torch.__version__}, of CUDA {torch.version.cuda}, cannot use the GPU"
+        fix = "a driver and a torch that fit each other; CUDA_VISIBLE_DEVICES=-1 takes the CPU"
+        check(is_meant or not NVIDIA.exists(), f"{what} {NVIDIA} (fix: {fix})")
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 1:  # perhaps one for each rank: see check_own_gpus
+        return torch.device("cuda", 0)
     too_many = f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
     check(local_size <= count, f"{too_many} (fix: --nproc_per_node {count})")
     return torch.device("cuda", local_rank)
@@ -251,9 +303,11 @@ def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
 def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
     # gloo also beside GPUs, for what --cpu_offload keeps on the host
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    return init_device_mesh(
+    mesh = init_device_mesh(
         device_type, sizes, mesh_dim_names=names, backend_override=dict.fromkeys(names, backend)
     )
+    _set_timeouts(START_SECONDS)  # torch gives new groups 30 minutes
+    return mesh
 
 
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:

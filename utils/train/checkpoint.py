@@ -314,7 +314,7 @@ class Background:
         )
         self.stager = DefaultStager(options)
         self.copies: dict[str, torch.Tensor] = {}
-        self.thread = ThreadPoolExecutor(1, "save", initializer=_lower_priority)
+        self.thread = ThreadPoolExecutor(1, "save", _start_thread, (device,))
 
     @torch.no_grad()
     def submit(self, save: Callable, tensors: dict[str, torch.Tensor], **options) -> Future:
@@ -329,6 +329,8 @@ class Background:
         return self.thread.submit(save, self.copies, **options)
 
 
-def _lower_priority() -> None:
+def _start_thread(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or DCP's copies begin a context on GPU 0
     with suppress(AttributeError, OSError):  # only Linux has priorities of threads
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

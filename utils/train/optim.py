@@ -1,8 +1,10 @@
 """Gradient clipping, what stops a step (numbers that are not finite, packages that are missing), and MFU."""
 
 import math
+import os
 import re
 from importlib.util import find_spec
+from shutil import which
 
 import torch
 from torch import nn
@@ -55,7 +57,7 @@ def stop_if_not_finite(
 
 
 def check_packages(
-    attn: str, optimizer: str, tensorboard: bool, wandb: bool, dtype: str, gpu: str
+    attn: str, optimizer: str, tensorboard: bool, wandb: bool, dtype: str, gpu: str, compile: bool
 ) -> None:
     """Raise ConfigError when a package that was asked for is not installed, or cannot work in this dtype or
     without a GPU, whose name is `gpu`.
@@ -67,6 +69,12 @@ def check_packages(
             not wanted or (spec and spec.origin),
             f"--{name} needs a package (fix: pip install {name})",
         )
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    fix = "(fix: apt install build-essential, or CC=COMPILER)"
+    check(
+        not compile or any(map(which, compilers)),
+        f"--compile needs a C compiler, none is here {fix}",
+    )
     if attn == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 
@@ -98,16 +106,12 @@ PEAK_TFLOPS = {
 }
 
 
-def mfu(model: nn.Module, seq_len: int, tokens_per_second: float, world: World) -> float | None:
-    """Model FLOPs utilization: the share of the peak of the world's GPUs that training uses at this speed.
-
-    tokens_per_second: of all ranks together. None where a GPU's peak is not known.
+def mfu(flops: float, world: World) -> float | None:
+    """Model FLOPs utilization: the share of the peak of the world's GPUs in so many FLOPs a second, of all
+    ranks together. None where a GPU's peak is not known.
     """
     peak = peak_flops(world.gpu_name)
-    if peak is None:
-        return None
-    flops = flops_per_token(model.config, seq_len, matmul_parameters(model))
-    return tokens_per_second * flops / (peak * world.size)
+    return flops / (peak * world.size) if peak else None
 
 
 def matmul_parameters(model: nn.Module) -> int:
@@ -131,17 +135,18 @@ def matmul_parameters(model: nn.Module) -> int:
     return total
 
 
-def flops_per_token(config, seq_len: int, matmul_params: int) -> float:
-    """Floating-point operations to train on one token, forward and backward, without recomputation.
+def flops_per_token(model: nn.Module, seq_len: int) -> float:
+    """Floating-point operations to train on one token, forward and backward, without recomputation. model: as
+    it is before its weights are quantized.
 
     6 for each matmul parameter; and 6 * layers * (heads * head size) * seq_len for attention, which is
     causal, so half of what PaLM counts (arXiv 2204.02311, appendix B). Llama-3-8B at 4096: 48.25e9.
     """
-    config = config.get_text_config()
+    config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = config.num_hidden_layers * heads * head_size * seq_len
-    return 6.0 * matmul_params + 6.0 * attention
+    return 6.0 * matmul_parameters(model) + 6.0 * attention
 
 
 def peak_flops(name: str) -> float | None:

@@ -1,0 +1,137 @@
+"""What a GPU machine may have wrong is said before anything starts; rehearsed where there is no GPU.
+
+python -m pytest tests/test_devices.py
+"""
+
+import os
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from utils.run import distributed
+from utils.run.distributed import (
+    ALONE,
+    START_SECONDS,
+    build_mesh,
+    check_architecture,
+    check_own_gpus,
+    init_distributed,
+    use_all_cores,
+)
+from utils.run.errors import ConfigError
+from utils.train.optim import check_packages, mfu
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for"),
+    [
+        ((7, 0), ["sm_70", "sm_80"]),
+        ((8, 6), ["sm_80", "sm_90"]),
+        ((9, 0), ["sm_80", "sm_90a"]),
+        ((10, 0), ["sm_90", "sm_100"]),
+        ((12, 0), ["sm_80", "compute_90"]),  # compiled when it is first used
+    ],
+)
+def test_a_gpu_that_torch_has_kernels_for_is_taken(capability, built_for):
+    check_architecture(capability, built_for)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"]),  # a V100 with PyPI's torch
+        ((8, 0), ["sm_86"]),
+        ((12, 0), ["sm_80", "sm_90"]),
+    ],
+)
+def test_a_gpu_without_kernels_is_refused_with_where_to_get_them(capability, built_for):
+    number = ".".join(map(str, capability))
+    with pytest.raises(ConfigError, match=rf"capability {number}, .* \(fix: a torch for it, pip"):
+        check_architecture(capability, built_for)
+
+
+def said_of_gpus(world, gpus: list[str]) -> str:
+    try:
+        check_own_gpus(world, gpus[world.rank])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_may_each_see_one_gpu_but_not_the_same():
+    assert run_ranks(said_of_gpus, 2, ["GPU-1", "GPU-2"]) == ["", ""]
+    assert run_ranks(said_of_gpus, 2, ["", ""]) == ["", ""]  # all are seen, and taken by number
+    for said in run_ranks(said_of_gpus, 2, ["GPU-1", "GPU-1"]):
+        assert said == "ranks 0 and 1 have one GPU, GPU-1 (fix: fewer --nproc_per_node)"
+
+
+@without_gpu
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "NVIDIA", tmp_path / "nvidia0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert init_distributed().device.type == "cpu"
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(ConfigError, match=r"cannot use the GPU .*nvidia0 \(fix: a driver"):
+        init_distributed()
+    assert init_distributed(use_gpu=False).device.type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert init_distributed().device.type == "cpu"
+
+
+def timeouts(world) -> list[float]:
+    """Seconds that each group waits."""
+    build_mesh(world, {"replicate": 2, "shard": 1})
+    groups = dist.distributed_c10d._world.pg_map
+    cpu = torch.device("cpu")
+    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_of_a_run_waits_as_long_as_the_first():
+    for seconds in run_ranks(timeouts, 2):
+        assert len(seconds) >= 3  # all ranks, copies, shards
+        assert set(seconds) == {START_SECONDS}
+
+
+class Card(NamedTuple):
+    gpu_name: str
+    size: int
+
+
+def test_mfu_is_the_share_of_all_gpus_and_unknown_where_their_peak_is():
+    assert mfu(989e12, Card("NVIDIA H100 80GB HBM3", 2)) == 0.5
+    assert mfu(989e12, Card("", 2)) is None
+
+
+def test_compile_without_a_compiler_is_refused_before_weights_are_read(monkeypatch, tmp_path):
+    arguments = ("auto", "adamw", False, False, "bf16", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    check_packages(*arguments, compile=False)
+    with pytest.raises(ConfigError, match="--compile needs a C compiler"):
+        check_packages(*arguments, compile=True)
+    (tmp_path / "my_cc").touch(mode=0o755)
+    monkeypatch.setenv("CC", "my_cc")
+    check_packages(*arguments, compile=True)
+
+
+def test_the_cores_are_shared_by_the_ranks_of_a_machine_but_for_who_set_their_number():
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
+    try:
+        torch.set_num_threads(1)
+        use_all_cores(replace(ALONE, local_size=1))
+        assert torch.get_num_threads() == cores
+        torch.set_num_threads(1)
+        use_all_cores(replace(ALONE, local_size=2 * cores))
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(3)
+        use_all_cores(replace(ALONE, local_size=1))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
