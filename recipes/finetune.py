@@ -46,6 +46,7 @@ from utils.model.saving import save_model
 from utils.model.sharding import (
     DTYPES,
     decoder_layers,
+    lacks_grouped_kernels,
     recompute_activations,
     settle_dtype,
     units,
@@ -259,6 +260,7 @@ def main(cfg: Config) -> Path:
             low_cpu_fsdp=cfg.low_cpu_fsdp,
             async_save=cfg.async_save,
             compile=cfg.compile,
+            repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
@@ -312,6 +314,10 @@ def main(cfg: Config) -> Path:
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, whole=source.folder)
     flops = flops_per_token(model, cfg.seq_len)
+    if setting.repeats_keys:
+        from utils.model.attention import repeat_grouped_keys
+
+        repeat_grouped_keys(True)
     names = None  # names of the parameters that adapters have changed
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter

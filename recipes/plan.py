@@ -46,10 +46,13 @@ SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
 # What torch shows as a card's memory ("GPU 0 has a total capacity of ..."), in GiB, the least of several
 # reports where they differ. It is less than the card's name says: part of it stays with the driver.
 CARDS = {
+    "t4": 14.56,  # 14.56 to 14.76
+    "v100-16": 15.77,
     "a10g": 22.06,
     "l4": 22.03,  # in the out-of-memory lines of six repositories, 22.03 to 22.06
     "3090": 23.5,
     "4090": 23.5,  # 23.43 to 23.68
+    "v100-32": 31.74,
     "a100-40": 39.4,
     "l40s": 44.39,
     "a100-80": 79.15,
@@ -67,6 +70,7 @@ HEAD = (
     "rows",
     "tokens",
 )
+WITHOUT_BF16 = ("t4", "v100-16", "v100-32")  # compute capability below 8: no bf16, no flash attention
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 
@@ -109,6 +113,8 @@ class Config:
                 self.gpu_memory == Config.gpu_memory,
                 f"--gpu {self.gpu} and --gpu_memory {self.gpu_memory:g} (fix: give one of them)",
             )
+        no_bf16 = self.gpu.lower() in WITHOUT_BF16 and self.dtype == "bf16"
+        check(not no_bf16, f"--gpu {self.gpu} has no bf16 (fix: --dtype fp16)")
         whole_machines = self.gpus % self.gpus_per_machine == 0
         possible = whole_machines or self.gpus <= self.gpus_per_machine
         fix = "a multiple of it, or another --gpus_per_machine"
@@ -146,6 +152,7 @@ def main(cfg: Config) -> dict:
         trust_remote_code=cfg.trust_remote_code,
         packing=cfg.packing,
         optimizer=cfg.optimizer,
+        repeats_keys=cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16,
     )
     need = need_of(asked)
     whole = replace(asked, lora=Lora(), quant=Quant())

@@ -30,7 +30,7 @@ from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
 from utils.model.loading import build_model, plan_pieces
 from utils.model.options import Lora, Quant, check_adapter_flags
-from utils.model.sharding import DTYPES, settle_dtype
+from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.fit import plan_memory
 from utils.plan.states import Setting
 from utils.run.distributed import alone, mesh_axes, mesh_sentence, together
@@ -173,6 +173,7 @@ def main(cfg: Config) -> bool:
             low_cpu_fsdp=cfg.low_cpu_fsdp,
             async_save=cfg.async_save,
             compile=cfg.compile,
+            repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, force=True)
     data_ranks = world.size  # copies and shards both read rows of their own

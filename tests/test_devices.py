@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiny import tiny_model
 
+from utils.model.attention import repeat_grouped_keys
+from utils.model.sharding import lacks_grouped_kernels
 from utils.run import distributed
 from utils.run.distributed import (
     ALONE,
@@ -69,6 +72,29 @@ def test_ranks_may_each_see_one_gpu_but_not_the_same():
     assert run_ranks(said_of_gpus, 2, ["", ""]) == ["", ""]  # all are seen, and taken by number
     for said in run_ranks(said_of_gpus, 2, ["GPU-1", "GPU-1"]):
         assert said == "ranks 0 and 1 have one GPU, GPU-1 (fix: fewer --nproc_per_node)"
+
+
+def test_repeated_keys_give_the_logits_and_gradients_of_grouped_heads():
+    model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2)
+    ids = torch.arange(24).reshape(2, 12)
+    packed = torch.arange(6).repeat(2, 2)  # a mask keeps two documents of a row apart
+    for positions in (None, packed):
+        both = []
+        for repeat in (False, True):
+            repeat_grouped_keys(repeat)
+            try:
+                logits = model(ids, position_ids=positions, use_cache=False).logits
+                grads = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+            finally:
+                repeat_grouped_keys(False)
+            both.append([logits, *grads])
+        for grouped, repeated in zip(*both, strict=True):
+            torch.testing.assert_close(repeated, grouped, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_has_a_kernel_for_grouped_heads(dtype):
+    assert not lacks_grouped_kernels(torch.device("cpu"), dtype)
 
 
 @without_gpu

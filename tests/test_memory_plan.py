@@ -475,6 +475,18 @@ ROW = {
 }
 
 
+def test_keys_and_values_of_grouped_heads_are_repeated_where_a_gpu_has_no_kernel_for_them():
+    asked = of_llama(seq_len=512, shards=1, local_ranks=1)
+    grouped, repeated = (need_of(replace(asked, repeats_keys=repeats)) for repeats in (False, True))
+    config = asked.config
+    heads = config.num_attention_heads - config.num_key_value_heads
+    of_a_layer = 2 * heads * config.head_dim * 512 * asked.dtype.itemsize  # keys and values
+    more = repeated.peak.parts["activations"] - grouped.peak.parts["activations"]
+    assert more == pytest.approx(config.num_hidden_layers * of_a_layer, rel=0.25)
+    probabilities = config.num_hidden_layers * config.num_attention_heads * 512 * 512 * 4
+    assert more < probabilities / 4  # what the math kernel would keep
+
+
 def test_a_row_says_how_it_fits_and_marks_lengths_that_the_model_was_not_made_for():
     line = ("full", "none", "no", "1.0", "2.0", "tightly", "1", "1")
     assert plan.cells(ROW) == (*line, "9,024*")

@@ -1,9 +1,14 @@
-"""Packed documents and attention: how packs must lie, and whether the model keeps the documents apart."""
+"""Attention: grouped heads on GPUs without kernels for them; how packs must lie, and whether the model keeps
+their documents apart.
+"""
 
 import re
+from types import SimpleNamespace
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from ..run.errors import check
 from ..run.units import IGNORE
@@ -11,6 +16,20 @@ from .sharding import reshard
 
 BLOCK = r'"\w*(?:window|chunk|block)\w*": (\d+)'  # fields of a config in JSON
 LONGEST = 1024  # tokens of a document in check_packing, for speed; larger blocks are not filled
+
+
+def repeat_grouped_keys(repeat: bool) -> None:
+    """Have sdpa attention repeat keys and values, so that there are no groups; or as transformers does it."""
+    function = sdpa_with_repeated_keys if repeat else sdpa_attention_forward
+    AttentionInterface.register("sdpa", function)
+
+
+def sdpa_with_repeated_keys(module, query, key, value, attention_mask, **options):
+    """query (B, H, T, D); key and value of fewer heads (B, H / groups, T, D)."""
+    groups = query.shape[1] // key.shape[1]
+    without_groups = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return sdpa_attention_forward(without_groups, query, key, value, attention_mask, **options)
 
 
 def wants_flat_packs(model: nn.Module) -> bool:

@@ -212,3 +212,12 @@ def settle_dtype(dtype: str, device: torch.device) -> str:
             f"--dtype bf16: {torch.cuda.get_device_name(device)} has none (fix: --dtype fp16)"
         )
     return dtype
+
+
+def lacks_grouped_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether sdpa has no kernel for grouped heads but the math one, which keeps fp32 probabilities (B, H, T,
+    T): flash attention needs compute capability 8 and 16 bit, and the memory-efficient one no groups
+    (https://github.com/pytorch/pytorch/issues/181528).
+    """
+    on_gpu = device.type == "cuda"
+    return on_gpu and (dtype == torch.float32 or torch.cuda.get_device_capability(device) < (8, 0))

@@ -110,6 +110,7 @@ def trace_of(setting: Setting) -> Trace:
         setting.seq_len,
         setting.packing,
         setting.activation_checkpointing,
+        setting.repeats_keys,
     )
 
 

@@ -41,6 +41,7 @@ class Setting:
     low_cpu_fsdp: bool = True
     async_save: bool = False  # checkpoints are written from a copy on the host
     compile: bool = False
+    repeats_keys: bool = False  # see sharding.lacks_grouped_kernels
 
     @property
     def grad_accum(self) -> int:

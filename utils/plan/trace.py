@@ -115,9 +115,11 @@ def trace_step(
     seq_len: int,
     packed: bool = False,
     recompute: str = "none",
+    repeats_keys: bool = False,
 ) -> Trace:
     """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
-    documents apart. recompute: as --activation_checkpointing.
+    documents apart. recompute: as --activation_checkpointing. repeats_keys: see
+    sharding.lacks_grouped_kernels.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
@@ -130,6 +132,11 @@ def trace_step(
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
+        if repeats_keys:
+            from ..model.attention import repeat_grouped_keys
+
+            repeat_grouped_keys(True)
+            stack.callback(repeat_grouped_keys, False)
         if not packed:
             # transformers looks for documents in the positions, which have no values here.
             nothing = patch.object(masking_utils, "find_packed_sequence_indices", lambda ids: None)
