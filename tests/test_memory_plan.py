@@ -443,7 +443,7 @@ def test_plan_knows_a_size_however_it_is_written():
         ("--model ./modle", "--model ./modle: there is no such folder or file (fix: a folder"),
         (
             "--model 7B --gpu h10",
-            "--gpu h10 is not known (did you mean h100?) (fix: one of a10g, l4, ",
+            "--gpu h10 is not known (did you mean h100?) (fix: one of t4, v100-16, a10g, l4, ",
         ),
         ("--model 7B --gpu A100", "--gpu A100 is not known (did you mean a100-40 or a100-80?)"),
         ("--model 7B --gpu 8", "--gpu 8 is no name of a card (did you mean --gpus 8?)"),
@@ -476,15 +476,15 @@ ROW = {
 
 
 def test_keys_and_values_of_grouped_heads_are_repeated_where_a_gpu_has_no_kernel_for_them():
-    asked = of_llama(seq_len=512, shards=1, local_ranks=1)
-    grouped, repeated = (need_of(replace(asked, repeats_keys=repeats)) for repeats in (False, True))
+    asked = of_llama(seq_len=512)
+    grouped, repeated = (
+        trace_of(replace(asked, repeats_keys=repeats)).blocks[0].rest for repeats in (False, True)
+    )
     config = asked.config
     heads = config.num_attention_heads - config.num_key_value_heads
-    of_a_layer = 2 * heads * config.head_dim * 512 * asked.dtype.itemsize  # keys and values
-    more = repeated.peak.parts["activations"] - grouped.peak.parts["activations"]
-    assert more == pytest.approx(config.num_hidden_layers * of_a_layer, rel=0.25)
-    probabilities = config.num_hidden_layers * config.num_attention_heads * 512 * 512 * 4
-    assert more < probabilities / 4  # what the math kernel would keep
+    assert repeated - grouped == 2 * heads * config.head_dim * 512 * 2  # keys and values in bf16
+    probabilities = config.num_attention_heads * 512 * 512 * 4  # what the math kernel would keep
+    assert repeated - grouped < probabilities / 8
 
 
 def test_a_row_says_how_it_fits_and_marks_lengths_that_the_model_was_not_made_for():

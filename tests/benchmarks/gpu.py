@@ -94,7 +94,7 @@ def contend(worker: Worker) -> dict[str, float]:
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LIMIT)
     with measured() as host, step_ends() as ends:
-        model = train(worker, config, batches, ROWS // rows)
+        train(worker, config, batches, ROWS // rows)
     signal.alarm(0)
     assert len(ends) == WARM_UP + TIMED, ends
     seconds, _ = median_step(ends[WARM_UP - 1 :])
