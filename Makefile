@@ -40,10 +40,13 @@ format: $(READY) ## let ruff format everything
 bench: $(READY) ## ratios against other ways, about 30 minutes on 2 cores
 	set -e; for what in load step save loss quant; do $(BIN)/python tests/benchmarks/bench.py $$what; done
 
-gpu: $(READY)   ## what needs a GPU: its tests, and the tables configs/measured_<device>.md and planned_<device>.md
-	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-		$(BIN)/python -m pytest -m gpu tests/test_gpu.py && $(BIN)/python tests/benchmarks/bench.py gpu --repeats 1 && \
-		$(BIN)/python tests/benchmarks/bench.py memory --repeats 1; \
+# make gpu PYTHON=python3 takes the packages of that Python, where none can be installed.
+OWN := $(findstring command line,$(origin PYTHON))
+GPU_PYTHON := $(if $(OWN),$(PYTHON),$(BIN)/python)
+gpu: $(if $(OWN),,$(READY)) ## what needs a GPU: its tests, and the tables configs/measured_<device>.md and planned_<device>.md
+	@if $(GPU_PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu.py && $(GPU_PYTHON) tests/benchmarks/bench.py gpu --repeats 1 && \
+		$(GPU_PYTHON) tests/benchmarks/bench.py memory --repeats 1; \
 	else echo "no GPU here: nothing was run"; fi
 
 house: $(READY) ## figures of the code: tokens, lines, density, imports

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; several ranks share two cores
@@ -11,6 +12,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# A shell starts what runs in its background with SIGINT ignored, and processes would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several workers take whole files, in this order: the longest come first, so that the last ones are short.
 LONGEST_FIRST = (
