@@ -29,13 +29,11 @@ from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room
 from utils.plan.search import (
     RECOMPUTE,
     fastest,
-    first_that_fits,
     flags_between,
     largest_batch,
     levers_of,
     longest_row,
     methods,
-    ways,
 )
 from utils.plan.states import Setting, planned_model
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
@@ -70,11 +68,8 @@ HEAD = (
     "rows",
     "tokens",
 )
-WITHOUT_BF16 = (
-    "t4",
-    "v100-16",
-    "v100-32",
-)  # compute capability below 8: no bf16, no flash attention
+# Of compute capability below 8: no bf16, and no flash attention.
+WITHOUT_BF16 = ("t4", "v100-16", "v100-32")
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 
@@ -186,20 +181,12 @@ def main(cfg: Config) -> dict:
             plan["recommended"] = levers_of(best) | {"answer": answer, "host_bytes": host}
             plain = Setting(config, best.dtype, best.dtype, 1)
             plan["command"] = command(cfg, flags_between(plain, best))
-            if best.cpu_offload and (other := without_offload(asked, room)):
+            other = fastest(asked, room, any_method=True, may_offload=False)
+            if best.cpu_offload and other:
                 plan["without_offload"] = command(cfg, flags_between(plain, other))
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
     return plan
-
-
-def without_offload(asked: Setting, room: Room) -> Setting | None:
-    """What fits on the GPUs alone, of the first method of which anything does."""
-    for method in methods(asked):
-        on_gpus = (way for way in ways(method) if not way.cpu_offload)
-        if found := first_that_fits(on_gpus, room):
-            return found
-    return None
 
 
 def command(cfg: Config, levers: str) -> str:

@@ -27,6 +27,7 @@ from utils.model.sharding import recompute_activations
 from utils.run.distributed import build_mesh, gather
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
+from utils.train.optim import flops_per_token, matmul_parameters
 from utils.train.trained_run import compute_alone, shard_model
 
 README = Path(__file__).parent.parent / "recipes" / "README.md"
@@ -45,6 +46,14 @@ NEAR_IN_BF16 = {
 NEEDS = {"gemma3n": "timm"}  # packages that a family asks for while it is built
 # Their configs take "full_attention" as the old name of another kind of layer.
 RENAMES_FULL = {"dots3_note", "dots3_note_text", "qwen4_exp", "qwen4_exp_text"}
+
+
+@pytest.mark.parametrize("model_type", TRAINED)
+def test_the_flops_of_a_step_are_known_before_it(model_type):
+    if (package := NEEDS.get(model_type)) and not importlib.util.find_spec(package):
+        return  # the model cannot be built
+    model = build_model(family_config(model_type), torch.float32)
+    assert flops_per_token(model, 64) >= 6 * matmul_parameters(model) > 0
 
 
 def some_batch() -> Batch:

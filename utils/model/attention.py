@@ -44,9 +44,9 @@ def wants_flat_packs(model: nn.Module) -> bool:
 def check_packing(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError for a model in which packed documents see each other. It changes nothing.
 
-    All ranks call it after add_chunked_loss, with the weights loaded. A document must
-    have the same logits behind each of two others of one length, which is above the blocks and windows that
-    the config names. The cost is two forwards of at most 4 x LONGEST tokens, through the chunked loss.
+    All ranks call it after add_chunked_loss, with the weights loaded. A document must have the same logits
+    behind each of two others of one length, which is above the blocks and windows that the config names. The
+    cost is two forwards of at most 4 x LONGEST tokens, through the chunked loss.
     transformers builds the mask from positions that start anew, but only without an attention mask and a
     cache, and not for every kind of layer:
     https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py

@@ -63,8 +63,9 @@ class MemoryPlan:
             measured, planned = acts[act]["measured_bytes"], self.base + size
             error = measured / planned - 1
             acts[act] |= {"planned_bytes": planned, "error": error}
-            both = f"planned {planned / GIB:.2f}, measured {measured / GIB:.2f}"
-            texts.append(f"{act} {both} ({error:+.1%})")
+            texts.append(
+                f"{act} planned {planned / GIB:.2f}, measured {measured / GIB:.2f} ({error:+.1%})"
+            )
         if not any(reserved):
             texts[-1] += (
                 f"; glibc keeps what is freed, so up to {HOST_SLACK - 1:+.0%} is planned for"
@@ -155,10 +156,11 @@ def room_sentence(setting: Setting, need: Need, room: Room) -> str:
     answer = answer_of(setting, need, room)
     if answer == TIGHT:
         answer = f"{answer}, {WHY_TIGHT}"
-    device = f"{need.device / GIB:.2f} GiB a rank must be there"
-    comfortable = f"{need.comfortable / GIB:.2f} GiB is comfortable"
-    host = f"{need.host * setting.local_ranks / GIB:.2f} GiB of host"
-    return f"room      {device}, {comfortable}, {host}; there is {room.text}: {answer}"
+    return (
+        f"room      {need.device / GIB:.2f} GiB a rank must be there, {need.comfortable / GIB:.2f} GiB is"
+        f" comfortable, {need.host * setting.local_ranks / GIB:.2f} GiB of host;"
+        f" there is {room.text}: {answer}"
+    )
 
 
 def estimate_disk(

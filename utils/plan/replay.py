@@ -30,7 +30,7 @@ class Unit:
 
 
 def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit], Unit | None]:
-    """(the rest, the embedding, the blocks, the head) as sharding.shard_model forms them. A tied head is in
+    """(the rest, the embedding, the blocks, the head) as sharding.units forms them. A tied head is in
     one unit with the embedding, and None here.
     """
     layers = list(decoder_layers(model))

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import yaml
@@ -17,24 +18,17 @@ RECOMPUTE = ("none", "selective", "full")
 TOKENS_STEP = 64  # of the length of a row
 MOST = 2**16  # rows, or steps of a row's length
 
-
-LEVERS = set(  # flags that a plan may change
-    "batch_size grad_accum activation_checkpointing cpu_offload reshard_after_forward lora_rank quantization"
-    " global_batch_size".split()
-)
+# Flags that a plan may change -> the attribute of a setting.
+LEVERS = {
+    attribute.rpartition(".")[2]: attribute
+    for attribute in "batch_size grad_accum activation_checkpointing cpu_offload reshard_after_forward"
+    " lora.lora_rank quant.quantization".split()
+}
 
 
 def levers_of(setting: Setting) -> dict[str, object]:
-    """The flags that a plan may change."""
-    return {
-        "batch_size": setting.batch_size,
-        "grad_accum": setting.grad_accum,
-        "activation_checkpointing": setting.activation_checkpointing,
-        "cpu_offload": setting.cpu_offload,
-        "reshard_after_forward": setting.reshard_after_forward,
-        "lora_rank": setting.lora.lora_rank,
-        "quantization": setting.quant.quantization,
-    }
+    """The value of each flag that a plan may change."""
+    return {flag: attrgetter(attribute)(setting) for flag, attribute in LEVERS.items()}
 
 
 def flags_between(before: Setting, after: Setting) -> str:
@@ -92,11 +86,13 @@ def methods(setting: Setting) -> list[Setting]:
     return list(dict.fromkeys(found))
 
 
-def fastest(setting: Setting, room: Room, any_method: bool = False) -> Setting | None:
+def fastest(
+    setting: Setting, room: Room, any_method: bool = False, may_offload: bool = True
+) -> Setting | None:
     """What fits and costs least time, of the first method of which anything fits."""
     for method in methods(setting) if any_method else [setting]:
-        found = first_that_fits(ways(method), room)
-        if found:
+        candidates = (way for way in ways(method) if may_offload or not way.cpu_offload)
+        if found := first_that_fits(candidates, room):
             return found
     return None
 
@@ -110,16 +106,14 @@ def smallest_change(setting: Setting, room: Room) -> Setting | None:
 
     others = itertools.chain.from_iterable(map(ways, methods(setting)[1:]))
     for candidates in (ways(setting), others):
-        found = first_that_fits(sorted(candidates, key=changes), room)
-        if found:
+        if found := first_that_fits(sorted(candidates, key=changes), room):
             return found
     return None
 
 
 def remedy(setting: Setting, room: Room) -> str:
     """The flags of the smallest change that fits, or what else there is to do."""
-    change = smallest_change(setting, room)
-    if change:
+    if change := smallest_change(setting, room):
         return flags_between(setting, change)
     return f"{more_memory(setting)}, or a smaller --seq_len"
 
@@ -198,8 +192,7 @@ def refusal(setting: Setting, need: Need, room: Room) -> str:
     """One line: what does not fit, its largest part, and the smallest change that does."""
     text = f"a rank needs {need.device / GIB:.2f} GiB"
     if need.device <= room.device:
-        host = f"{need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
-        text = f"the ranks of a machine need {host}"
+        text = f"the ranks of a machine need {need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
     if need.peak:
         name, size = max(need.peak.parts.items(), key=lambda part: part[1])
         text += f", most of it {name}, {size / GIB:.2f} GiB"
@@ -220,5 +213,5 @@ def fitted_before(out: Path) -> dict[str, object]:
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:
         reason = reason_of_others(error)
         raise ConfigError(f"{file}: {reason} (fix: another --output_dir)") from None
-    names = LEVERS & settings.keys()
+    names = {*LEVERS, "global_batch_size"} & settings.keys()
     return {name: settings[name] for name in names} if was_fitted else {}

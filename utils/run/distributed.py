@@ -106,9 +106,8 @@ def init_distributed(use_gpu: bool = True) -> World:
         raise ConfigError(f"the ranks cannot meet at {where}: {reason} (fix: {fix})") from None
     if device.type == "cuda":
         sees_all = torch.cuda.device_count() >= local_size
-        check_own_gpus(
-            world, "" if sees_all else str(torch.cuda.get_device_properties(device).uuid)
-        )
+        gpu = torch.cuda.get_device_properties(device)
+        check_own_gpus(world, "" if sees_all else str(gpu.uuid))
     return world
 
 
@@ -123,9 +122,11 @@ def check_architecture(capability: tuple[int, int], built_for: list[str]) -> Non
         of = divmod(int(digits), 10)
         if of <= capability and (of[0] == capability[0] or kind == "compute"):
             return
-    what = f"this GPU has compute capability {'.'.join(map(str, capability))}"
-    fix = "a torch for it, pip install torch --index-url https://download.pytorch.org/whl/cu126"
-    raise ConfigError(f"{what}, and torch {torch.__version__} has no kernels for it (fix: {fix})")
+    raise ConfigError(
+        f"this GPU has compute capability {'.'.join(map(str, capability))}, and torch {torch.__version__} has"
+        " no kernels for it (fix: a torch for it, pip install torch --index-url"
+        " https://download.pytorch.org/whl/cu126)"
+    )
 
 
 def check_own_gpus(world: World, gpu: str) -> None:
@@ -136,8 +137,10 @@ def check_own_gpus(world: World, gpu: str) -> None:
     for rank, owner in enumerate(owners):
         first = owners.index(owner)
         if owner and first < rank:
-            text = f"ranks {first} and {rank} have one GPU, {owner} (fix: fewer --nproc_per_node)"
-            raise ConfigError(text, agreed=True)
+            raise ConfigError(
+                f"ranks {first} and {rank} have one GPU, {owner} (fix: fewer --nproc_per_node)",
+                agreed=True,
+            )
 
 
 def use_all_cores(world: World) -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from contextlib import suppress
 from importlib.util import find_spec
 from shutil import which
 
@@ -119,7 +120,7 @@ def matmul_parameters(model: nn.Module) -> int:
 
     Of the experts of a mixture, stored as (experts, rows, columns), those that one token visits.
     """
-    visits = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+    visits = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     # a tied table is looked up, and also multiplied with
     tables.discard(model.get_output_embeddings().weight)
@@ -140,12 +141,15 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     it is before its weights are quantized.
 
     6 for each matmul parameter; and 6 * layers * (heads * head size) * seq_len for attention, which is
-    causal, so half of what PaLM counts (arXiv 2204.02311, appendix B). Llama-3-8B at 4096: 48.25e9.
+    causal, so half of what PaLM counts (arXiv 2204.02311, appendix B); where the config has one size for all
+    layers. Llama-3-8B at 4096: 48.25e9.
     """
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = config.num_hidden_layers * heads * head_size * seq_len
+    attention = 0
+    with suppress(Exception):  # a config has no heads, or sizes that differ by layer
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        attention = config.num_hidden_layers * heads * size * seq_len
     return 6.0 * matmul_parameters(model) + 6.0 * attention
 
 

@@ -56,7 +56,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
 class Tracker:
     """A service that gets the numbers of a run. Where it fails, a warning says so, and the run goes on."""
 
-    def __init__(self, name: str, start: Callable[[Path, int], tuple], folder: Path, done: int):
+    def __init__(self, name: str, start: Callable, folder: Path, done: int):
         self.name = name
         self.service = self.attempt(start, folder, done)  # (log, close), or None
 
