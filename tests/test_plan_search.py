@@ -101,15 +101,18 @@ def test_none_is_too_large_for_tiny_models_with_short_rows(kind):
     assert not [miss for miss in misses(of_tiny(kind, 64, **window), 4) if "not fit" in miss]
 
 
-def test_three_chunks_of_the_loss_peak_as_all_do(monkeypatch):
-    model = add_chunked_loss(
-        build_model(tiny_config("llama", **SIZES), torch.float32), chunk_tokens=64
-    )
+@pytest.mark.parametrize(
+    ("part", "whole"),
+    [("few_chunks", loss.chunk_bounds), ("first_product", loss._add_product)],
+)
+def test_the_parts_of_the_loss_that_are_traced_peak_as_all_do(part, whole, monkeypatch):
+    sizes = SIZES | {"vocab_size": 2 * loss.ROWS + 300}
+    model = build_model(tiny_config("llama", **sizes), torch.float32)
+    model = add_chunked_loss(model, chunk_tokens=64)
     for tokens in (64, 100, 128, 500, 512):
         few = trace.trace_step(model, torch.bfloat16, 1, tokens)
         with monkeypatch.context() as patch:
-            patch.setattr(trace, "few_chunks", loss.chunk_bounds)
-            assert len(loss.chunk_bounds(tokens, 64)) == -(-tokens // 64)
+            patch.setattr(trace, part, whole)
             every = trace.trace_step(model, torch.bfloat16, 1, tokens)
         assert few == every, tokens
 

@@ -34,6 +34,7 @@ KNOWN = (
     [("MergeModulelist", 0)],
     [("MergeModulelist", 0), ("Concatenate", 1)],
 )
+UNPADS = [("Inkling2UnpadVocab", None)]
 Tensors = dict[str, torch.Tensor]
 Names = dict[str, list[str]]
 
@@ -106,7 +107,7 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
         at = (0,) * len(info.shape)
         shape = info.shape
         if pattern is not None:
-            at, shape = _expert_box(name, info, pattern, converters, folder)
+            at, shape = _converted_box(name, info, pattern, converters, folder, state[target])
         piece = Piece(name, info, target, at, shape)
         parameter = state[target]
         if not _fits(piece, parameter):
@@ -131,14 +132,21 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
     return pieces
 
 
-def _expert_box(
-    name: str, info: TensorInfo, pattern: str, converters: list[WeightConverter], folder: Path
+def _converted_box(
+    name: str,
+    info: TensorInfo,
+    pattern: str,
+    converters: list[WeightConverter],
+    folder: Path,
+    parameter: torch.Tensor,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(at, shape) of one expert's matrix within the parameter that holds all experts, e.g. gate_up_proj (E,
-    2I, D).
+    2I, D); or of all rows, where no padding has to be cut off.
     """
     converter = next(c for c in converters if pattern in c.source_patterns)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    if operations == UNPADS and info.shape == parameter.shape:
+        return (0,) * len(info.shape), info.shape
     expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
     if operations not in KNOWN or expert is None or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in operations)

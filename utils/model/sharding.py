@@ -57,6 +57,12 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     layers = decoder_layers(model)
     for layer in layers:
         inner = [module for module in layer.modules() if module in in_fp32]
+        for mixer in layer.modules():
+            for conv in (child for child in mixer.children() if isinstance(child, nn.Conv1d)):
+                if conv in inner:  # the mixer uses its weight without a call
+                    inner.remove(conv)
+                    mixer.register_forward_pre_hook(partial(_unshard, conv))
+                    found.append(Unit([conv], torch.float32, reshard_after_forward=False))
         if inner:
             found.append(Unit(inner, torch.float32))
         # Free a layer after its forward and gather it again for its backward; but the last one's backward
@@ -83,6 +89,11 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
         found.append(Unit(others, torch.float32, reshard_after_forward=False))
     # The rest is small: it stays gathered.
     return [*found, Unit([model], param_dtype, reshard_after_forward=False)]
+
+
+def _unshard(module: FSDPModule, *called) -> None:
+    """Gather a unit that no call of its own does; after the backward it is sharded again."""
+    module.unshard()
 
 
 def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
@@ -113,9 +124,7 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     found, inside = [], set()
     for path, module in model.named_modules() if kept else ():
         own = {f"{path}.{name}" for name, _ in module.named_parameters()}
-        # Mixers use a convolution's weight without a call, and only a call gathers it.
-        is_called = not isinstance(module, nn.Conv1d)
-        if own and own <= kept and is_called and module not in inside:
+        if own and own <= kept and module not in inside:
             found.append(module)
             inside.update(module.modules())
     return found

@@ -150,11 +150,12 @@ def most(missing: Callable[[int], float], first: int) -> int:
     missing: bytes too few, which grow with the number. A line through the last two numbers gives the next
     one. Where that has not led to the end after six, halves follow, as in bisection.
     """
-    last, number = first, 2 * first
-    found = {last: missing(last)}
-    if first == 1 and found[first] > 0:
+    found = {first: missing(first)}
+    last, number = (1, first) if found[first] > 0 else (first, 2 * first)
+    for n in {last, number} - {first}:
+        found[n] = missing(n)
+    if found.get(1, 0) > 0:
         return 0
-    found[number] = missing(number)
     while True:
         low = max((n for n, size in found.items() if size <= 0), default=0)
         high = min((n for n, size in found.items() if size > 0), default=MOST)
@@ -162,7 +163,7 @@ def most(missing: Callable[[int], float], first: int) -> int:
         guess = (low + high) // 2
         if len(found) <= 6 and slope > 0:
             guess = math.floor(number - found[number] / slope)
-            guess = min(max(guess, low), high - 1)
+            guess = min(max(guess, low + 1), high - 1)
         if guess <= low * 1.01:
             return low
         last, number = number, guess
