@@ -63,6 +63,7 @@ from utils.run.distributed import (
     mesh_sentence,
     set_timeout,
     stop_distributed,
+    sum_on_device,
     together,
     use_all_cores,
 )
@@ -82,13 +83,7 @@ from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
-from utils.train.optim import (
-    check_packages,
-    clip_gradients,
-    flops_per_token,
-    mfu,
-    stop_if_not_finite,
-)
+from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # What stands for flags that are not given, where --model is not.
@@ -176,7 +171,7 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        check_least(self, batch_size=1, epochs=1, seq_len=2, timeout=1)
+        check_least(self, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
@@ -313,7 +308,11 @@ def main(cfg: Config) -> Path:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, whole=source.folder)
-    flops = flops_per_token(model, cfg.seq_len)
+    token_mfu = 0.0  # of one token a second
+    if world.gpu_name:
+        from utils.train.profiling import flops_per_token, mfu
+
+        token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
     if setting.repeats_keys:
         from utils.model.attention import repeat_grouped_keys
 
@@ -417,16 +416,18 @@ def main(cfg: Config) -> Path:
             trackers = start_trackers(out, cfg.tensorboard, cfg.wandb, first)
         if cfg.profile:
             profiler = start_profiler(out / "profile", world, first, steps)
-    skipped, stop = 0, ""  # skipped: steps in a row that fp16 left out
+    stop = ""
     with (
         CheckpointSaver(
             out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
         ) as saver,
         RunLog(out, steps, cfg.log_every, trackers, first, run) as log,
     ):
+        unread = UnreadSteps(log, world, cfg.dtype == "fp16")
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
-            started = time.monotonic()
+            if not unread.steps:
+                started = time.monotonic()
             set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
@@ -438,7 +439,7 @@ def main(cfg: Config) -> Path:
                 # The mean over the trained tokens of the global batch: FSDP divides by the ranks.
                 scaler.scale(loss * world.size / trained_tokens).backward()
                 losses.append(loss.detach())
-            loss = all_reduce_sum(torch.stack(losses).sum(), world) / trained_tokens
+            loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
             peak_bytes = peak_memory_bytes()  # where most is alive
             done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
             decay = {
@@ -448,38 +449,39 @@ def main(cfg: Config) -> Path:
             }
             lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
             scaler.unscale_(optimizer)
-            grad_norm = clip_gradients(model, cfg.clip_norm)
-            overflows = cfg.dtype == "fp16" and not math.isfinite(grad_norm)
-            skipped = skipped + 1 if overflows else 0
-            stop_if_not_finite(step, loss, grad_norm, skipped, losses, batches, world)
+            grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+            optimizer.found_inf = (~grad_norm.isfinite()).float()  # 1: this step changes nothing
             for group in optimizer.param_groups:
                 group["lr"] = lr
             scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
             scaler.update()
             optimizer.zero_grad()
-            done, seconds = step + 1, time.monotonic() - started
+            done = step + 1
             tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
-            log.step(
+            unread.add(
+                loss,
+                grad_norm,
+                losses,
+                batches,
                 step=done,
-                loss=loss,
-                grad_norm=grad_norm,
                 lr=lr,
                 trained_tokens=int(trained_tokens),
                 tokens=int(tokens),
-                skipped=int(skipped > 0),
-                seconds=seconds,
-                tokens_per_second=tokens / seconds,
                 peak_memory_gib=peak_bytes / GIB,
-                mfu=mfu(flops * tokens / seconds, world),
             )
+            stop = stop_asked()
+            last = stop or done == steps
+            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
+            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            if evals or saves or last or done % cfg.log_every == 0:
+                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
             if profiler:
                 profiler.step()
-            if held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0)):
+            if evals:
                 log.step(step=done, eval_loss=eval_loss(model, eval_loader, world))
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
-            stop = stop_asked()
-            if stop or (cfg.save_every and (done == steps or done % cfg.save_every == 0)):
+            if saves:
                 state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
                 state |= {"global_batch_size": global_batch, "scaler": scaler.state_dict()}
                 path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})

@@ -29,7 +29,7 @@ from utils.model.sharding import recompute_activations
 from utils.run.distributed import build_mesh, gather
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
-from utils.train.optim import flops_per_token, matmul_parameters
+from utils.train.profiling import flops_per_token, matmul_parameters
 from utils.train.trained_run import compute_alone, shard_model
 
 TRAINED = [model_type for model_type in TYPES if model_type not in NOT_CAUSAL]

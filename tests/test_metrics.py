@@ -23,13 +23,14 @@ from utils.plan.states import States, estimate_states, sum_of
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 from utils.run.log import RunLog
-from utils.train.optim import (
-    check_packages,
+from utils.train.optim import check_packages
+from utils.train.profiling import (
+    Tracker,
     flops_per_token,
     matmul_parameters,
     peak_flops,
+    start_trackers,
 )
-from utils.train.profiling import Tracker, start_trackers
 from utils.train.trained_run import shard_model
 
 ROOT = Path(__file__).resolve().parent.parent

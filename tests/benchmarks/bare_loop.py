@@ -46,7 +46,8 @@ def train(folder, steps, lr, log_file, dtype=None):
             (loss * ranks / trained).backward()  # FSDP averages over ranks
             summed += loss.detach()
         dist.all_reduce(summed)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        norm = norm.full_tensor().item()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

@@ -18,7 +18,7 @@ from step import hf_trainer, median_step, step_ends
 
 from utils.run.distributed import ALONE
 from utils.run.memory import peak_memory_bytes
-from utils.train.optim import flops_per_token, mfu
+from utils.train.profiling import flops_per_token, mfu
 
 CONTENDERS = {
     "plain": "the recipe's step, nothing recomputed; 8 micro-batches of 1 row",
@@ -100,7 +100,7 @@ def contend(worker: Worker) -> dict[str, float]:
     seconds, _ = median_step(ends[WARM_UP - 1 :])
     speed = ROWS * seq_len / seconds
     flops = flops_per_token(build_model(config, torch.bfloat16), seq_len)
-    share = mfu(flops * speed, replace(ALONE, device=device))  # None on a CPU
+    share = mfu(flops * speed, replace(ALONE, device=device))  # 0 on a CPU
     numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
     return numbers | {
         "peak_bytes": peak_memory_bytes(),

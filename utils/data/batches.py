@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..run.errors import ConfigError, check
 from ..run.units import IGNORE
@@ -24,6 +25,7 @@ class Batch:
     mask: torch.Tensor  # (B, T) bool; false where padded
     where: list[str]  # the names of the rows, "chat.jsonl:3"
     positions: torch.Tensor | None = None  # (B, T) int64 of packs: each document counts from 0
+    places: torch.Tensor | None = None  # (n,) int64, of what predicts a trained token, in (B * T,)
 
     @property
     def tokens(self) -> int:
@@ -35,7 +37,9 @@ class Batch:
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device. For a GPU it goes through page-locked memory, so that the copy overlaps."""
+        """The batch on a device, with its places. For a GPU it goes through page-locked memory, so that the
+        copy overlaps.
+        """
         pin = device.type == "cuda"
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +48,10 @@ class Batch:
             return tensor.to(device, non_blocking=pin)
 
         positions = None if self.positions is None else move(self.positions)
-        return Batch(move(self.ids), move(self.labels), move(self.mask), self.where, positions)
+        after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
+        places = move((after != IGNORE).flatten().nonzero().flatten())
+        tensors = (move(self.ids), move(self.labels), move(self.mask))
+        return Batch(*tensors, self.where, positions, places)
 
 
 def collate(items: list[Example], pad_id: int) -> Batch:

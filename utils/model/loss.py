@@ -16,10 +16,12 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import masking_utils
 
 from ..run.distributed import World, all_reduce_sum
 from ..run.units import GIB, IGNORE
@@ -142,7 +144,7 @@ def summed_cross_entropy(
     their tokens stand; the shift by one is made here. Padding is on the right, so causal attention needs no
     mask; only the router's statistics use it.
     """
-    options = {"attention_mask": batch.mask, "per_token": per_token}
+    options = {"attention_mask": batch.mask, "per_token": per_token, "places": batch.places}
     if batch.positions is not None:
         options["position_ids"] = batch.positions
     return model(batch.ids, labels=batch.labels, **options)
@@ -155,8 +157,12 @@ def backbone(model: nn.Module) -> nn.Module:
     return model.model  # Llama 4 calls it by another name than the one that it says
 
 
-def _model_forward(self, input_ids, labels=None, attention_mask=None, per_token=None, **kwargs):
-    """The model's own forward, cut after the backbone when labels are given."""
+def _model_forward(
+    self, input_ids, labels=None, attention_mask=None, per_token=None, places=None, **kwargs
+):
+    """The model's own forward, cut after the backbone when labels are given. places (n,): of what predicts a
+    trained token, in the flattened (B, T); without them a GPU's host waits until it has counted them.
+    """
     if labels is None:
         return type(self).forward(self, input_ids, attention_mask=attention_mask, **kwargs)
     if self.router_loss:
@@ -164,17 +170,23 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, per_token=
         if "position_ids" not in kwargs:
             # With a mask transformers would not see the ends of packed documents.
             kwargs["attention_mask"] = attention_mask
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # (B, T): what each position must predict
-    trained = targets != IGNORE
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # what each place must predict
+    if places is None:
+        places = (targets != IGNORE).nonzero().flatten()
+    targets = targets[places]
+    forward = partial(type(self).forward, self) if self.full_logits else backbone(self)
+    # transformers asks the device whether rows hold several documents, and waits for the answer.
+    known = documents if "position_ids" in kwargs else one_document
+    with patch.object(masking_utils, "find_packed_sequence_indices", known):
+        output = forward(input_ids, use_cache=False, **kwargs)
     if self.full_logits:
-        output = type(self).forward(self, input_ids, use_cache=False, **kwargs)
         per_token = per_token or partial(F.cross_entropy, reduction="none")
-        loss = per_token(output.logits[trained].float(), targets[trained]).sum()
+        logits = output.logits.flatten(0, 1).index_select(0, places)  # (n, V)
+        loss = per_token(logits.float(), targets).sum()
         balance = output.get("aux_loss")
     else:
-        output = backbone(self)(input_ids, use_cache=False, **kwargs)
-        hidden = output.last_hidden_state[trained]  # (n, D)
-        loss = self.get_output_embeddings()(hidden, targets[trained], per_token)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)  # (n, D)
+        loss = self.get_output_embeddings()(hidden, targets, per_token)
         balance = None
         if self.router_loss:
             sizes = (self.num_experts, self.num_experts_per_tok)
@@ -182,8 +194,17 @@ def _model_forward(self, input_ids, labels=None, attention_mask=None, per_token=
     if balance is not None:
         is_usual = hasattr(self, "router_aux_loss_coef")  # JetMoE has the other name
         coefficient = self.router_aux_loss_coef if is_usual else self.aux_loss_coef
-        loss = loss + coefficient * balance * trained.sum()
+        loss = loss + coefficient * balance * len(places)
     return loss.clone()  # not the head's own output: FSDP hangs a hook on what each unit returns
+
+
+def documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """(B, T): the number of each token's document in its row; positions (B, T) start anew with each."""
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+def one_document(position_ids: torch.Tensor) -> None:
+    """What transformers takes for rows that are not packed."""
 
 
 def _head_forward(self, hidden, targets=None, per_token=None):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from ..model import loss
-from ..model.loss import backbone, chunk_bounds
+from ..model.loss import backbone, chunk_bounds, one_document
 from ..model.sharding import (
     decoder_layers,
     fp32_modules,
@@ -140,8 +140,8 @@ def trace_step(
             stack.callback(repeat_grouped_keys, False)
         if not packed:
             # transformers looks for documents in the positions, which have no values here.
-            nothing = patch.object(masking_utils, "find_packed_sequence_indices", lambda ids: None)
-            stack.enter_context(nothing)
+            name = "find_packed_sequence_indices"
+            stack.enter_context(patch.object(masking_utils, name, one_document))
         stack.callback(model.train, model.training)
         model.train()
         if recompute != "none":
@@ -162,7 +162,7 @@ def trace_step(
         stack.enter_context(live)
         hidden = backbone(model)(ids, use_cache=False).last_hidden_state
         gone.append(gone_bytes(inputs))  # the last one's goes before the loss
-        total = head(hidden[places, places], places)
+        total = head(hidden.flatten(0, 1).index_select(0, places), places)
         del hidden
         live.mark("loss")
         total.backward()

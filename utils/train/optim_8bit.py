@@ -59,6 +59,9 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
 
     # of the state, as checkpoints name it: paged or not makes no difference there
     kind = "adamw_8bit"
+    found_inf: torch.Tensor | None = (
+        None  # (); 1: the next step changes nothing, as in torch's fused AdamW
+    )
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
         self.functional = import_bitsandbytes("adamw_8bit").functional
@@ -84,6 +87,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """One step at the learning rates that the groups have now, for parameters with a gradient."""
+        if self.found_inf:  # the kernels cannot ask the device, so the host waits for it
+            return
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -1,10 +1,13 @@
-"""What may be recorded beside the log: torch's profiler; TensorBoard and Weights & Biases."""
+"""What may be recorded beside the log: torch's profiler; TensorBoard and Weights & Biases; MFU of GPUs."""
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ..run.distributed import World
 from ..run.errors import print0
@@ -106,3 +109,79 @@ def start_trackers(folder: Path, tensorboard: bool, wandb: bool, done: int) -> l
     if wandb:
         found.append(Tracker("Weights & Biases", start_wandb, folder, done))
     return found
+
+
+# Name of a device, as a regular expression -> TFLOP/s. Dense bf16 products summed in fp32, from NVIDIA's data
+# sheets and white papers (halved where they count sparsity); fp16 for V100 and T4, which have no bf16 units.
+# The first match counts.
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100|H200|GH200|H800": 989,
+    "A100|A800": 312,
+    "A10|V100": 125,
+    "L40S": 362,
+    "L4": 121,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "T4": 65,
+}
+
+
+def mfu(flops: float, world: World) -> float:
+    """Model FLOPs utilization: the share of the peak of the world's GPUs in so many FLOPs a second, of all
+    ranks together. 0 where a GPU's peak is not known.
+    """
+    peak = peak_flops(world.gpu_name)
+    return flops / (peak * world.size) if peak else 0.0
+
+
+def matmul_parameters(model: nn.Module) -> int:
+    """Parameters that multiply each token: matrices and the head, without the embedding table.
+
+    Of the experts of a mixture, stored as (experts, rows, columns), those that one token visits.
+    """
+    visits = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    # a tied table is looked up, and also multiplied with
+    tables.discard(model.get_output_embeddings().weight)
+    total = 0
+    for parameter in model.parameters():
+        if parameter.ndim < 2 or parameter in tables:
+            continue
+        if parameter.ndim == 3:
+            experts = parameter.shape[0]
+            total += parameter.numel() * visits // experts
+        else:
+            total += parameter.numel()
+    return total
+
+
+def flops_per_token(model: nn.Module, seq_len: int) -> float:
+    """Floating-point operations to train on one token, forward and backward, without recomputation. model: as
+    it is before its weights are quantized.
+
+    6 for each matmul parameter; and 6 * layers * (heads * head size) * seq_len for attention, which is
+    causal, so half of what PaLM counts (arXiv 2204.02311, appendix B); where the config has one size for all
+    layers. Llama-3-8B at 4096: 48.25e9.
+    """
+    config = model.config.get_text_config()
+    attention = 0
+    with suppress(Exception):  # a config has no heads, or sizes that differ by layer
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        attention = config.num_hidden_layers * heads * size * seq_len
+    return 6.0 * matmul_parameters(model) + 6.0 * attention
+
+
+def peak_flops(name: str) -> float | None:
+    """The peak of the device that torch.cuda.get_device_name calls `name`; None for a part of a device (MIG),
+    a laptop's, and a name that is not known.
+    """
+    if re.search(r"\b(MIG|Laptop|Ti)\b", name):
+        return None
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b({pattern})\b", name):
+            return tflops * 1e12
+    return None
