@@ -97,7 +97,8 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
+    # auto: the model's best; with --packing varlen, which needs no mask, where the model can
+    attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: FormName = "auto"  # of rows
     columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
@@ -173,6 +174,8 @@ class Config:
     def __post_init__(self):
         check_least(self, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
+        fix = "(fix: leave out --attn)"
+        check(self.packing or self.attn != "varlen", f"--attn varlen is for --packing {fix}")
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
         both = self.eval_dataset and self.eval_share
@@ -202,8 +205,13 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        structure = (source.config, DTYPES[cfg.param_dtype], cfg.attn, trust)
-        model = build_model(*structure)  # on meta
+        if cfg.packing:
+            from utils.model.attention import settle_attention
+
+        attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
+        model = build_model(*structure, attn, trust)  # on meta
+        if cfg.packing:
+            attn = settle_attention(model, attn, world.device, DTYPES[cfg.dtype])
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, "finetune", world, source.folder)
     fitted = {}
@@ -247,9 +255,9 @@ def main(cfg: Config) -> Path:
             reshard_after_forward=cfg.reshard_after_forward,
             lora=lora_of(cfg),
             quant=quant_of(cfg),
-            attn=cfg.attn,
+            attn=attn,
             trust_remote_code=trust,
-            packing=cfg.packing,
+            masked=cfg.packing and attn != "varlen",
             optimizer=cfg.optimizer,
             sync_each_microbatch=cfg.sync_each_microbatch,
             low_cpu_fsdp=cfg.low_cpu_fsdp,
@@ -287,8 +295,13 @@ def main(cfg: Config) -> Path:
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
         else:
             loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+        if (
+            world.gpu_name and cfg.seq_len % 64 == 0
+        ):  # kernels are chosen, or compiled, for each length
+            loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
             eval_loader = GlobalBatches(held_out, cfg.seed, cfg.batch_size * data_ranks, *shares)
+            eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -307,7 +320,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, whole=source.folder)
+        model = build_model(*structure, attn, trust, whole=source.folder)
     token_mfu = 0.0  # of one token a second
     if world.gpu_name:
         from utils.train.profiling import flops_per_token, mfu

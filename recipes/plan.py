@@ -20,9 +20,11 @@ from typing import Literal
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
+import torch
 import transformers
 
 from utils.model.folder import read_json
+from utils.model.loading import build_model
 from utils.model.options import Lora, Quant
 from utils.model.sharding import DTYPES
 from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
@@ -87,7 +89,7 @@ class Config:
     seq_len: int = 4096  # tokens of a row
     batch_size: int = 1  # rows per rank and micro-batch
     grad_accum: int = 1  # micro-batches per step
-    packing: bool = False  # rows hold several documents, which a mask keeps apart
+    packing: bool = False  # rows hold several documents
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # to compute in
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -133,6 +135,7 @@ def main(cfg: Config) -> dict:
     transformers.utils.logging.set_verbosity_error()
     config = find_config(cfg.model, cfg.trust_remote_code)
     room = Room(cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB, "")
+    repeats_keys = cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16
     asked = Setting(
         config=config,
         param_dtype=DTYPES[cfg.param_dtype],
@@ -149,9 +152,9 @@ def main(cfg: Config) -> dict:
         quant=Quant(cfg.quantization),
         attn=cfg.attn,
         trust_remote_code=cfg.trust_remote_code,
-        packing=cfg.packing,
+        masked=cfg.packing and needs_masks(cfg, config, repeats_keys),
         optimizer=cfg.optimizer,
-        repeats_keys=cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16,
+        repeats_keys=repeats_keys,
     )
     need = need_of(asked)
     whole = replace(asked, lora=Lora(), quant=Quant())
@@ -187,6 +190,15 @@ def main(cfg: Config) -> dict:
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
     return plan
+
+
+def needs_masks(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> bool:
+    """Whether masks keep the documents of a pack apart, not the attention of finetune.py."""
+    from utils.model.attention import settle_attention
+
+    model = build_model(config, DTYPES[cfg.dtype], cfg.attn, cfg.trust_remote_code)
+    attn = settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
+    return repeats_keys or attn != "varlen"
 
 
 def command(cfg: Config, levers: str) -> str:

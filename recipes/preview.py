@@ -53,7 +53,8 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
+    # auto: the model's best; with --packing varlen, which needs no mask, where the model can
+    attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     format: FormName = "auto"  # of rows
     columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
@@ -136,7 +137,13 @@ def main(cfg: Config) -> bool:
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
     tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
     check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-    model = build_model(source.config, DTYPES[cfg.param_dtype], cfg.attn, trust)  # on meta
+    if cfg.packing:
+        from utils.model.attention import settle_attention
+
+    attn = cfg.attn
+    model = build_model(source.config, DTYPES[cfg.param_dtype], attn, trust)  # on meta
+    if cfg.packing:
+        attn = settle_attention(model, attn, world.device, DTYPES[cfg.dtype])
     plan_pieces(model, source.weights, source.folder)
 
     # --- data: every row is read, checked and tokenized -------------------------------------------
@@ -165,9 +172,9 @@ def main(cfg: Config) -> bool:
             reshard_after_forward=cfg.reshard_after_forward,
             lora=lora_of(cfg),
             quant=quant_of(cfg),
-            attn=cfg.attn,
+            attn=attn,
             trust_remote_code=trust,
-            packing=cfg.packing,
+            masked=cfg.packing and attn != "varlen",
             optimizer=cfg.optimizer,
             sync_each_microbatch=cfg.sync_each_microbatch,
             low_cpu_fsdp=cfg.low_cpu_fsdp,

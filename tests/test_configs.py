@@ -73,7 +73,7 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
         lora=Lora(cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets),
         quant=Quant(cfg.quantization),
         attn=cfg.attn,
-        packing=cfg.packing,
+        masked=cfg.packing,
         optimizer=cfg.optimizer,
         sync_each_microbatch=cfg.sync_each_microbatch,
         repeats_keys="V100" in header,

@@ -479,7 +479,7 @@ def test_lengths_are_balanced_over_ranks():
 
 def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():
     first = Example(torch.tensor([5, 6, 7]), torch.tensor([5, IGNORE, 7]), "a")
-    batch = collate([first, numbered(2)[1]], 0)
+    batch = collate([first, numbered(2)[1]], 0, 8)
     assert batch.ids.tolist() == [[5, 6, 7, 0, 0, 0, 0, 0], [2] * 8]
     assert batch.labels.tolist() == [[IGNORE, IGNORE, 7] + [IGNORE] * 5, [IGNORE] + [2] * 7]
     assert batch.mask.tolist() == [[True] * 3 + [False] * 5, [True] * 8]

@@ -4,6 +4,7 @@ python -m pytest tests/test_packing.py
 """
 
 import bisect
+import itertools
 import json
 import re
 from itertools import chain
@@ -13,7 +14,7 @@ import preview
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family_config, family_model
+from families import TYPES, VOCABULARY, family_config, family_model
 from ranks import run_ranks
 from test_data import examples_of
 from test_parity import write_rows
@@ -24,16 +25,18 @@ from transformers import AttentionInterface, AutoConfig
 from utils.data.batches import GlobalBatches, deal
 from utils.data.encode import Part
 from utils.data.packing import PackedBatches, pack
-from utils.model.attention import check_packing, wants_flat_packs
-from utils.model.folder import open_weights
+from utils.model.attention import check_packing, settle_attention, wants_flat_packs
+from utils.model.folder import NOT_CAUSAL, open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.options import Quant
 from utils.model.quantize import quantize_linears
+from utils.model.sharding import recompute_activations
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
 from utils.train.trained_run import shard_model
 
+CPU = torch.device("cpu")
 LONG = 38  # tokens that half of the rows exceed
 
 
@@ -187,6 +190,77 @@ def test_packed_rows_have_the_logits_and_the_loss_of_the_documents_alone(family,
             )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in NOT_CAUSAL])
+def test_attention_without_masks_has_the_logits_of_the_documents_alone(model_type):
+    """In each family that takes it and is not refused, with windows of 8 tokens, packed and unpacked."""
+    if model_type == "gemma3n":
+        pytest.skip("gemma3n needs timm")
+    model, alone = family_model(model_type), family_model(model_type)
+    if settle_attention(model, "auto", CPU, torch.float32) != "varlen":
+        return
+    add_chunked_loss(model)
+    check_chunked_loss(model, CPU)
+    try:
+        check_packing(model, CPU)
+    except ConfigError:  # layers with a state
+        return
+    examples = documents([13, 5, 21, 8, 30, 3, 17, 9, 13, 5], vocab=VOCABULARY)
+    loader = PackedBatches(examples, 0, 2, 2, 0, 1, 0, 64)
+    loader.flat = True
+    (batch,) = loader.batches(0)
+    options = {"cu_seq_lens_q": batch.begins, "cu_seq_lens_k": batch.begins, "use_cache": False}
+    options |= {"max_length_q": batch.longest, "max_length_k": batch.longest}
+    with torch.no_grad():
+        packed = model.eval()(batch.ids, position_ids=batch.positions, **options).logits[0]
+        pairs = [(packed[at:end], at, end) for at, end in itertools.pairwise(batch.begins.tolist())]
+        pairs.append((model(batch.ids[:, :24], use_cache=False).logits[0], 0, 24))
+        for ours, begin, end in pairs:
+            theirs = alone(batch.ids[:, begin:end], use_cache=False).logits[0]
+            assert (ours - theirs).abs().max() <= 1e-5 * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("family", "attn"), [("llama", "sdpa"), ("mistral", "sdpa"), ("gemma3_text", "eager")]
+)
+def test_attention_without_masks_has_the_loss_and_gradients_of_masked_packs(family, attn):
+    """Also where documents are equally long, and where one is longer than the window of 8 tokens."""
+    found = []
+    examples = documents([13, 5, 21, 8, 30, 3, 17, 9, 13, 5], vocab=VOCABULARY)
+    for chosen in (attn, "varlen"):
+        model = add_chunked_loss(family_model(family)).train()
+        model.set_attn_implementation(chosen)
+        recompute_activations(model, "selective" if chosen == "varlen" else "none")
+        loader = PackedBatches(examples, 0, 2, 2, 0, 1, 0, 64)
+        loader.flat = wants_flat_packs(model)
+        (batch,) = loader.batches(0)
+        loss = summed_cross_entropy(model, batch.to(CPU))
+        loss.backward()
+        found.append((loss.item(), [p.grad for p in model.parameters()]))
+    (one, ones), (other, others) = found
+    assert one == pytest.approx(other, rel=1e-6)
+    for gradient, expected in zip(others, ones, strict=True):
+        assert (gradient - expected).norm() <= 1e-5 * max(1, expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gemma2", "has no attn_logit_softcapping, as gemma2 wants it"),
+        ("gpt_oss", "has no sinks, as gpt_oss wants it"),
+        ("phimoe", "is not known to be right for phimoe"),
+    ],
+)
+def test_a_family_that_needs_masks_keeps_them_and_is_refused_where_it_shall_not(model_type, why):
+    model = family_model(model_type)
+    before = model.config._attn_implementation
+    assert settle_attention(model, "auto", CPU, torch.float32) == "auto"
+    assert model.config._attn_implementation == before
+    said = re.escape(f"--attn varlen {why} (fix: leave out --attn)")
+    with pytest.raises(ConfigError, match=said):
+        settle_attention(model, "varlen", CPU, torch.float32)
+
+
 def test_one_flat_row_is_the_same_batch():
     model = add_chunked_loss(tiny_model("llama")).eval()
     loader = PackedBatches(documents([13, 5, 21, 8, 30, 3, 17, 9]), 0, 2, 2, 0, 1, 0, 64)
@@ -198,7 +272,6 @@ def test_one_flat_row_is_the_same_batch():
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 LEAVE_OUT = "documents see each other (fix: leave out --packing)"
 

@@ -1,7 +1,7 @@
 """
 Measure what the README claims, beside the peers: ratios within one run, median with min and max.
 
-    python tests/benchmarks/bench.py load                 # also: save, step, loss, quant, data, gpu, memory
+    python tests/benchmarks/bench.py load    # also: save, step, loss, attention, quant, data, gpu, memory
     python tests/benchmarks/bench.py save --ranks 2 --only ours,raw_write --json save.json
 
 Every contender runs in fresh processes, and they take turns (a b c, a b c, ...): a drift of the machine
@@ -47,7 +47,7 @@ SCALE = {"MiB": MIB, "GiB": GIB, "MiB/s": MIB, "GiB/s": GIB, "ms": 1e-3, "%": 1e
 class Config:
     # What
     # also as the first word
-    what: Literal["load", "save", "step", "loss", "quant", "data", "gpu", "memory"] = "load"
+    what: Literal["load", "save", "step", "loss", "attention", "quant", "data", "gpu", "memory"] = "load"
     only: str = ""  # its contenders, separated by commas; empty: all
 
     # How

@@ -25,6 +25,9 @@ class Batch:
     mask: torch.Tensor  # (B, T) bool; false where padded
     where: list[str]  # the names of the rows, "chat.jsonl:3"
     positions: torch.Tensor | None = None  # (B, T) int64 of packs: each document counts from 0
+    # (N + 1,) int32 of packs in one row: where each document begins, and the last one ends
+    begins: torch.Tensor | None = None
+    longest: int = 0  # tokens of a document in begins
     places: torch.Tensor | None = None  # (n,) int64, of what predicts a trained token, in (B * T,)
 
     @property
@@ -42,22 +45,23 @@ class Batch:
         """
         pin = device.type == "cuda"
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
+        def move(value: object) -> object:
+            if not isinstance(value, torch.Tensor):
+                return value
             if pin:
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=pin)
+                value = value.pin_memory()
+            return value.to(device, non_blocking=pin)
 
-        positions = None if self.positions is None else move(self.positions)
         after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
-        places = move((after != IGNORE).flatten().nonzero().flatten())
-        tensors = (move(self.ids), move(self.labels), move(self.mask))
-        return Batch(*tensors, self.where, positions, places)
+        places = (after != IGNORE).flatten().nonzero().flatten()
+        fields = vars(self) | {"places": places}
+        return Batch(**{name: move(value) for name, value in fields.items()})
 
 
-def collate(items: list[Example], pad_id: int) -> Batch:
-    """A batch as long as its longest example, rounded up to a multiple of 8 (for the matrix units)."""
+def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:
+    """A batch as long as its longest example, rounded up to a multiple of so many tokens."""
     longest = max(len(item.ids) for item in items)
-    length = math.ceil(longest / 8) * 8
+    length = math.ceil(longest / multiple) * multiple
     ids = torch.full((len(items), length), pad_id)
     labels = torch.full_like(ids, IGNORE)
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -85,6 +89,7 @@ class GlobalBatches:
     rank: int
     ranks: int
     pad_id: int
+    multiple = 8  # of which rows are long, for the matrix units
 
     def __post_init__(self):
         self.key = f"{self.examples.fingerprint} {self.seed}"
@@ -119,7 +124,7 @@ class GlobalBatches:
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
         filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
-        return collate([self.examples[row] for row in rows] or [filler], self.pad_id)
+        return collate([self.examples[row] for row in rows] or [filler], self.pad_id, self.multiple)
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of global batch `step`; rows of similar length are together. The loss is

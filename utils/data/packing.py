@@ -64,7 +64,7 @@ class PackedBatches(GlobalBatches):
         batch = super().batch([])
         where = batch.where
         if packs:
-            batch = collate([joined(examples) for examples in packs], self.pad_id)
+            batch = collate([joined(examples) for examples in packs], self.pad_id, self.multiple)
             where = [example.where for examples in packs for example in examples]
         rows_padded, length = batch.ids.shape
         positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
@@ -74,8 +74,13 @@ class PackedBatches(GlobalBatches):
                 end += len(example.ids)
                 row[end:] = torch.arange(length - end)
         shape = (1, -1) if self.flat else batch.ids.shape  # (1, B * T), else (B, T)
-        tensors = (batch.ids, batch.labels, batch.mask)
-        return Batch(*(tensor.view(shape) for tensor in tensors), where, positions.view(shape))
+        tensors = [t.view(shape) for t in (batch.ids, batch.labels, batch.mask)]
+        if not self.flat:
+            return Batch(*tensors, where, positions)
+        begins = (positions.flatten() == 0).nonzero().flatten()
+        begins = F.pad(begins, (0, 1), value=positions.numel()).int()
+        longest = int(begins.diff().max())
+        return Batch(*tensors, where, positions.view(shape), begins, longest)
 
     def summary(self) -> str:
         """What the plan prints: also how full the packs are."""

@@ -6,15 +6,22 @@ import re
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from ..run.errors import check
+from ..run.errors import check, others_code
 from ..run.units import IGNORE
-from .sharding import reshard
+from .loss import summed_cross_entropy
+from .sharding import lacks_grouped_kernels, reshard
 
 BLOCK = r'"\w*(?:window|chunk|block)\w*": (\d+)'  # fields of a config in JSON
+# Fields of a config that, where they are set, ask for more than causal attention with a window.
+NOT_IN_VARLEN = ("attn_logit_softcapping", "attention_chunk_size", "attention_dropout")
+# The first two do not hand documents on to attention, the others have their windows in masks only.
+NEED_MASKS = ("nemotron", "stablelm", "phimoe", "qwen2_moe")
 LONGEST = 1024  # tokens of a document in check_packing, for speed; larger blocks are not filled
 
 
@@ -32,12 +39,108 @@ def sdpa_with_repeated_keys(module, query, key, value, attention_mask, **options
     return sdpa_attention_forward(without_groups, query, key, value, attention_mask, **options)
 
 
+def attend_documents(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    **options,
+) -> tuple[torch.Tensor, None]:
+    """`--attn varlen`, an attention function of transformers: causal, within each document, without any mask.
+
+    query (1, H, T, D), key and value (1, H_kv, T, D): packs in one row. cu_seq_lens_q (N + 1,) int32: where
+    its documents begin, and where the last one ends; the longest has max_length_q tokens. Without them
+    each of B rows is a document. sliding_window: tokens that one sees. Returns (B, T, H, D).
+    """
+    if cu_seq_lens_q is None:
+        attended = causal_attention(query, key, value, scaling, sliding_window)
+        return attended.transpose(1, 2).contiguous(), None
+    if not query.is_cuda:
+        attended = attend_one_by_one(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+        return attended.transpose(1, 2).contiguous(), None
+    groups, size = query.shape[1] // key.shape[1], value.shape[-1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values
+    attended = varlen_attn(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # (T, H, D)
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+    )
+    return attended[None, ..., :size].contiguous(), None
+
+
+@torch.compiler.disable
+def attend_one_by_one(query, key, value, cu_seq_lens, scaling, sliding_window) -> torch.Tensor:
+    """The same where there is no kernel for it: documents of one length are attended to together."""
+    lengths = cu_seq_lens.diff().tolist()
+    documents = list(zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True))
+    found: list[torch.Tensor] = [query] * len(lengths)  # of each document: (1, H, length, D)
+    for length in set(lengths):
+        alike = [i for i, other in enumerate(lengths) if other == length]
+        stacked = (
+            torch.cat(tensors) for tensors in zip(*(documents[i] for i in alike), strict=True)
+        )
+        attended = causal_attention(*stacked, scaling, sliding_window).split(1)
+        for i, document in zip(alike, attended, strict=True):
+            found[i] = document
+    return torch.cat(found, 2)
+
+
+def causal_attention(query, key, value, scaling, sliding_window) -> torch.Tensor:
+    """(B, H, T, D): each token sees those before it, at most `sliding_window` with itself."""
+    length, mask = query.shape[2], None
+    if sliding_window and length > sliding_window:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = mask.tril().triu(1 - sliding_window)
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scaling
+    )
+
+
+def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What `--attn` means for packs, and set on the model: auto is varlen where it can be. Raises ConfigError
+    where varlen is asked for and cannot be.
+    """
+    if attn not in ("auto", "varlen"):
+        return attn
+    config = model.config.get_text_config()
+    fields, kind = config.to_dict(), config.model_type
+    set_fields = [field for field in NOT_IN_VARLEN if fields.get(field)]
+    has_sinks = any("sink" in name for name, _ in model.named_parameters())
+    why = ""
+    if lacks_grouped_kernels(device, dtype):
+        why = f"needs a GPU of compute capability 8 and 16 bit, not {dtype}"
+    elif set_fields or has_sinks:
+        why = f"has no {', '.join(set_fields) or 'sinks'}, as {kind} wants it"
+    elif not type(model)._supports_flash_attn or kind in NEED_MASKS or "auto_map" in fields:
+        why = f"is not known to be right for {kind}"
+    check(not why or attn == "auto", f"--attn varlen {why} (fix: leave out --attn)")
+    if why:
+        return attn
+    model.set_attn_implementation("varlen")
+    return "varlen"
+
+
+AttentionInterface.register("varlen", attend_documents)
+
+
 def wants_flat_packs(model: nn.Module) -> bool:
     """Whether the packs of a micro-batch must lie in one row, end to end.
 
-    Flash attention finds where documents begin by the positions that start anew, and looks at one row only.
+    Flash attention and varlen take the documents of one row only.
     """
-    return "flash" in model.config._attn_implementation
+    return bool(re.search("flash|varlen", model.config._attn_implementation))
 
 
 @torch.no_grad()
@@ -62,7 +165,9 @@ def check_packing(model: nn.Module, device: torch.device) -> None:
     labels = ids.clone()
     labels[:, : length + 1] = IGNORE  # the head works on the second documents only
     # In one row a layer that attends to everything would see the same documents in both forwards.
-    shape = (1 if wants_flat_packs(model) else 2, -1)
+    flat = wants_flat_packs(model)
+    shape = (1 if flat else 2, -1)
+    begins = torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device)
     kept = []
 
     def keep(logits, targets):
@@ -73,12 +178,19 @@ def check_packing(model: nn.Module, device: torch.device) -> None:
     # Both forwards hold the same documents, because some results depend on a whole batch: how many tokens an
     # expert gets, and the outlier columns of LLM.int8().
     for packs in (ids, ids.flip(0)):
-        model(
-            packs.view(shape),
+        batch = SimpleNamespace(
+            ids=packs.view(shape),
             labels=labels.view(shape),
-            position_ids=positions.view(shape),
-            per_token=keep,
+            mask=None,
+            positions=positions.view(shape),
+            begins=begins if flat else None,
+            longest=length,
+            places=None,
         )
+        with others_code(
+            "--packing", "leave out --packing"
+        ):  # what cannot keep documents apart may say so
+            summed_cross_entropy(model, batch, keep)
     model.train()
     reshard(model)
 

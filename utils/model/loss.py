@@ -147,6 +147,9 @@ def summed_cross_entropy(
     options = {"attention_mask": batch.mask, "per_token": per_token, "places": batch.places}
     if batch.positions is not None:
         options["position_ids"] = batch.positions
+    if batch.begins is not None:  # by the names of transformers' flash attention
+        options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.begins)
+        options |= dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
     return model(batch.ids, labels=batch.labels, **options)
 
 

@@ -193,6 +193,10 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     if mode == "selective":
         aten = torch.ops.aten
         kept = [getattr(aten, op).default for op in EXPENSIVE if hasattr(aten, op)]
+        if varlen := getattr(
+            torch.ops.torch_attn, "_varlen_attn", None
+        ):  # where attention.py has it
+            kept.append(varlen.default)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     if hasattr(model, "activation_checkpointing_enable"):  # the older name warns
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)

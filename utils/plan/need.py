@@ -108,7 +108,7 @@ def trace_of(setting: Setting) -> Trace:
         setting.dtype,
         setting.batch_size,
         setting.seq_len,
-        setting.packing,
+        setting.masked,
         setting.activation_checkpointing,
         setting.repeats_keys,
     )

@@ -35,7 +35,7 @@ class Setting:
     quant: Quant = Quant()
     attn: str = "auto"
     trust_remote_code: bool = False
-    packing: bool = False
+    masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
     sync_each_microbatch: bool = False
     low_cpu_fsdp: bool = True
