@@ -1,5 +1,5 @@
 """
-Attention over packs of documents, forward and backward: a mask over the whole row against document by document.
+Attention over packs of documents, forward and backward: with a mask over the whole row, document by document.
 
 Both are attention functions of transformers, given the same queries, keys and values; the mask is made once,
 as for a model, and not timed. Documents have 300 tokens on average.

@@ -47,7 +47,9 @@ SCALE = {"MiB": MIB, "GiB": GIB, "MiB/s": MIB, "GiB/s": GIB, "ms": 1e-3, "%": 1e
 class Config:
     # What
     # also as the first word
-    what: Literal["load", "save", "step", "loss", "attention", "quant", "data", "gpu", "memory"] = "load"
+    what: Literal["load", "save", "step", "loss", "attention", "quant", "data", "gpu", "memory"] = (
+        "load"
+    )
     only: str = ""  # its contenders, separated by commas; empty: all
 
     # How
