@@ -293,8 +293,6 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
     for (name, method), recompute, offload in itertools.product(
         of_methods, RECOMPUTE, (False, True)
     ):
-        if recompute == "selective" and method.lora:
-            continue  # needs no less than none: what adapters add is products, which are kept
         setting = replace(method, activation_checkpointing=recompute, cpu_offload=offload)
         need = need_of(setting)
         row = {

@@ -125,6 +125,8 @@ TURNED = [
     {"batch_size": 1, "seq_len": 16, "replicate": 2, "grad_accum": 2, "sync_each": True},
     LORA,
     {**LORA, "activation_checkpointing": "full"},
+    {**LORA, "activation_checkpointing": "selective"},
+    {**LORA, "quantization": "4bit", "activation_checkpointing": "selective"},
     {**LORA, "quantization": "8bit"},
     {**LORA, "quantization": "4bit"},
     {**LORA, "quantization": "4bit", "activation_checkpointing": "full"},
@@ -136,6 +138,16 @@ def test_the_peak_of_a_step_is_what_torchs_tracker_counts_with_every_lever():
     cases = [case(**levers) for levers in TURNED]
     wrong = {str(lever): e for lever, e in zip(TURNED, off(cases), strict=True) if abs(e) > 0.005}
     assert not wrong
+
+
+@pytest.mark.parametrize("quantization", ["none", "4bit"])
+def test_selective_recomputing_needs_less_than_none_beside_adapters_too(quantization):
+    peaks = []
+    for mode in ("none", "selective", "full"):
+        levers = LORA | {"quantization": quantization, "activation_checkpointing": mode}
+        peaks.append(need_of(setting_of(case(**levers))).peak.total)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 ARCHITECTURES = [

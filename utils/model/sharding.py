@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.core_model_loading import build_glob_alternation
 
 from ..run.errors import ConfigError, check
@@ -22,16 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 # What peft puts into names.
 ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")
 
-# What is worth keeping: results that take long to compute for their size. The attention kernels differ by
-# device.
-ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-EXPENSIVE = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    *(f"_scaled_dot_product_{kind}" for kind in ATTENTION),
-)
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True)
@@ -191,18 +182,26 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     check(model.supports_gradient_checkpointing, refused)
     options = {"use_reentrant": False}
     if mode == "selective":
-        aten = torch.ops.aten
-        kept = [getattr(aten, op).default for op in EXPENSIVE if hasattr(aten, op)]
-        if varlen := getattr(
-            torch.ops.torch_attn, "_varlen_attn", None
-        ):  # where attention.py has it
-            kept.append(varlen.default)
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, worth_keeping)
     if hasattr(model, "activation_checkpointing_enable"):  # the older name warns
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if hasattr(model, "_require_grads_hook"):
+        model.disable_input_require_grads()  # which only use_reentrant needs
     return model
+
+
+def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
+    """Keeps what takes long to compute for its size: attention, and products but those of an adapter's narrow
+    matrix with its wide one.
+    """
+    name = op.name().partition("::")[2]
+    keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))
+    if name in PRODUCTS:
+        inner, width = args[-1].shape[-2:]
+        keep = 8 * inner >= width
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_activations(model: nn.Module) -> nn.Module:
