@@ -168,6 +168,7 @@ def main(cfg: Config) -> dict:
         "comfortable_bytes": need.comfortable,
         "host_bytes": need.host * asked.local_ranks,
         "positions": positions_of(config),
+        "attention": kernel_of(asked, cfg.packing),
         "answer": None,
         "strategies": [],
         "recommended": None,
@@ -190,6 +191,17 @@ def main(cfg: Config) -> dict:
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
     return plan
+
+
+def kernel_of(asked: Setting, packing: bool) -> str:
+    """Of attention on such a card."""
+    if planned_model(asked).config._attn_implementation == "eager":
+        return "eager, which keeps all probabilities"
+    if asked.repeats_keys:
+        return "memory-efficient, keys and values repeated: there is no kernel for grouped heads"
+    if asked.masked:
+        return "memory-efficient, with a mask over each pack"
+    return f"{'variable-length ' * packing}flash; memory-efficient where a layer has a window"
 
 
 def needs_masks(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> bool:
@@ -352,6 +364,7 @@ def of_setting(cfg: Config, need: Need, plan: dict) -> list[str]:
     lines = [f"  {name:22}{size / GIB:9.2f} GiB" for name, size in sizes.items()]
     limit = f" of {cfg.host_memory:g}" if cfg.host_memory else ""
     lines.append(f"  {'host, a machine':22}{plan['host_bytes'] / GIB:9.2f} GiB{limit}")
+    lines.append(f"  {'attention':22}   {plan['attention']}")
     sentences = {TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}
     lines.append(f"  {sentences.get(plan['answer'], plan['answer'])}")
     return lines

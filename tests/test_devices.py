@@ -4,6 +4,7 @@ python -m pytest tests/test_devices.py
 """
 
 import os
+import pkgutil
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -164,3 +165,17 @@ def test_the_cores_are_shared_by_the_ranks_of_a_machine_but_for_who_set_their_nu
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.distributed.distributed_c10d._abort_process_group",
+        "torch.nn.attention.varlen.varlen_attn",
+        "transformers.integrations.sdpa_attention.use_gqa_in_sdpa",
+        "transformers.masking_utils.find_packed_sequence_indices",
+        "transformers.modeling_utils.PreTrainedModel.disable_input_require_grads",
+    ],
+)
+def test_what_has_no_promise_to_stay_is_there(name):
+    assert pkgutil.resolve_name(name)

@@ -413,6 +413,25 @@ def test_plan_prints_tables_and_a_command_that_fits():
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "levers", "packing", "kernel"),
+    [
+        ("llama", {}, False, "flash"),
+        ("llama", {}, True, "variable-length flash"),
+        ("llama", {"masked": True}, True, "memory-efficient, with a mask"),
+        (
+            "llama",
+            {"masked": True, "repeats_keys": True},
+            True,
+            "memory-efficient, keys and values",
+        ),
+        ("gemma2", {}, False, "eager"),
+    ],
+)
+def test_a_plan_names_the_kernel_that_attention_takes(kind, levers, packing, kernel):
+    assert plan.kernel_of(replace(setting_of(case(kind)), **levers), packing).startswith(kernel)
+
+
 def test_the_command_of_a_plan_has_every_flag_that_it_was_made_for():
     flags = "--model /models/a --gpus 16 --dtype fp16 --param_dtype bf16 --optimizer adamw_8bit --packing"
     line = plan.command(

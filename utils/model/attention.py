@@ -3,6 +3,7 @@ their documents apart.
 """
 
 import re
+from inspect import signature
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from ..run.errors import check, others_code
 from ..run.units import IGNORE
@@ -18,6 +20,9 @@ from .loss import summed_cross_entropy
 from .sharding import lacks_grouped_kernels, reshard
 
 BLOCK = r'"\w*(?:window|chunk|block)\w*": (\d+)'  # fields of a config in JSON
+# Where torch's varlen_attn (2.12) takes fewer heads of keys and values.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+USE_GQA = sdpa_attention.use_gqa_in_sdpa
 # Fields of a config that, where they are set, ask for more than causal attention with a window.
 NOT_IN_VARLEN = ("attn_logit_softcapping", "attention_chunk_size", "attention_dropout")
 # The first two do not hand documents on to attention, the others have their windows in masks only.
@@ -26,17 +31,8 @@ LONGEST = 1024  # tokens of a document in check_packing, for speed; larger block
 
 
 def repeat_grouped_keys(repeat: bool) -> None:
-    """Have sdpa attention repeat keys and values, so that there are no groups; or as transformers does it."""
-    function = sdpa_with_repeated_keys if repeat else sdpa_attention_forward
-    AttentionInterface.register("sdpa", function)
-
-
-def sdpa_with_repeated_keys(module, query, key, value, attention_mask, **options):
-    """query (B, H, T, D); key and value of fewer heads (B, H / groups, T, D)."""
-    groups = query.shape[1] // key.shape[1]
-    without_groups = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    return sdpa_attention_forward(without_groups, query, key, value, attention_mask, **options)
+    """Have transformers' sdpa repeat keys and values, so that there are no groups; or do as it does."""
+    sdpa_attention.use_gqa_in_sdpa = (lambda *tensors: False) if repeat else USE_GQA
 
 
 def attend_documents(
@@ -64,7 +60,8 @@ def attend_documents(
         attended = attend_one_by_one(query, key, value, cu_seq_lens_q, scaling, sliding_window)
         return attended.transpose(1, 2).contiguous(), None
     groups, size = query.shape[1] // key.shape[1], value.shape[-1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if not GROUPED:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values
     attended = varlen_attn(
         *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # (T, H, D)
@@ -74,6 +71,7 @@ def attend_documents(
         max_length_q,
         scale=scaling,
         window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        **GROUPED,
     )
     return attended[None, ..., :size].contiguous(), None
 
@@ -101,11 +99,13 @@ def causal_attention(query, key, value, scaling, sliding_window) -> torch.Tensor
     if sliding_window and length > sliding_window:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = mask.tril().triu(1 - sliding_window)
+    options = {"is_causal": mask is None, "scale": scaling}
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling
-    )
+    if groups > 1 and sdpa_attention.use_gqa_in_sdpa(mask, key, value):
+        options["enable_gqa"] = True
+    else:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
 
 def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -187,9 +187,8 @@ def check_packing(model: nn.Module, device: torch.device) -> None:
             longest=length,
             places=None,
         )
-        with others_code(
-            "--packing", "leave out --packing"
-        ):  # what cannot keep documents apart may say so
+        # some layers with a state know that they cannot keep documents apart
+        with others_code("--packing", "leave out --packing"):
             summed_cross_entropy(model, batch, keep)
     model.train()
     reshard(model)

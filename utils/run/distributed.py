@@ -263,6 +263,7 @@ def use_expandable_segments(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.is_initialized():
         return
     if not any(name in os.environ for name in CUDA_SETTINGS):
+        # torch 2.11 warns of this name, but 2.9 ignored the new one (pytorch issue 183387)
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
         print0(f"allocator PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}, since it was not set")
 

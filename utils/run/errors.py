@@ -169,8 +169,19 @@ def report_errors() -> Iterator[None]:
         sys.stderr.write(f"error: rank {rank()} failed in act '{_act}'; its traceback follows\n")
         raise
     finally:
+        if sys.exc_info()[0]:
+            abort_nccl()
         # else Python visits every object of torch and transformers once more, for a second
         gc.freeze()
+
+
+def abort_nccl() -> None:
+    """Else NCCL warns of groups that nobody left, beside our line, or its destructor waits for ranks that are
+    gone (https://github.com/pytorch/pytorch/issues/119797).
+    """
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized() and torch.distributed.is_initialized():
+        torch.distributed.distributed_c10d._abort_process_group()
 
 
 def explain(error: Exception) -> None:
