@@ -338,7 +338,8 @@ def test_the_readme_lists_what_transformers_lists():
     trained, refused = LISTED
     assert not trained & refused
     assert refused == set(NOT_CAUSAL)
-    version = re.search(r"transformers (\d+\.\d+) lists", README)[1]
-    if not transformers.__version__.startswith(f"{version}."):
-        pytest.skip(f"README.md is of transformers {version}, here is {transformers.__version__}")
-    assert trained | refused == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    of_readme = re.search(r"transformers (\d+\.\d+) lists", README)[1]
+    listed = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if transformers.__version__.startswith(f"{of_readme}."):
+        assert trained | refused == listed
+    assert len((trained | refused) & listed) > 100  # a newer transformers may add and remove some

@@ -6,7 +6,6 @@ make gpu        or: python -m pytest -m gpu tests/test_gpu.py
 import copy
 import json
 
-import bitsandbytes
 import finetune
 import pytest
 import torch
@@ -68,9 +67,8 @@ def trained(setting, out, **flags):
     """(losses and gradient norms by step, final weights) of the recipe in this process, on the GPU."""
     folder, rows, _ = setting
     flags = {"batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH, **flags}
-    config = finetune.Config(
-        **RECIPE, model=str(folder), dataset=str(rows), output_dir=str(out), **flags
-    )
+    paths = {"model": str(folder), "dataset": str(rows), "output_dir": str(out)}
+    config = finetune.Config(**{**RECIPE, **paths, **flags})
     torch.cuda.reset_peak_memory_stats()
     out = finetune.main(config)
     assert torch.cuda.max_memory_allocated() > 0
@@ -114,6 +112,28 @@ def test_fp16_finds_its_loss_scale_and_then_trains(setting, tmp_path):
     assert skipped == sorted(skipped, reverse=True)  # the first scale of 65,536 may be too large
     assert sum(skipped) <= 2
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_packs_without_a_mask_have_the_losses_of_packs_with_one(setting, tmp_path):
+    losses = []
+    for attn in ("sdpa", "varlen"):
+        packs = {"packing": True, "attn": attn, "batch_size": 2, "global_batch_size": 2}
+        curve, _ = trained(setting, tmp_path / attn, dtype="bf16", **packs)
+        losses.append([loss for loss, _ in curve])
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_stopped(
+    setting, tmp_path, async_save
+):
+    flags = {"dtype": "bf16", "save_every": 2, "async_save": async_save}
+    whole, _ = trained(setting, tmp_path / "whole", **flags)
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    newest = sorted(checkpoints.iterdir())[-2]  # the last one is that of the end
+    parts, _ = trained(setting, tmp_path / "part", resume=str(newest), **flags)
+    losses = [[loss for loss, _ in curve] for curve in (whole[-len(parts) :], parts)]
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
 
 
 def test_the_room_on_a_gpu_is_what_is_free_and_not_what_the_card_has():
@@ -166,6 +186,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_of_row_slices_are_those_of_the_cuda_quantizer_on_the_whole(kind, dtype):
     torch.manual_seed(0)
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     weight = torch.randn(37, 256).to("cuda", dtype)
     codes, scales = KINDS[kind].quantize(weight)
     for first, last in ((0, 13), (13, 26), (26, 37)):
@@ -194,6 +215,7 @@ def test_a_quantized_layer_is_a_linear_layer_of_the_weight_that_bitsandbytes_deq
     kind, dtype
 ):
     torch.manual_seed(0)
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     weight, x = torch.randn(96, 256).cuda(), torch.randn(5, 256).to("cuda", dtype)
     layer = quantized(kind, weight.to(dtype), dtype)
     if kind == "8bit":
@@ -212,6 +234,7 @@ def test_a_quantized_layer_is_a_linear_layer_of_the_weight_that_bitsandbytes_deq
 
 def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():
     torch.manual_seed(0)
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     weight, x = torch.randn(96, 256), torch.randn(5, 256)
     x[:, 7] *= 20  # an outlier column
     theirs = bitsandbytes.nn.Linear8bitLt(

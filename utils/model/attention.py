@@ -55,25 +55,22 @@ def attend_documents(
     """
     if cu_seq_lens_q is None:
         attended = causal_attention(query, key, value, scaling, sliding_window)
-        return attended.transpose(1, 2).contiguous(), None
-    if not query.is_cuda:
+    elif not query.is_cuda:
         attended = attend_one_by_one(query, key, value, cu_seq_lens_q, scaling, sliding_window)
-        return attended.transpose(1, 2).contiguous(), None
-    groups, size = query.shape[1] // key.shape[1], value.shape[-1]
-    if not GROUPED:
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values
-    attended = varlen_attn(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # (T, H, D)
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(sliding_window - 1 if sliding_window else -1, 0),
-        **GROUPED,
-    )
-    return attended[None, ..., :size].contiguous(), None
+    else:
+        size = value.shape[-1]
+        if not GROUPED:
+            groups = query.shape[1] // key.shape[1]
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values
+        attended = varlen_attn(
+            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # (T, H, D)
+            *(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q),
+            scale=scaling,
+            window_size=(sliding_window - 1 if sliding_window else -1, 0),
+            **GROUPED,
+        )[None, ..., :size].transpose(1, 2)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 @torch.compiler.disable
