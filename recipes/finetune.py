@@ -166,7 +166,7 @@ class Config:
     timeout: int = 300  # seconds that ranks wait for each other in a step; twice as many in a save
     save_model: bool = True  # write OUT/model at the end
     save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
-    log_every: int = 1  # steps between console lines
+    log_every: int = 1  # steps between console lines; only there a GPU is waited for
     profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
     tensorboard: bool = False  # also log to OUT/tensorboard
     wandb: bool = False  # also log to Weights & Biases
