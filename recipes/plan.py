@@ -301,12 +301,13 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
     full = replace(asked, lora=Lora(), quant=Quant())
     names = ("full", "LoRA", "8bit", "4bit")
     of_methods = zip(names, methods(replace(full, lora=asked.lora)), strict=False)
-    rows = []
+    rows, longest = [], 0
     for (name, method), recompute, offload in itertools.product(
         of_methods, RECOMPUTE, (False, True)
     ):
         setting = replace(method, activation_checkpointing=recompute, cpu_offload=offload)
         need = need_of(setting)
+        longest = longest_row(setting, room, near=longest)
         row = {
             "method": name,
             "levers": levers_of(setting),
@@ -315,8 +316,8 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
             "host_bytes": need.host * setting.local_ranks,
             "answer": answer_of(setting, need, room),
             "positions": positions_of(setting.config),
-            "largest_batch": largest_batch(setting, room),
-            "longest": longest_row(setting, room),
+            "largest_batch": largest_batch(setting, room, near=longest // setting.seq_len),
+            "longest": longest,
             "parts": need.peak.parts,
         }
         rows.append(row)
