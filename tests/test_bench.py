@@ -111,7 +111,8 @@ def test_checkpoints_are_measured_beside_their_raw_bytes_and_keep_their_bounds_o
     assert ours["rate"] == pytest.approx(saved / ours["seconds"], rel=1e-4)
     for numbers in (ours, background):
         assert numbers["written_bytes"] == pytest.approx(saved, rel=0.01)
-    assert ours["of_raw"] == pytest.approx(ours["seconds"] / ours["raw"], rel=0.1)
+    # of the rank with the largest ratio, which need not be the slowest in both
+    assert ours["of_raw"] >= 0.999 * ours["seconds"] / ours["raw"]
     assert ours["peak_of_saved"] < 0.1
     assert 0.9 < background["peak_of_saved"] <= 1.1  # one copy
     assert 0.9 < background["growth"] <= 1.02
