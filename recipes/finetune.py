@@ -295,9 +295,8 @@ def main(cfg: Config) -> Path:
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
         else:
             loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
-        if (
-            world.gpu_name and cfg.seq_len % 64 == 0
-        ):  # kernels are chosen, or compiled, for each length
+        # On a GPU kernels are chosen, or compiled, for each length.
+        if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
             eval_loader = GlobalBatches(held_out, cfg.seed, cfg.batch_size * data_ranks, *shares)
@@ -463,7 +462,8 @@ def main(cfg: Config) -> Path:
             lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
             scaler.unscale_(optimizer)
             grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
-            optimizer.found_inf = (~grad_norm.isfinite()).float()  # 1: this step changes nothing
+            finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
+            optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
             for group in optimizer.param_groups:
                 group["lr"] = lr
             scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows

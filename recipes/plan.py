@@ -23,6 +23,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
+from utils.model.attention import settle_attention
 from utils.model.folder import read_json
 from utils.model.loading import build_model
 from utils.model.options import Lora, Quant
@@ -206,8 +207,6 @@ def kernel_of(asked: Setting, packing: bool) -> str:
 
 def needs_masks(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> bool:
     """Whether masks keep the documents of a pack apart, not the attention of finetune.py."""
-    from utils.model.attention import settle_attention
-
     model = build_model(config, DTYPES[cfg.dtype], cfg.attn, cfg.trust_remote_code)
     attn = settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
     return repeats_keys or attn != "varlen"

@@ -103,7 +103,7 @@ def stop_if_not_finite(
             found.append(f"rank {rank}: {', '.join(rows_of_rank[:5])}")
     where = "; ".join(found) or "every loss is finite, a gradient is not"
     numbers = f"loss {loss}, gradient norm {grad_norm}"
-    text = f"step {step}: {numbers} ({where}); it changed no weight"
+    text = f"step {step}: {numbers} ({where}); nothing of it is saved"
     raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
 
 
