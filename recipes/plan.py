@@ -202,7 +202,9 @@ def kernel_of(asked: Setting, packing: bool) -> str:
         return "memory-efficient, keys and values repeated: there is no kernel for grouped heads"
     if asked.masked:
         return "memory-efficient, with a mask over each pack"
-    return f"{'variable-length ' * packing}flash; memory-efficient where a layer has a window"
+    if packing:
+        return "variable-length flash"
+    return "flash; memory-efficient where a layer has a window"
 
 
 def needs_masks(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> bool:
