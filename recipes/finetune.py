@@ -131,6 +131,8 @@ class Config:
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
     # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    optimizer_in_backward: bool = False
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
     lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
     lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
@@ -259,6 +261,7 @@ def main(cfg: Config) -> Path:
             trust_remote_code=trust,
             masked=cfg.packing and attn != "varlen",
             optimizer=cfg.optimizer,
+            optimizer_in_backward=cfg.optimizer_in_backward,
             sync_each_microbatch=cfg.sync_each_microbatch,
             low_cpu_fsdp=cfg.low_cpu_fsdp,
             async_save=cfg.async_save,
@@ -289,6 +292,10 @@ def main(cfg: Config) -> Path:
             cfg.batch_size, cfg.grad_accum, wanted, data_ranks
         )
         shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        if cfg.optimizer_in_backward:
+            from utils.train.in_backward import check_in_backward
+
+            check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
         if cfg.packing:
             from utils.data.packing import PackedBatches
 
@@ -401,6 +408,11 @@ def main(cfg: Config) -> Path:
 
         paged = cfg.optimizer.startswith("paged")
         optimizer = ShardedAdamW8bit(groups, lr=cfg.lr, betas=BETAS, paged=paged)
+    in_backward = None
+    if cfg.optimizer_in_backward:
+        from utils.train.in_backward import StepInBackward
+
+        in_backward = StepInBackward(optimizer, mesh)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
     if cfg.cpu_offload:
         scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
@@ -443,6 +455,15 @@ def main(cfg: Config) -> Path:
             set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            decay = {
+                "constant": 1.0,
+                "linear": 1 - done_share,
+                "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
+            }
+            lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             losses = []
             for number, batch in enumerate(batches, 1):
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
@@ -453,19 +474,13 @@ def main(cfg: Config) -> Path:
                 losses.append(loss.detach())
             loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
             peak_bytes = peak_memory_bytes()  # where most is alive
-            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
-            decay = {
-                "constant": 1.0,
-                "linear": 1 - done_share,
-                "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
-            }
-            lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
             scaler.unscale_(optimizer)
-            grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+            if in_backward:  # every weight has its update
+                grad_norm = in_backward.grad_norm()
+            else:
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
             optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
-            for group in optimizer.param_groups:
-                group["lr"] = lr
             scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
             scaler.update()
             optimizer.zero_grad()

@@ -42,6 +42,7 @@ from utils.plan.states import Setting, planned_model
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
 from utils.run.settings import check_least, parse_cli
 from utils.run.units import GIB
+from utils.train.in_backward import check_in_backward
 
 SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
 # What torch shows as a card's memory ("GPU 0 has a total capacity of ..."), in GiB, the least of several
@@ -94,6 +95,8 @@ class Config:
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # to compute in
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    optimizer_in_backward: bool = False
     attn: Literal["auto", "sdpa", "eager"] = "auto"
     lora_rank: int = 0  # adapters of this rank beside frozen weights; 0: train the weights
     quantization: Literal["none", "8bit", "4bit"] = "none"  # of what is frozen
@@ -109,6 +112,8 @@ class Config:
         fix = "--gpu_memory 24"
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
         check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, grad_accum=1)
+        if self.optimizer_in_backward:
+            check_in_backward(0, self.grad_accum, self.dtype, self.cpu_offload)
         if self.gpu:
             check_card(self.gpu)
             check(
@@ -155,6 +160,7 @@ def main(cfg: Config) -> dict:
         trust_remote_code=cfg.trust_remote_code,
         masked=cfg.packing and needs_masks(cfg, config, repeats_keys),
         optimizer=cfg.optimizer,
+        optimizer_in_backward=cfg.optimizer_in_backward,
         repeats_keys=repeats_keys,
     )
     need = need_of(asked)
@@ -226,10 +232,13 @@ def command(cfg: Config, levers: str) -> str:
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]
     if levers:
         flags.append(levers)
-    for name in ("dtype", "param_dtype", "optimizer", "attn", "packing", "trust_remote_code"):
+    names = "dtype param_dtype optimizer optimizer_in_backward attn packing trust_remote_code"
+    for name in names.split():
         value = getattr(cfg, name)
         if value != getattr(Config, name):
             flags.append(f"--{name}" if value is True else f"--{name} {value}")
+    if cfg.optimizer_in_backward:
+        flags.append("--clip_norm 0")
     return f"{launch} recipes/finetune.py {' '.join(flags)}"
 
 
@@ -303,9 +312,8 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
     names = ("full", "LoRA", "8bit", "4bit")
     of_methods = zip(names, methods(replace(full, lora=asked.lora)), strict=False)
     rows, longest = [], 0
-    for (name, method), recompute, offload in itertools.product(
-        of_methods, RECOMPUTE, (False, True)
-    ):
+    offloads = (False,) if asked.optimizer_in_backward else (False, True)
+    for (name, method), recompute, offload in itertools.product(of_methods, RECOMPUTE, offloads):
         setting = replace(method, activation_checkpointing=recompute, cpu_offload=offload)
         need = need_of(setting)
         longest = longest_row(setting, room, near=longest)

@@ -83,6 +83,8 @@ class Config:
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
     # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    optimizer_in_backward: bool = False
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
     lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
     lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
@@ -176,6 +178,7 @@ def main(cfg: Config) -> bool:
             trust_remote_code=trust,
             masked=cfg.packing and attn != "varlen",
             optimizer=cfg.optimizer,
+            optimizer_in_backward=cfg.optimizer_in_backward,
             sync_each_microbatch=cfg.sync_each_microbatch,
             low_cpu_fsdp=cfg.low_cpu_fsdp,
             async_save=cfg.async_save,

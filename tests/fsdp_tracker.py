@@ -25,6 +25,7 @@ from transformers import masking_utils
 from utils.model.options import Lora, Quant
 from utils.model.sharding import recompute_activations
 from utils.plan.states import Setting, planned_model
+from utils.train.in_backward import StepInBackward
 from utils.train.trained_run import shard_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -91,6 +92,9 @@ def peak(case: dict) -> int:
         step()
         optimizer.step()  # its state is there from now on; tracked, it would be counted wrongly
         optimizer.zero_grad()
+        if plan.optimizer_in_backward:
+            optimizer.step = lambda: None  # fused, it needs nothing more
+            StepInBackward(optimizer, mesh)
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((ids,))
         with tracker:

@@ -4,13 +4,14 @@ python -m pytest tests/test_levers.py
 """
 
 import json
+import shutil
 
 import finetune
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_parity import GLOBAL_BATCH, plain_loop, with_recipe, write_rows
+from test_parity import GLOBAL_BATCH, curve_of, plain_loop, with_recipe, write_rows
 from tiny import tiny_model_folder
 
 from utils.run.distributed import mesh_axes
@@ -183,3 +184,66 @@ def continued(world, flags):
     out = finetune.main(finetune.Config(**flags))
     if world.rank == 0:
         (out / "plan.json").unlink()
+
+
+IN_BACKWARD = {"optimizer_in_backward": True, "clip_norm": 0}
+AFTER = {"clip_norm": 0, "steps": 4, "batch_size": 4, "save_every": 2, "keep": 0, "seed": 3}
+
+
+def run_in(out, setting, **flags):
+    folder, rows, _ = setting
+    return AFTER | flags | {"output_dir": str(out), "model": str(folder), "dataset": str(rows)}
+
+
+def finetuned(world, flags):
+    return finetune.main(finetune.Config(**flags))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ranks": 2},
+        {"ranks": 1, "param_dtype": "bf16", "dtype": "bf16"},
+        {"ranks": 2, "replicate": 2, "activation_checkpointing": "full"},
+        {"ranks": 2, "optimizer": "adamw_8bit"},
+        {"ranks": 2, "lora_rank": 4},
+    ],
+    ids=lambda how: "-".join(map(str, how)),
+)
+def test_steps_in_the_backward_give_the_same_weights_bit_for_bit_and_a_run_goes_on_with_them(
+    setting, tmp_path, how
+):
+    ranks = how["ranks"]
+    how = {name: value for name, value in how.items() if name != "ranks"}
+    outs = []
+    for name, flag in (("after", {}), ("within", IN_BACKWARD)):
+        flags = run_in(tmp_path / name, setting, **how, **flag)
+        outs.append(run_ranks(finetuned, ranks, flags)[0])
+    result = "adapter/adapter_model" if "lora_rank" in how else "model/model"
+    after, within = (load_file(out / f"{result}.safetensors") for out in outs)
+    assert all(torch.equal(within[name], tensor) for name, tensor in after.items())
+    rtol = 1e-2 if "dtype" in how else 1e-6  # clipping takes the norm of a bf16 gradient in bf16
+    torch.testing.assert_close(curve_of(outs[1]), curve_of(outs[0]), rtol=rtol, atol=0)
+    for step in (3, 4):  # as a kill after step 2 leaves it
+        shutil.rmtree(outs[1] / "checkpoints" / f"step_{step:08}", ignore_errors=True)
+    (outs[1] / "plan.json").unlink()
+    shutil.rmtree((outs[1] / result).parent)
+    run_ranks(finetuned, ranks, flags)
+    again = load_file(outs[1] / f"{result}.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"clip_norm": 1.0}, r"--clip_norm 1 .* \(fix: --clip_norm 0\)"),
+        ({"grad_accum": 2}, r"2 micro-batches .* \(fix: "),
+        ({"dtype": "fp16"}, r"fp16 .* \(fix: --dtype bf16\)"),
+        ({"cpu_offload": True}, r"--cpu_offload .* \(fix: "),
+    ],
+)
+def test_what_needs_all_gradients_at_a_time_is_refused_beside_it(setting, tmp_path, flags, says):
+    flags = run_in(tmp_path / "out", setting, **IN_BACKWARD | flags)
+    with pytest.raises(AssertionError, match=f"--optimizer_in_backward: .*{says}"):
+        run_ranks(finetuned, 2, flags)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

@@ -123,6 +123,9 @@ TURNED = [
     {"batch_size": 1, "seq_len": 16, "param_dtype": "bf16"},  # the peak is where gradients are cast
     {"batch_size": 1, "seq_len": 16, "param_dtype": "bf16", "replicate": 2},
     {"batch_size": 1, "seq_len": 16, "replicate": 2, "grad_accum": 2, "sync_each": True},
+    {"batch_size": 1, "seq_len": 16, "optimizer_in_backward": True},
+    {"batch_size": 1, "seq_len": 16, "optimizer_in_backward": True, "param_dtype": "bf16"},
+    {"optimizer_in_backward": True, "activation_checkpointing": "full", "replicate": 2},
     LORA,
     {**LORA, "activation_checkpointing": "full"},
     {**LORA, "activation_checkpointing": "selective"},

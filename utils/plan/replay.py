@@ -205,6 +205,10 @@ class Replay:
         else:
             freed = output - kept
         self.free("gradients", freed, REDUCE)
+        if self.setting.optimizer_in_backward:
+            self.reduced.remove(name)
+            self.free("gradients", kept, stream if cast else REDUCE)
+            freed = output
         if has_replicas:
             # FSDPParamGroup._all_reduce_state keeps what was all-reduced until the whole backward ends.
             # Where it became the gradient itself, that is nothing more.

@@ -61,8 +61,11 @@ def ways(setting: Setting) -> Iterator[Setting]:
     """
     rows = setting.batch_size * setting.grad_accum
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    may_offload = setting.gpu and not setting.optimizer_in_backward
+    if setting.optimizer_in_backward:
+        divisors = [1]
     for offload, recompute, accum, reshard in itertools.product(
-        (False, True) if setting.gpu else (setting.cpu_offload,),
+        (False, True) if may_offload else (setting.cpu_offload,),
         RECOMPUTE,
         divisors,
         (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),

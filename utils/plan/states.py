@@ -37,6 +37,7 @@ class Setting:
     trust_remote_code: bool = False
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
+    optimizer_in_backward: bool = False
     sync_each_microbatch: bool = False
     low_cpu_fsdp: bool = True
     async_save: bool = False  # checkpoints are written from a copy on the host

@@ -1,0 +1,72 @@
+"""AdamW within the backward: each parameter's update follows its gradient at once, and the gradient is gone.
+
+FSDP2 calls a shard's hooks when the gradients of its unit are reduced, in foreach_reduce
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). See
+https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ..model.pieces import local
+from ..run.distributed import sum_on_device
+from ..run.errors import check
+
+
+def check_in_backward(clip_norm: float, micro_batches: int, dtype: str, offload: bool) -> None:
+    """Raise ConfigError for what needs all gradients of a step at a time."""
+    flag = "--optimizer_in_backward"
+    check(
+        not clip_norm,
+        f"{flag}: the norm that --clip_norm {clip_norm:g} needs is known only after the backward"
+        " (fix: --clip_norm 0)",
+    )
+    check(
+        micro_batches == 1,
+        f"{flag}: {micro_batches} micro-batches would be as many steps (fix: a larger --batch_size,"
+        " a smaller --global_batch_size or --grad_accum 1)",
+    )
+    check(
+        dtype != "fp16",
+        f"{flag}: in fp16 a step is left out where any gradient overflows (fix: --dtype bf16)",
+    )
+    check(
+        not offload, f"{flag}: with --cpu_offload no gradient stays on a GPU (fix: leave one out)"
+    )
+
+
+class StepInBackward:
+    """An optimizer that steps for each parameter in the backward, at the rates that its groups have then.
+
+    optimizer: over parameters sharded over `mesh`. Its state is as without it, so that a run may go on with
+    it or without.
+    """
+
+    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh):
+        self.optimizer, self.mesh = optimizer, mesh
+        self.squares: list[torch.Tensor] = []  # () fp32, of each parameter's gradient on this rank
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(partial(self._step, group))
+
+    @torch.no_grad()
+    def _step(self, group: dict, parameter: nn.Parameter) -> None:
+        gradient = local(parameter.grad)
+        self.squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).square())
+        self.optimizer.found_inf = None  # of the step before
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [group | {"params": [parameter]}]
+        self.optimizer.step()
+        self.optimizer.param_groups = groups
+        parameter.grad = None
+
+    def grad_norm(self) -> torch.Tensor:
+        """The L2 norm () of the gradients of the backward that has ended. All ranks call it."""
+        copies = self.mesh.size() // self.mesh["shard"].size()  # HSDP: each holds all gradients
+        squares = torch.stack(self.squares).sum()
+        self.squares.clear()
+        return (sum_on_device(squares, self.mesh) / copies).sqrt()
