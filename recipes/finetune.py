@@ -148,6 +148,7 @@ class Config:
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    activation_offload: bool = False  # inputs of recomputed layers wait on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # weights, gradients and optimizer on the host
     # choose recomputing, offload, resharding and micro-batches; any: also LoRA, 8bit and 4bit
@@ -178,6 +179,11 @@ class Config:
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
         fix = "(fix: leave out --attn)"
         check(self.packing or self.attn != "varlen", f"--attn varlen is for --packing {fix}")
+        fix = "(fix: --activation_checkpointing full)"
+        recomputes = self.activation_checkpointing != "none"
+        check(
+            recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
+        )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
         both = self.eval_dataset and self.eval_share
@@ -253,6 +259,7 @@ def main(cfg: Config) -> Path:
             batch_size=cfg.batch_size,
             rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
             activation_checkpointing=cfg.activation_checkpointing,
+            activation_offload=cfg.activation_offload,
             cpu_offload=cfg.cpu_offload,
             reshard_after_forward=cfg.reshard_after_forward,
             lora=lora_of(cfg),
@@ -344,6 +351,10 @@ def main(cfg: Config) -> Path:
             adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
+    if cfg.activation_offload:
+        from utils.model.activation_offload import offload_inputs
+
+        offload_inputs(model, world.device)
     if cfg.compile:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all

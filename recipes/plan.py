@@ -101,6 +101,7 @@ class Config:
     lora_rank: int = 0  # adapters of this rank beside frozen weights; 0: train the weights
     quantization: Literal["none", "8bit", "4bit"] = "none"  # of what is frozen
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_offload: bool = False  # inputs of recomputed layers wait on the host
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     trust_remote_code: bool = False  # run Python code that comes with the model
@@ -152,6 +153,7 @@ def main(cfg: Config) -> dict:
         batch_size=cfg.batch_size,
         rows=cfg.batch_size * cfg.grad_accum,
         activation_checkpointing=cfg.activation_checkpointing,
+        activation_offload=cfg.activation_offload,
         cpu_offload=cfg.cpu_offload,
         reshard_after_forward=cfg.reshard_after_forward,
         lora=Lora(lora_rank=cfg.lora_rank),

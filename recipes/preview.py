@@ -100,6 +100,7 @@ class Config:
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    activation_offload: bool = False  # inputs of recomputed layers wait on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # weights, gradients and optimizer on the host
     reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
@@ -112,6 +113,11 @@ class Config:
 
     def __post_init__(self):
         check_least(self, batch_size=1, epochs=1, seq_len=2)
+        fix = "(fix: --activation_checkpointing full)"
+        recomputes = self.activation_checkpointing != "none"
+        check(
+            recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
+        )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
         both = self.eval_dataset and self.eval_share
@@ -170,6 +176,7 @@ def main(cfg: Config) -> bool:
             batch_size=cfg.batch_size,
             rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
             activation_checkpointing=cfg.activation_checkpointing,
+            activation_offload=cfg.activation_offload,
             cpu_offload=cfg.cpu_offload,
             reshard_after_forward=cfg.reshard_after_forward,
             lora=lora_of(cfg),

@@ -7,6 +7,7 @@ prints the bytes of the peak. CASE is JSON: see `main`. torch/distributed/_tools
 import json
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
+from utils.model.activation_offload import hook_inputs
 from utils.model.options import Lora, Quant
 from utils.model.sharding import recompute_activations
 from utils.plan.states import Setting, planned_model
@@ -64,6 +66,8 @@ def peak(case: dict) -> int:
     model = planned_model(plan)
     if plan.activation_checkpointing != "none":
         recompute_activations(model, plan.activation_checkpointing)
+    if plan.activation_offload:
+        hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=plan.dtype))
     masking_utils.find_packed_sequence_indices = lambda positions: None  # it looks at values too
     axes = {"replicate": plan.replicate} if plan.replicate > 1 else {}
     axes["shard"] = plan.shards
@@ -98,6 +102,8 @@ def peak(case: dict) -> int:
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((ids,))
         with tracker:
+            if plan.activation_offload:  # an input on its way to the host, or back
+                way = torch.empty(*ids.shape, model.config.hidden_size, dtype=plan.dtype)  # noqa: F841
             step(tracker)
         found = tracker.get_tracker_snapshot("peak")
     dist.destroy_process_group()

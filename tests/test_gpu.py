@@ -32,6 +32,11 @@ SAME = {  # to 1e-4: products are summed in another order than on the CPU
     "micro_batches": {**FP32, "batch_size": 2},
     "full_recompute": {**FP32, "activation_checkpointing": "full"},
     "selective_recompute": {**FP32, "activation_checkpointing": "selective"},
+    "inputs_on_the_host": {
+        **FP32,
+        "activation_checkpointing": "full",
+        "activation_offload": True,
+    },
     "offload": {**FP32, "cpu_offload": True},
     "offload_accumulated": {**FP32, "cpu_offload": True, "batch_size": 2},
     "whole_load": {**FP32, "low_cpu_fsdp": False},

@@ -12,14 +12,17 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_parity import GLOBAL_BATCH, curve_of, plain_loop, with_recipe, write_rows
-from tiny import tiny_model_folder
+from tiny import tiny_model, tiny_model_folder
 
+from utils.model.activation_offload import HostCopies, hook_inputs
+from utils.model.sharding import recompute_activations
 from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError
 
 LEVERS = {
     "full_recompute": {"activation_checkpointing": "full"},
     "selective_recompute": {"activation_checkpointing": "selective"},
+    "inputs_on_the_host": {"activation_checkpointing": "full", "activation_offload": True},
     "offload": {"cpu_offload": True},
     "zero_2": {"reshard_after_forward": False},
     "hsdp": {"replicate": 2},
@@ -184,6 +187,37 @@ def continued(world, flags):
     out = finetune.main(finetune.Config(**flags))
     if world.rank == 0:
         (out / "plan.json").unlink()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_inputs_of_blocks_and_nothing_else_wait_on_the_host_for_their_backward(mode):
+    model = recompute_activations(tiny_model("llama", num_hidden_layers=5).train(), mode)
+    copies = HostCopies(torch.device("cpu"))
+    inputs = []
+
+    def pack(tensor):
+        inputs.append(tensor.clone())
+        return copies.pack(tensor)
+
+    def unpack(copy):
+        back = copies.unpack(copy)
+        assert torch.equal(back, inputs.pop())
+        return back
+
+    hook_inputs(model, pack, unpack)
+    ids = torch.arange(12).view(2, 6)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    assert [copy.host.shape for copy in copies.copies] == 5 * [(2, 6, model.config.hidden_size)]
+    loss.backward()
+    assert copies.copies == inputs == []
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    assert copies.copies == []
+
+
+def test_inputs_wait_only_where_blocks_are_recomputed():
+    with pytest.raises(ConfigError, match=r"\(fix: --activation_checkpointing full\)"):
+        finetune.Config(activation_offload=True)
 
 
 IN_BACKWARD = {"optimizer_in_backward": True, "clip_norm": 0}

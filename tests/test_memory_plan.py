@@ -126,6 +126,8 @@ TURNED = [
     {"batch_size": 1, "seq_len": 16, "optimizer_in_backward": True},
     {"batch_size": 1, "seq_len": 16, "optimizer_in_backward": True, "param_dtype": "bf16"},
     {"optimizer_in_backward": True, "activation_checkpointing": "full", "replicate": 2},
+    {"activation_checkpointing": "full", "activation_offload": True, "batch_size": 2},
+    {"activation_checkpointing": "selective", "activation_offload": True},
     LORA,
     {**LORA, "activation_checkpointing": "full"},
     {**LORA, "activation_checkpointing": "selective"},
@@ -296,6 +298,15 @@ def test_offloaded_states_are_on_the_host_and_rounded_as_pinned_memory_is():
     # weights and moments; gradients come after the peak
     assert away.device < there.device - states // 2
     assert there.host + states < away.host < there.host + 2 * states
+
+
+def test_offloaded_inputs_are_on_the_host_and_one_of_them_on_its_way():
+    how = {"activation_checkpointing": "full", "batch_size": 4}
+    there, away = (need_of(of_llama(**how, activation_offload=o)) for o in (False, True))
+    input_bytes = 4 * 1024 * 768 * 2
+    gone = there.peak.total - away.peak.total
+    assert 3 * input_bytes < gone <= (BIG["num_hidden_layers"] - 1) * input_bytes
+    assert away.host - there.host == BIG["num_hidden_layers"] * 2 ** (input_bytes - 1).bit_length()
 
 
 def test_a_cpu_needs_more_than_is_alive_by_what_glibc_keeps_and_a_copy_to_save_from():

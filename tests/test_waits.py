@@ -21,6 +21,7 @@ slow = pytest.mark.slow
         ("--packing --seq_len 256", {}),
         pytest.param("--activation_checkpointing selective", {}, marks=slow),
         pytest.param("--dtype fp16", {}, marks=slow),
+        pytest.param("--optimizer_in_backward --clip_norm 0 --grad_accum 1", {}, marks=slow),
         pytest.param("--lora_rank 4 --quantization 4bit", {}, marks=slow),
         # bitsandbytes' kernels cannot leave out a step that another tensor says is not finite
         pytest.param("--optimizer adamw_8bit", {"optim_8bit.py:step": STEPS}, marks=slow),

@@ -111,24 +111,35 @@ def trace_of(setting: Setting) -> Trace:
         setting.masked,
         setting.activation_checkpointing,
         setting.repeats_keys,
+        setting.activation_offload,
     )
 
 
 def need_of(setting: Setting) -> Need:
     """What a rank needs of its device and of the host."""
     if not setting.gpu:
-        setting = replace(setting, cpu_offload=False)  # the device is the host
+        # the device is the host
+        setting = replace(setting, cpu_offload=False, activation_offload=False)
+    if setting.activation_checkpointing == "none":
+        setting = replace(setting, activation_offload=False)
     one_token = replace(setting, batch_size=1, rows=0, seq_len=1, local_ranks=1)
     sizes = sizes_of(
-        replace(one_token, reshard_after_forward=True, activation_checkpointing="none")
+        replace(
+            one_token,
+            reshard_after_forward=True,
+            activation_checkpointing="none",
+            activation_offload=False,
+        )
     )
-    peak, why = None, ""
+    peak, why, inputs = None, "", 0
     try:
         alone = replace(setting, shards=1, replicate=1, local_ranks=1, rows=0, optimizer="adamw")
         trace = trace_of(
             replace(alone, cpu_offload=False, reshard_after_forward=True, compile=False)
         )
         peak = step_peak(sizes.units, sizes.states, setting, trace)
+        if setting.activation_offload:
+            inputs = len(trace.kinds) * pinned_bytes(trace.input_bytes)
     except Exception as error:  # a model is someone else's program
         why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
     copy = sizes.states.gradients + sizes.states.optimizer if setting.async_save else 0
@@ -145,7 +156,7 @@ def need_of(setting: Setting) -> Need:
     must, comfortable = must_and_comfortable(
         alive, pools, setting.shards * setting.replicate, steady
     )
-    host = PROCESS_BYTES + copy
+    host = PROCESS_BYTES + copy + inputs
     if setting.cpu_offload:
         host += sizes.pinned
     if not setting.low_cpu_fsdp:
@@ -172,15 +183,18 @@ def need_by_act(setting: Setting, sizes: Sizes, peak: Peak | None) -> dict[str, 
 
 
 def pinned(model: nn.Module, states: States, shards: int) -> int:
-    """Bytes on the host for offloaded states. Weights and gradients are page-locked, and the allocator of
-    such memory rounds every block up to a power of two (torch's CachingHostAllocator).
-    """
+    """Bytes on the host for offloaded states, of which weights and gradients are page-locked."""
     total = states.optimizer
     for p in model.parameters():
         share_numel = rows_of_full_shard(p.shape[0], shards) * p[0].numel()
-        share_bytes = share_numel * p.element_size()
-        total += (1 << (share_bytes - 1).bit_length()) * (2 if p.requires_grad else 1)
+        share_bytes = pinned_bytes(share_numel * p.element_size())
+        total += share_bytes * (2 if p.requires_grad else 1)
     return total
+
+
+def pinned_bytes(size: int) -> int:
+    """Of a block of page-locked memory: a power of two (torch's CachingHostAllocator)."""
+    return 1 << (size - 1).bit_length()
 
 
 def must_and_comfortable(alive: int, pools: int, ranks: int, steady: int = 0) -> tuple[int, int]:

@@ -255,6 +255,8 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     for i in range(micro_batches):
         sync = setting.sync_each_microbatch or i == micro_batches - 1
         replay.phase = "forward"
+        if setting.activation_offload:  # one that leaves, or comes before its backward
+            replay.add("activations", trace.input_bytes)
         forward(replay, units, trace)
         replay.compute(trace.loss, part="loss")
         replay.drop_buffer()

@@ -66,7 +66,7 @@ def ways(setting: Setting) -> Iterator[Setting]:
         divisors = [1]
     for offload, recompute, accum, reshard in itertools.product(
         (False, True) if may_offload else (setting.cpu_offload,),
-        RECOMPUTE,
+        RECOMPUTE[1:] if setting.activation_offload else RECOMPUTE,
         divisors,
         (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
     ):

@@ -29,6 +29,7 @@ class Setting:
     batch_size: int = 1
     rows: int = 0  # of a rank in an optimizer step; 0: those of one micro-batch
     activation_checkpointing: str = "none"
+    activation_offload: bool = False
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     lora: Lora = Lora()

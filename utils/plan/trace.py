@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -46,6 +47,7 @@ class Trace:
     loss_back: Segment
     blocks_back: list[Segment]  # rest: without what was kept, and with the unsharded gradients
     embedding_back: Segment
+    input_bytes: int  # of a block's input
 
 
 class LiveBytes(TorchDispatchMode):
@@ -117,10 +119,11 @@ def trace_step(
     packed: bool = False,
     recompute: str = "none",
     repeats_keys: bool = False,
+    offload: bool = False,
 ) -> Trace:
     """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
-    documents apart. recompute: as --activation_checkpointing. repeats_keys: see
-    sharding.lacks_grouped_kernels.
+    documents apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys:
+    see sharding.lacks_grouped_kernels.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
@@ -147,6 +150,10 @@ def trace_step(
         if recompute != "none":
             recompute_activations(model, recompute)
             stack.callback(keep_activations, model)
+            if offload:
+                from ..model.activation_offload import hook_inputs
+
+                hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
         for layer in repeats:
             layer.forward = pass_over
             stack.callback(delattr, layer, "forward")
@@ -163,15 +170,16 @@ def trace_step(
         hidden = backbone(model)(ids, use_cache=False).last_hidden_state
         gone.append(gone_bytes(inputs))  # the last one's goes before the loss
         total = head(hidden.flatten(0, 1).index_select(0, places), places)
+        hidden_bytes = hidden.shape[-1] * hidden.element_size()
         del hidden
         live.mark("loss")
         total.backward()
         live.mark("end")
         del total
-    return trace_of_segments(kinds, live.segments, gone)
+    return trace_of_segments(kinds, live.segments, gone, batch * seq_len * hidden_bytes)
 
 
-def trace_of_segments(kinds: list[int], segments: dict, gone: list[int]) -> Trace:
+def trace_of_segments(kinds: list[int], segments: dict, gone: list[int], input_bytes: int) -> Trace:
     """gone: bytes of each block's input that went after its end."""
     blocks = []
     for block, size in zip(segments["block"], gone, strict=True):
@@ -191,6 +199,7 @@ def trace_of_segments(kinds: list[int], segments: dict, gone: list[int]) -> Trac
         loss_back=backward[0],
         blocks_back=backward[-2:0:-1],
         embedding_back=backward[-1],
+        input_bytes=input_bytes,
     )
 
 

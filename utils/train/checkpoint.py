@@ -18,8 +18,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import version
@@ -30,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.serialization import config as serialization
 
 from ..model.pieces import local
@@ -41,7 +39,6 @@ from ..run.folder import check_space
 
 Optimizer = torch.optim.Optimizer
 DIGESTS = dcp.metadata.MetadataIndex("digests")
-NICE = 19  # of the thread that saves: the training steps have priority
 VERSIONS = {"torch": str(torch.__version__), "transformers": version("transformers")}
 
 
@@ -63,6 +60,8 @@ class CheckpointSaver:
         self.group = dist.new_group(backend="gloo", timeout=wait, group_desc="saver")
         self.pending = self.writer = self.background = None
         if background:
+            from .background import Background
+
             self.background = Background(world.device)
         self.token = broadcast(world, secrets.token_hex(4))  # nobody else has its temporary folders
         self.needed_bytes = 0  # of a checkpoint, known from the first
@@ -294,43 +293,3 @@ def _retire(final: Path, keep: int) -> None:
             os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
         for path in final.parent.glob(".tmp_*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-class Background:
-    """One thread, and one copy of the tensors that it saves. The copy is used again for each save; beside a
-    GPU it is page-locked.
-
-    torch's async_save would look at every tensor anew, which takes longer than to copy it.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        on_gpu = device.type == "cuda"
-        options = StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_non_blocking_copy=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-        )
-        self.stager = DefaultStager(options)
-        self.copies: dict[str, torch.Tensor] = {}
-        self.thread = ThreadPoolExecutor(1, "save", _start_thread, (device,))
-
-    @torch.no_grad()
-    def submit(self, save: Callable, tensors: dict[str, torch.Tensor], **options) -> Future:
-        """Call save(a copy of the tensors, **options) in the thread. The tensors may change after this."""
-        if self.copies.keys() != tensors.keys():
-            self.copies = self.stager.stage(tensors)
-        else:
-            for name, copy in self.copies.items():
-                local(copy).copy_(local(tensors[name]), non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return self.thread.submit(save, self.copies, **options)
-
-
-def _start_thread(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # or DCP's copies begin a context on GPU 0
-    with suppress(AttributeError, OSError):  # only Linux has priorities of threads
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,56 @@
+"""Saves in the background: the tensors are copied to the host, and a thread writes them while training goes
+on, for --async_save.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from ..model.pieces import local
+
+NICE = 19  # of the thread that saves: the training steps have priority
+
+
+class Background:
+    """One thread, and one copy of the tensors that it saves. The copy is used again for each save; beside a
+    GPU it is page-locked.
+
+    torch's async_save would look at every tensor anew, which takes longer than to copy it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        on_gpu = device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_non_blocking_copy=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+        )
+        self.stager = DefaultStager(options)
+        self.copies: dict[str, torch.Tensor] = {}
+        self.thread = ThreadPoolExecutor(1, "save", _start_thread, (device,))
+
+    @torch.no_grad()
+    def submit(self, save: Callable, tensors: dict[str, torch.Tensor], **options) -> Future:
+        """Call save(a copy of the tensors, **options) in the thread. The tensors may change after this."""
+        if self.copies.keys() != tensors.keys():
+            self.copies = self.stager.stage(tensors)
+        else:
+            for name, copy in self.copies.items():
+                local(copy).copy_(local(tensors[name]), non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.thread.submit(save, self.copies, **options)
+
+
+def _start_thread(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or DCP's copies begin a context on GPU 0
+    with suppress(AttributeError, OSError):  # only Linux has priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
