@@ -322,6 +322,17 @@ def test_two_ranks_match_one(kind, change):
         compare(ours, gradient)
 
 
+@pytest.mark.parametrize("change", [None, freeze_head, adapt_body])
+def test_two_ranks_that_compute_in_bf16_are_as_near_as_its_rounding(change):
+    ((expected, gradient, _),) = run_ranks(sharded_step, 1, "llama", change, False, 0.7)
+    found = run_ranks(sharded_step, 2, "llama", change, True, 0.7, torch.bfloat16)
+    for rank, (log_probs, ours, _) in enumerate(found):
+        assert log_probs.dtype == torch.float32
+        assert (log_probs - expected[rank::2]).abs().max() <= 0.2
+        assert {g.dtype for g in ours.values()} == {torch.float32}
+        compare(ours, gradient, 0.1)
+
+
 @pytest.mark.parametrize("change", [None, freeze_head])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_chunks_cost_no_extra_gather_and_no_extra_reduction(kind, change):
