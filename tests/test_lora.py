@@ -14,6 +14,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_quantize import loss_of, token_ids
 from tiny import build_optimizer, tiny_config, tiny_model_folder
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -21,6 +22,7 @@ from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import (
     adapt,
+    adapters_off,
     add_adapters,
     base_names,
     cast_frozen,
@@ -455,3 +457,61 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_adapter_stays(
         assert "File too large" in error
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def reference_and_gradients(world, folder, case, kind, refers):
+    """(logits with adapters off, gradients of what trains) of two steps with a reference pass, or without."""
+    model, _ = sharded(world, folder, case, kind, recompute=True)
+    torch.manual_seed(7)  # adapters that answer otherwise than their base; the same on all ranks
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        full = torch.randn(parameter.shape) * 0.1
+        with torch.no_grad():
+            parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements))
+    ids, logits = token_ids().chunk(world.size)[world.rank], None
+    for _ in range(2):  # what peft itself would lose is lost after the first
+        model.zero_grad()
+        if refers:
+            with adapters_off(model), torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False).logits
+        loss_of(model, ids).backward()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return logits, {name: p.grad.full_tensor() for name, p in trained.items()}
+
+
+def base_answers(world, folder, kind):
+    """The logits of this rank's rows by the base, which has never had an adapter."""
+    model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
+    pieces = plan_pieces(model, open_weights(folder), folder)
+    model.requires_grad_(False)
+    if kind:
+        quantize_linears(model, Quant(kind), torch.float32)
+    shard_model(model, build_mesh(world), torch.float32)
+    load_pieces(model, pieces, world.device)
+    with torch.no_grad():
+        ids = token_ids().chunk(world.size)[world.rank]
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("all_linear", ""),
+        ("all_linear", "8bit"),
+        ("embedding_and_head", ""),
+        ("modules_to_save", ""),
+        ("dora", ""),
+    ],
+)
+def test_with_adapters_off_the_base_answers_and_every_adapter_still_trains(folders, case, kind):
+    folder = folders["llama"]
+    base = run_ranks(base_answers, 2, folder, kind)
+    with_it, without = (
+        run_ranks(reference_and_gradients, 2, folder, CASES[case], kind, refers)
+        for refers in (True, False)
+    )
+    for rank in range(2):
+        assert torch.equal(with_it[rank][0], base[rank])
+        found, expected = with_it[rank][1], without[rank][1]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert all(gradient.any() for gradient in found.values())

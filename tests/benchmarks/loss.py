@@ -3,6 +3,9 @@ Loss and head from full logits against chunks: forward and backward in one proce
 
 Plain is what a model of transformers does with labels: logits for all tokens at once, in fp32 for the
 cross-entropy. There is no body: the hidden states are drawn, and get a gradient too.
+
+And the log-probabilities of tokens, each with a factor of its own, from log_softmax of full logits and from
+utils/model/log_probs.py; here one narrow layer makes the hidden states.
 """
 
 import re
@@ -22,7 +25,13 @@ CONTENDERS = {
     for vocabulary, tokens in CELLS
     for kind, what in (("plain", "transformers' loss"), ("chunked", "utils/model/loss.py"))
 }
+OF_TOKENS = "131072_4096"
+CONTENDERS |= {
+    f"logits_{OF_TOKENS}": "log_softmax of all; vocabulary 131,072, 4,096 tokens",
+    f"logprobs_{OF_TOKENS}": "utils/model/log_probs.py; vocabulary 131,072, 4,096 tokens",
+}
 REFERENCES = {f"chunked_{v}_{t}": f"plain_{v}_{t}" for v, t in CELLS}
+REFERENCES |= {f"logprobs_{OF_TOKENS}": f"logits_{OF_TOKENS}"}
 METRICS = {
     "peak_bytes": ("MiB", max),
     "seconds": ("s", max),
@@ -47,6 +56,15 @@ BOUNDS += tuple(
     )
     for v in VOCABULARIES
 )
+BOUNDS += (
+    Bound(
+        "peak_bytes",
+        0.3,
+        "peak, over log_softmax's",
+        f"logits_{OF_TOKENS}",
+        contender=f"logprobs_{OF_TOKENS}",
+    ),
+)
 RANKS = (1,)
 
 
@@ -69,7 +87,9 @@ def contend(worker: Worker) -> dict[str, float]:
     if worker.small:
         vocabulary, tokens, width = vocabulary // 16, tokens // 8, WIDTH // 8
     # Plain holds logits, log-softmax and their gradients; both hold the head and its gradient.
-    needed = 16 * vocabulary * tokens * (kind == "plain") + 16 * vocabulary * width + GIB
+    needed = (
+        16 * vocabulary * tokens * (kind in ("plain", "logits")) + 16 * vocabulary * width + GIB
+    )
     free = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     check(
         needed <= free,
@@ -81,6 +101,21 @@ def contend(worker: Worker) -> dict[str, float]:
     config = LlamaConfig(**sizes, num_attention_heads=8, vocab_size=vocabulary)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     head = add_chunked_loss(model).get_output_embeddings()
+    if kind.startswith("log"):
+        loss, numbers = log_probs(model, kind, tokens)
+        hidden = model.model.norm.weight  # what comes before the head and has a gradient
+    else:
+        loss, numbers, hidden = summed(model, head, kind, tokens)
+    found = [loss.item(), hidden.grad.float().norm().item(), head.weight.grad.float().norm().item()]
+    cell = worker.contender.split("_", 1)[1]
+    # Plain rounds 1 / tokens to bf16 in the gradient of its logits: up to 0.4 %.
+    difference_to_first(found, worker.folder / f"loss and gradient norms of {cell}", most=4e-3)
+    return {"loss": found[0]} | {key: numbers[key] for key in METRICS if key in numbers}
+
+
+def summed(model, head, kind: str, tokens: int):
+    """(loss, numbers, hidden states) of the mean cross-entropy, forward and backward."""
+    vocabulary, width = head.weight.shape
     hidden = torch.randn(tokens, width).to(torch.bfloat16).requires_grad_()
     targets = torch.randint(vocabulary, (tokens,))
     with measured() as numbers:
@@ -89,11 +124,26 @@ def contend(worker: Worker) -> dict[str, float]:
         else:
             loss = model.loss_function(head(hidden), None, vocabulary, shift_labels=targets)
         loss.backward()
-    found = [loss.item(), hidden.grad.float().norm().item(), head.weight.grad.float().norm().item()]
-    cell = worker.contender.split("_", 1)[1]
-    # Plain rounds 1 / tokens to bf16 in the gradient of its logits: up to 0.4 %.
-    difference_to_first(found, worker.folder / f"loss and gradient norms of {cell}", most=4e-3)
-    return {"loss": found[0]} | {key: numbers[key] for key in METRICS if key in numbers}
+    return loss, numbers, hidden
+
+
+def log_probs(model, kind: str, tokens: int):
+    """(loss, numbers) of log-probs with a factor each, forward and backward."""
+    from utils.data.batches import Batch
+    from utils.model.log_probs import token_log_probs
+
+    model.get_input_embeddings().requires_grad_(False)  # its gradient is no part of either
+    ids, factors = torch.randint(model.config.vocab_size, (1, tokens)), torch.rand(1, tokens)
+    batch = Batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), [])
+    with measured() as numbers:
+        if kind == "logprobs":
+            found = token_log_probs(model, batch)[:, 1:]
+        else:
+            logits = model(ids, use_cache=False).logits[:, :-1].float()
+            found = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        loss = -(found * factors[:, 1:]).sum() / tokens
+        loss.backward()
+    return loss, numbers
 
 
 if __name__ == "__main__":

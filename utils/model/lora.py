@@ -15,12 +15,15 @@ import math
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import (
     convert_peft_config_for_transformers,
@@ -208,6 +211,24 @@ def _magnitude(base: nn.Module) -> torch.Tensor:
     # embeddings and Conv1D: over all ranks' rows
     norms = torch.linalg.vector_norm(base.weight, dim=0)
     return norms.full_tensor() if isinstance(norms, DTensor) else norms
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within it the model answers as its base does, modules_to_save included: for a reference pass, in
+    no_grad. An adapter that continues another one is switched off too.
+
+    Only the flags that peft's forwards read are set. Its own disable_adapter also sets requires_grad, which
+    FSDP2 would keep on parameters that are gathered just then: those adapters would never train again.
+    """
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def fill_adapters(model: nn.Module, folder: str | Path, seed: int) -> None:

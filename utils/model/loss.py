@@ -144,13 +144,18 @@ def summed_cross_entropy(
     their tokens stand; the shift by one is made here. Padding is on the right, so causal attention needs no
     mask; only the router's statistics use it.
     """
-    options = {"attention_mask": batch.mask, "per_token": per_token, "places": batch.places}
+    return model(batch.ids, per_token=per_token, **arguments(batch))
+
+
+def arguments(batch) -> dict:
+    """What the model takes beside the ids, by names of its own and of transformers' flash attention."""
+    options = {"labels": batch.labels, "attention_mask": batch.mask, "places": batch.places}
     if batch.positions is not None:
         options["position_ids"] = batch.positions
-    if batch.begins is not None:  # by the names of transformers' flash attention
+    if batch.begins is not None:
         options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.begins)
         options |= dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
-    return model(batch.ids, labels=batch.labels, **options)
+    return options
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -161,10 +166,18 @@ def backbone(model: nn.Module) -> nn.Module:
 
 
 def _model_forward(
-    self, input_ids, labels=None, attention_mask=None, per_token=None, places=None, **kwargs
+    self,
+    input_ids,
+    labels=None,
+    attention_mask=None,
+    per_token=None,
+    places=None,
+    chunked=None,
+    **kwargs,
 ):
     """The model's own forward, cut after the backbone when labels are given. places (n,): of what predicts a
     trained token, in the flattened (B, T); without them a GPU's host waits until it has counted them.
+    chunked: an autograd function in place of _ChunkedLoss that gives each loss; then (places, -losses (n,)).
     """
     if labels is None:
         return type(self).forward(self, input_ids, attention_mask=attention_mask, **kwargs)
@@ -185,20 +198,24 @@ def _model_forward(
     if self.full_logits:
         per_token = per_token or partial(F.cross_entropy, reduction="none")
         logits = output.logits.flatten(0, 1).index_select(0, places)  # (n, V)
-        loss = per_token(logits.float(), targets).sum()
+        loss = per_token(logits.float(), targets)
         balance = output.get("aux_loss")
     else:
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)  # (n, D)
-        loss = self.get_output_embeddings()(hidden, targets, per_token)
+        loss = self.get_output_embeddings()(hidden, targets, per_token, chunked)
         balance = None
         if self.router_loss:
             sizes = (self.num_experts, self.num_experts_per_tok)
             balance = self.router_loss(output.router_logits, *sizes, attention_mask)
+    # Neither is the head's own output: FSDP hangs a hook on what each unit returns.
+    if chunked:
+        return places, -loss
+    loss = loss.sum()
     if balance is not None:
         is_usual = hasattr(self, "router_aux_loss_coef")  # JetMoE has the other name
         coefficient = self.router_aux_loss_coef if is_usual else self.aux_loss_coef
         loss = loss + coefficient * balance * len(places)
-    return loss.clone()  # not the head's own output: FSDP hangs a hook on what each unit returns
+    return loss
 
 
 def documents(position_ids: torch.Tensor) -> torch.Tensor:
@@ -210,54 +227,26 @@ def one_document(position_ids: torch.Tensor) -> None:
     """What transformers takes for rows that are not packed."""
 
 
-def _head_forward(self, hidden, targets=None, per_token=None):
-    """The head as it was, or, given targets, the loss of `hidden` (n, D) against `targets` (n,)."""
+def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
+    """The head as it was, or, given targets (n,), the summed loss of `hidden` (n, D), or what `chunked` gives
+    of them.
+    """
     if self.weight.is_floating_point():
         hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
     if targets is None:
         return type(self).forward(self, hidden)
     chunks = self.chunk_bounds(len(hidden), self.chunk_tokens)
     options = (self.logits_to_loss, per_token, chunks, torch.is_grad_enabled())
-    return _ChunkedLoss.apply(hidden, self.weight, self.bias, targets, *options)
+    return (chunked or _ChunkedLoss).apply(hidden, self.weight, self.bias, targets, *options)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The summed loss of F.linear(hidden, weight, bias), gradients included, c tokens at a time.
-
-    Extra memory: the logits (c, V) in the weight's dtype and in fp32; the gradient of the hidden states;
-    that of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
-    """
+    """The summed loss of F.linear(hidden, weight, bias), its gradient taken in the forward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, transform, per_token, chunks, grad):
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        needed = [grad and one for one in ctx.needs_input_grad[:3]]
-        d_hidden = torch.empty_like(hidden) if needed[0] else None
-        d_weight, sums = None, []
-        if needed[1] and len(chunks) != 1:
-            sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
-        for start, end in chunks:
-            h = hidden[start:end]  # (c, D)
-            options = (targets[start:end], transform, per_token, grad)
-            loss, d_logits = _loss_of_chunk(F.linear(h, weight, bias), *options)
-            total += loss
-            if needed[0]:
-                torch.mm(d_logits, weight, out=d_hidden[start:end])
-            if needed[1] and len(chunks) == 1:
-                d_weight = d_logits.T @ h
-            elif needed[1]:
-                _add_product(sums, d_logits, h)
-            if needed[2]:
-                d_bias += d_logits.sum(0)
-            del d_logits  # the next chunk needs the room
-        if sums:
-            d_weight = torch.empty_like(weight)
-            for rows in d_weight.split(ROWS):
-                rows.copy_(sums.pop(0))
-        d_bias = d_bias.to(weight.dtype) if needed[2] else None
-        ctx.grads = d_hidden, d_weight, d_bias
-        return total
+    def forward(ctx, *given):
+        losses, ctx.grads = chunk_by_chunk(ctx.needs_input_grad, None, *given)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, scale):
@@ -269,21 +258,60 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-def _loss_of_chunk(
+def chunk_by_chunk(
+    wanted, factors, hidden, weight, bias, targets, transform, per_token, chunks, grad
+):
+    """(losses (n,) of F.linear(hidden, weight, bias), the gradients of their sum by those three, each None
+    where it is not wanted), c tokens at a time. factors (n, 1): of the losses in the sum; None: 1.
+
+    Extra memory: the logits (c, V) in the weight's dtype and in fp32; the gradient of the hidden states;
+    that of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
+    """
+    needed = [grad and one for one in wanted[:3]]
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    d_hidden = torch.empty_like(hidden) if needed[0] else None
+    d_weight, sums = None, []
+    if needed[1] and len(chunks) != 1:
+        sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+    for start, end in chunks:
+        h = hidden[start:end]  # (c, D)
+        options = (targets[start:end], transform, per_token, grad)
+        losses[start:end], d_logits = _losses_of_chunk(F.linear(h, weight, bias), *options)
+        if factors is not None:
+            d_logits *= factors[start:end]
+        if needed[0]:
+            torch.mm(d_logits, weight, out=d_hidden[start:end])
+        if needed[1] and len(chunks) == 1:
+            d_weight = d_logits.T @ h
+        elif needed[1]:
+            _add_product(sums, d_logits, h)
+        if needed[2]:
+            d_bias += d_logits.sum(0)
+        del d_logits  # the next chunk needs the room
+    if sums:
+        d_weight = torch.empty_like(weight)
+        for rows in d_weight.split(ROWS):
+            rows.copy_(sums.pop(0))
+    d_bias = d_bias.to(weight.dtype) if needed[2] else None
+    return losses, (d_hidden, d_weight, d_bias)
+
+
+def _losses_of_chunk(
     logits: torch.Tensor,
     targets: torch.Tensor,
     transform: Transform,
     per_token: PerToken | None,
     grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(summed loss (), its gradient by the logits (c, V) in their dtype, None without grad). logits: in their
-    place comes the gradient.
+    """(losses (c,), the gradient of their sum by the logits (c, V) in their dtype, None without grad).
+    logits: in their place comes the gradient.
     """
     with torch.set_grad_enabled(grad):
         shown = transform(logits.requires_grad_(grad))
         if per_token:
-            loss = per_token(shown.float(), targets).sum()
-            return loss.detach(), torch.autograd.grad(loss, logits)[0] if grad else None
+            loss = per_token(shown.float(), targets)
+            return loss.detach(), torch.autograd.grad(loss.sum(), logits)[0] if grad else None
     loss, d_shown = _cross_entropy_in_place(shown.detach().float(), targets)
     if not grad:
         return loss, None
@@ -295,14 +323,14 @@ def _loss_of_chunk(
 def _cross_entropy_in_place(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(summed cross-entropy, its gradient) of logits (c, V) in fp32, which become the gradient.
+    """(cross-entropy (c,), the gradient of its sum) of logits (c, V) in fp32, which become the gradient.
 
     torch's own needs four tensors of this size, and they are what a step's memory peaks at.
     """
     logits -= logits.amax(-1, keepdim=True)
     right = logits.gather(1, targets[:, None])  # (c, 1)
     sums = logits.exp_().sum(-1, keepdim=True)
-    loss = (sums.log() - right).sum()
+    loss = (sums.log() - right).flatten()
     logits /= sums
     logits.scatter_add_(1, targets[:, None], torch.full_like(right, -1.0))
     return loss, logits
