@@ -25,6 +25,7 @@ MAY_IMPORT = {  # room -> rooms that it may know
     "plan": {"train", "model", "run"},
 }
 LATE = {  # (file, what it imports within a function): optional and heavy, or deletable
+    ("data/encode", "data/preferences"),
     ("data/examples", "data/cache"),
     ("data/rows", "data/tables"),
     ("plan/fit", "plan/search"),
@@ -38,8 +39,9 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
 }
 # Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit. They
 # were 45,000 and 57,800 before what GPUs need, which may add 1,500.
-LOADED_BUDGET = 46_350  # what the promised command has loaded after two steps
-UTILS_BUDGET = 60_470  # all of utils
+LOADED_BUDGET = 46_450  # what the promised command has loaded after two steps
+# The issue on preferences allows 2,000 of these, and 100 of the former.
+UTILS_BUDGET = 62_470  # all of utils
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",
