@@ -26,7 +26,6 @@ import re
 from collections import Counter
 
 from .chats import encode_chat, encode_plain, render_chats
-from .encode import Part, Rows
 from .formats import (
     PREFERENCES,
     ROLES,
@@ -48,10 +47,9 @@ ANSWER_OF = {"prompt": "completion", "instruction": "output"}  # of a row with a
 SAID = re.compile(r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.S)
 
 
-def add_preferences(
-    part: Part, tokenizer, row: dict, where: str, rows: Rows, notes: Counter
-) -> str:
+def add_preferences(part, tokenizer, row: dict, where: str, rows, notes: Counter) -> str:
     """Add the pair or the labelled answers of a row to `part`; returns what the row's prompt stands under.
+    part: an encode.Part; rows: an encode.Rows.
 
     rows.task pairs: one row, whose ids are the chosen sequence and behind it the rejected one; rejected_at
     says where. rows.task labels: one row for each sequence; a pair becomes two, of which the chosen one is
@@ -61,8 +59,7 @@ def add_preferences(
     prompt_key = next(filter(row.get, PROMPTS), "")
     labels = labels_of(row, prompt_key, rows.task)
     check_one_answer({key: row[key] for key in row.keys() - PREFERENCES}, "chat")
-    template = getattr(tokenizer, "template_name", "")
-    is_plain = rows.format == "completion" or template == "built-in plain"
+    is_plain = rows.format == "completion" or tokenizer.template_name == "built-in plain"
     read = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
     start = begin_of_answers(row, prompt_key, [messages for messages, _ in read])
     cuts, prompts = [], []
@@ -83,14 +80,14 @@ def add_preferences(
                 part.problem = f"{where}: {chat.problem}"
             ids, mask = encode_chat(tokenizer, chat)
         prompts.append(ids[: mask.find(1)])
-        cuts.append(Part())
+        cuts.append(type(part)())
         cuts[-1].add_row(ids, mask, where, rows, "")
     if prompts[0] != prompts[-1]:
         raise ValueError(
             "the prompt has other tokens before chosen than before rejected (fix: a prompt without white"
             " space at its end, or another --chat_template)"
         )
-    add_cuts(part, cuts, labels, where, rows)
+    add_cuts(part, cuts, labels, where, rows.task)
     notes &= Counter({*notes})  # both sides count once
     return prompt_key or "conversation"
 
@@ -163,15 +160,15 @@ def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) 
     return start
 
 
-def add_cuts(part: Part, cuts: list[Part], labels: dict[str, bool], where: str, rows: Rows) -> None:
-    """Add the sequences of a row, each cut to seq_len, as one pair or each with its label."""
+def add_cuts(part, cuts: list, labels: dict[str, bool], where: str, task: str) -> None:
+    """Add the sequences of a row, each a Part and cut to seq_len, as one pair or each with its label."""
     chosen, rejected = cuts[0], cuts[-1]
     dropped = chosen.dropped | rejected.dropped
     part.dropped += dropped
     part.notes += chosen.notes | rejected.notes
     if len(cuts) == 2 and not dropped and chosen.ids == rejected.ids:
         part.dropped[EQUAL] += 1
-    elif rows.task == "labels":
+    elif task == "labels":
         for cut, label in zip(cuts, labels.values(), strict=True):
             if cut.lengths:
                 part.add(cut.ids, cut.loss_mask, where)
