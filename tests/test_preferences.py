@@ -15,6 +15,7 @@ from test_tokens import byte_level
 from utils.data import examples as data
 from utils.data.encode import Part
 from utils.data.examples import Examples, Rows, load_data, split_by_hash
+from utils.data.formats import LEADING
 from utils.data.pairs import LabelBatches, PairBatches, sequences
 from utils.data.preferences import EQUAL
 from utils.data.tokens import load_tokenizer
@@ -181,6 +182,15 @@ def test_texts_are_plain_without_a_template_and_on_demand(tokenizer, plain):
     assert tokens(sequences(load([pair], plain)))[0] == tokens(messages)[0]
 
 
+def test_what_is_left_out_of_both_sides_is_counted_once_a_row(tokenizer):
+    notes = load([{**TEXTS, "prompt": "Say <|im_end|>"}], tokenizer).notes
+    assert [count for what, count in notes.items() if "spells a special token" in what] == [1]
+    greeted = {"conversations": shares(GOOD, ASK, GOOD), "label": None, "kto_tag": True}
+    read = load([greeted], tokenizer, "labels")
+    assert tokens(read) == tokens(load([{"messages": [ASK, GOOD]}], tokenizer, "answers"))
+    assert read.notes[LEADING] == 1
+
+
 def test_columns_name_the_keys_of_preferences(tokenizer):
     row = {"q": "Say hi", "good": "Hi to you", "worse": "Hi, no"}
     read = load([row], tokenizer, columns="prompt=q,chosen=good,rejected=worse")
@@ -299,6 +309,12 @@ def test_long_answers_are_cut_dropped_or_refused(tokenizer):
     assert (len(dropped), dropped.dropped) == (1, {"longer than --seq_len": 1})
     with pytest.raises(ConfigError, match=r"p.jsonl:2: .* more than --seq_len 48"):
         load(rows, tokenizer, seq_len=48, too_long="error")
+
+
+def test_answers_that_are_equal_once_they_are_cut_are_dropped(tokenizer):
+    words = "so many words " * 50
+    late = TEXTS | {"chosen": f"{words} a", "rejected": f"{words} b"}
+    assert load([TEXTS, late], tokenizer, seq_len=48).dropped == {EQUAL: 1}
 
 
 def test_the_fingerprint_follows_the_answers_the_label_and_the_task(tokenizer):

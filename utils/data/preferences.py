@@ -96,7 +96,7 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
     """{key of an answer: whether it is desirable} of a row."""
     if {"chosen", "rejected"} <= row.keys():
         return {"chosen": True, "rejected": False}
-    key = "label" if "label" in row else "kto_tag"
+    key = "kto_tag" if row.get("label") is None else "label"
     label = row.get(key)
     if label is None or not prompt_key or task == "pairs":
         raise ValueError(
