@@ -428,7 +428,7 @@ def test_an_answer_under_another_name_is_hinted_at_and_pairs_are_sent_to_their_t
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     for row in (pair, {**PAIR, "label": True}, {**CHAT, "kto_tag": False}):
         said = refusal(row)
-        assert "finetune.py trains one text answer a row; these need a trainer of pref" in said
+        assert "finetune.py trains one text answer a row (fix: recipes/prefer.py)" in said
         assert "--bad_rows" not in said
 
 

@@ -25,6 +25,7 @@ MAY_IMPORT = {  # room -> rooms that it may know
     "plan": {"train", "model", "run"},
 }
 LATE = {  # (file, what it imports within a function): optional and heavy, or deletable
+    ("data/encode", "data/preferences"),
     ("data/examples", "data/cache"),
     ("data/rows", "data/tables"),
     ("plan/fit", "plan/search"),
@@ -39,10 +40,10 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("train/trained_run", "model/lora"),
 }
 # Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit. They
-# were 45,000 and 57,800 before what GPUs need, which may add 1,500. The issue "preferences" may add 60 to the
-# first and 3,500 to the second.
-LOADED_BUDGET = 46_460  # what the promised command has loaded after two steps
-UTILS_BUDGET = 62_300  # all of utils
+# were 45,000 and 57,800 before what GPUs need, which may add 1,500 to what is loaded. Preferences may add
+# 3,500 to utils, of which 200 are loaded.
+LOADED_BUDGET = 46_590  # what the promised command has loaded after two steps
+UTILS_BUDGET = 64_270  # all of utils
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",

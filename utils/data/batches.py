@@ -55,7 +55,7 @@ class Batch:
         after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
         places = (after != IGNORE).flatten().nonzero().flatten()
         fields = vars(self) | {"places": places}
-        return Batch(**{name: move(value) for name, value in fields.items()})
+        return type(self)(**{name: move(value) for name, value in fields.items()})
 
 
 def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:

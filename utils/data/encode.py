@@ -27,7 +27,8 @@ class Rows:
     format: one of formats.FORMS, or auto: told by each row. columns: see formats.parse_columns. train_on: see
     chats.render_chats. max_rows: of each source, 0: all. too_long, for rows of more than seq_len tokens:
     truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
-    rows that are wrong are left out, counted and listed. eval_share: see examples.split_by_hash.
+    rows that are wrong are left out, counted and listed. eval_share: see examples.split_by_hash. task:
+    answers; or pairs or labels (KTO) of answers, see preferences.py.
     """
 
     dataset: str
@@ -40,6 +41,7 @@ class Rows:
     too_long: str = "truncate"
     eval_dataset: str = ""
     eval_share: float = 0.0
+    task: str = "answers"
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Part:
     lengths: array = field(default_factory=lambda: array("q"))
     trained_tokens: array = field(default_factory=lambda: array("q"))  # of each row
     keys: array = field(default_factory=lambda: array("q"))
+    rejected_at: array = field(default_factory=lambda: array("q"))  # see examples.Examples
     where: list[str] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
     notes: Counter = field(default_factory=Counter)
@@ -99,7 +102,7 @@ class Part:
         self.problem = self.problem or part.problem
         self.columns |= part.columns
         self.rows += part.rows
-        for name in ("lengths", "trained_tokens", "keys", "bad"):
+        for name in ("lengths", "trained_tokens", "keys", "rejected_at", "bad"):
             getattr(self, name).extend(getattr(part, name))
         for name in ("dropped", "notes"):
             getattr(self, name).update(getattr(part, name))
@@ -136,14 +139,19 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
             part.columns |= row.keys() & columns.values()
             row, form = renamed(row, columns)
             form = rows.format.removeprefix("auto") or form
-            messages, tools = to_messages(row, form, notes)
-            if messages[0]["role"] in ("text", "tokens"):
-                part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
+            if rows.task != "answers":
+                from .preferences import add_preferences
+
+                form = add_preferences(part, tokenizer, row, where, rows, notes)
             else:
-                for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
-                    part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
-                    if chat.problem and not part.problem:
-                        part.problem = f"{where}: {chat.problem}"
+                messages, tools = to_messages(row, form, notes)
+                if messages[0]["role"] in ("text", "tokens"):
+                    part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
+                else:
+                    for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
+                        part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
+                        if chat.problem and not part.problem:
+                            part.problem = f"{where}: {chat.problem}"
             part.forms[form] += 1
         except ValueError as fault:
             part.bad.append((where, str(fault)))

@@ -33,6 +33,7 @@ FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and 
     "bounds": torch.int64,
     "keys": torch.int64,
     "trained_tokens": torch.int64,
+    "rejected_at": torch.int64,
     "places": torch.uint8,
     "place_ends": torch.int64,
     "said": torch.uint8,
@@ -83,6 +84,10 @@ class Examples:
     # the first row that inference would ask for otherwise than it is trained, and how
     problem: str = ""
     rows: torch.Tensor | None = None  # the rows that count; None: all
+    # (n,) int64. Of pairs: where in row i the rejected sequence begins, behind the chosen one. Of labels: the
+    # length of row i where it is desirable, else 0. Of answers: None, or empty.
+    rejected_at: torch.Tensor | None = None
+    unit: str = "rows"  # what a row is
     origins: Sequence[Origin] = ()
     bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
 
@@ -108,7 +113,7 @@ class Examples:
     def fingerprint(self) -> str:
         """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
         digest = hashlib.sha256()
-        for part in (self.bounds, self.ids, self.loss_mask, self.rows):
+        for part in (self.bounds, self.ids, self.loss_mask, self.rows, self.rejected_at):
             if part is not None:
                 digest.update(memoryview(part.numpy()))
         return digest.hexdigest()
@@ -127,7 +132,10 @@ class Examples:
         if ignored:
             notes.append(f"ignored keys: {first_five(sorted(ignored))}")
         return ", ".join(
-            [f"{len(self):,} rows, {tokens:,} tokens, {trained / tokens:.0%} trained", *notes]
+            [
+                f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained",
+                *notes,
+            ]
         )
 
     def sources(self) -> list[str]:
@@ -244,7 +252,11 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
             lambda numbered: ((number, encode(rows)) for number, rows in numbered),
         )
         return read_tokens(
-            lambda name, dtype: torch.frombuffer(files[name].getbuffer(), dtype=dtype)
+            lambda name, dtype: (
+                torch.frombuffer(files[name].getbuffer(), dtype=dtype)
+                if files[name].tell()
+                else None
+            )
         )
 
 
@@ -292,7 +304,9 @@ def write_tokens(
     files["bounds"].write(memoryview(bounds.numpy()))
     files["trained_tokens"].write(total.trained_tokens)
     files["keys"].write(total.keys)
+    files["rejected_at"].write(total.rejected_at)
     said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
+    said["unit"] = rows.task.replace("answers", "rows")
     said["origins"] = [
         (source.name, source.weight, form, first, last)
         for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)

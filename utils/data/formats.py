@@ -33,6 +33,7 @@ KNOWN = (
     " input_ids (tokens)"
 )
 COLUMNS = {*FORMS, "input", "output", "system", "history", "tools", "prompt", "labels"}
+PREFERENCES = {"chosen", "rejected", "label", "kto_tag"}  # see preferences.py
 ROLES = {  # role in a row -> ours
     "system": "system",
     "developer": "system",
@@ -64,10 +65,7 @@ IGNORED = "ignored key "
 ONE = "finetune.py trains one text answer a row"
 REMEDY = "fix: remove these rows, or --bad_rows drop"
 ANSWERS = ("response", "answer", "output")  # other names of a completion
-PAIRS = (
-    f"preference pairs and answers with labels (KTO); {ONE}; these need a trainer of preferences, such as"
-    " TRL's DPOTrainer or KTOTrainer"
-)
+PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
 PICTURES = f"rows with pictures, videos or sounds; {ONE} ({REMEDY})"
 REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
@@ -91,9 +89,9 @@ def parse_columns(text: str) -> dict[str, str]:
     for pair in filter(None, text.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         check(
-            equals and theirs and ours in COLUMNS and ours not in columns,
+            equals and theirs and ours in COLUMNS | PREFERENCES and ours not in columns,
             f"--columns {text!r}: {pair!r} is no KEY=COLUMN, its key given twice or none of"
-            f" {', '.join(sorted(COLUMNS))} (fix: --columns prompt=question,completion=answer)",
+            f" {', '.join(sorted(COLUMNS | PREFERENCES))} (fix: --columns prompt=question,completion=answer)",
         )
         columns[ours] = theirs
     return columns

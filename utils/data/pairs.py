@@ -1,0 +1,97 @@
+"""Pairs and labelled answers -> the global batches of a preference loss. See preferences.py for the rows."""
+
+from copy import copy
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..run.units import IGNORE
+from .batches import Batch, GlobalBatches, collate
+from .examples import Example, Examples
+
+
+@dataclass(frozen=True)
+class PairBatch(Batch):
+    """A micro-batch of P pairs: 2 P sequences, all chosen ones and then all rejected ones in the same order;
+    or of P labelled answers. A filler has P = 0, and one sequence without a trained token.
+    """
+
+    pairs: int = 0  # P
+    desirable: torch.Tensor | None = None  # (P,) bool: the label of each answer; true for pairs
+
+
+class Twice:
+    """The places of the two sequences of each pair."""
+
+    def __init__(self, where):
+        self.where = where
+
+    def __getitem__(self, i: int) -> str:
+        return self.where[i // 2]
+
+
+def sequences(examples: Examples) -> Examples:
+    """The 2 n sequences of n pairs: 2 i is the chosen one of pair i, 2 i + 1 the rejected one. For their ids,
+    labels, lengths and places, such as in longest_row and check_positions; it has no counts.
+    """
+    middles = examples.bounds[:-1] + examples.rejected_at
+    bounds = torch.cat([examples.bounds, middles]).sort().values
+    rows = examples.of_rows(torch.arange(len(examples.keys)))
+    rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten()
+    where = Twice(examples.where)
+    return replace(examples, bounds=bounds, rows=rows, where=where)
+
+
+@dataclass(eq=False)
+class PairBatches(GlobalBatches):
+    """GlobalBatches of PairBatch: global_batch_size and batch_size count pairs."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.desirable = self.examples.of_rows(self.examples.rejected_at) > 0  # (n,) bool
+        self.sequences = sequences(self.examples)
+
+    def items(self, rows: list[int]) -> list[Example]:
+        """The sequences of some rows."""
+        return [self.sequences[2 * row + i] for i in range(2) for row in rows]
+
+    def batch(self, rows: list[int]) -> PairBatch:
+        batch = super().batch([])
+        if rows:
+            batch = collate(self.items(rows), self.pad_id, self.multiple)
+        desirable = self.desirable[rows]
+        return PairBatch(**vars(batch) | {"pairs": len(rows), "desirable": desirable})
+
+
+@dataclass(eq=False)
+class LabelBatches(PairBatches):
+    """GlobalBatches of PairBatch with labels, for KTO (https://arxiv.org/abs/2402.01306)."""
+
+    seq_len: int
+    answer_of = None  # row -> the row with its answer; None: its own
+
+    def items(self, rows: list[int]) -> list[Example]:
+        """Each row's prompt and the answer of row answer_of[row], cut so that both fit in seq_len tokens."""
+        items = []
+        for row in rows:
+            other = self.answer_of[row] if self.answer_of else row
+            prompt = self.examples[row]
+            answer = self.examples[other]
+            end = (prompt.labels != IGNORE).nonzero()[0]
+            begin = (answer.labels != IGNORE).nonzero()[0]
+            ids = torch.cat([prompt.ids[:end], answer.ids[begin:]])
+            labels = torch.cat([prompt.labels[:end], answer.labels[begin:]])
+            ids = ids[: self.seq_len]
+            labels = labels[: self.seq_len]
+            items.append(Example(ids, labels, prompt.where))
+        return items
+
+    def mismatched(self, step: int) -> list[PairBatch]:
+        """The micro-batches of batches(step), row by row, but each prompt with the answer of the next row in
+        the order of the global batch, and the last with the first one's: for KTO's KL term. They do not
+        depend on the number of ranks. The row of a global batch of one keeps its own answer.
+        """
+        rows = self.rows_of(step)
+        rotated = copy(self)
+        rotated.answer_of = dict(zip(rows, [*rows[1:], rows[0]], strict=True))
+        return rotated.batches(step)

@@ -1,0 +1,178 @@
+"""Rows of preferences -> ids: pairs of answers to one prompt, and answers with a label (KTO).
+
+{"prompt": TEXT or [turn, ...], "chosen": A, "rejected": A}
+{"instruction": TEXT, "input": TEXT, "chosen": TEXT, "rejected": TEXT}        alpaca
+{"conversations" or "messages": [turn, ...], "chosen": A, "rejected": A}      ShareGPT
+{"chosen": [turn, ...], "rejected": [turn, ...]}                              two whole conversations
+{"chosen": "\\n\\nHuman: ... \\n\\nAssistant: ...", "rejected": ...}              hh-rlhf: two transcripts
+{"prompt": TEXT or [turn, ...], "completion": A, "label": true}               or kto_tag
+{"instruction": TEXT, "input": TEXT, "output": TEXT, "label": true}
+{"conversations" or "messages": [turn, ..., answer], "label": false}
+
+A, an answer, is a text, one turn as an object, or a list of turns; turns, system and tools are those of
+formats.py. A text beside a prompt of text is plain text with --format completion, and where the tokenizer has
+no chat template. The prompt is the common beginning of both conversations, and of a conversation with a label
+all but the last turn; what follows is the answer, and trained by the rule of chats.py. A text `prompt` beside
+whole conversations must be their last turn of the user before the answers (UltraFeedback binarized). The
+prompt has the same tokens in both sequences of a pair.
+
+Where these rows come from: https://huggingface.co/docs/trl/dataset_formats,
+https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html,
+https://huggingface.co/datasets/HuggingFaceH4/ultrafeedback_binarized,
+https://huggingface.co/datasets/Anthropic/hh-rlhf.
+"""
+
+import re
+from collections import Counter
+
+from .chats import encode_chat, encode_plain, render_chats
+from .formats import (
+    PREFERENCES,
+    ROLES,
+    Messages,
+    Read,
+    check_one_answer,
+    conversation,
+    keys_of,
+    read_alpaca,
+    read_completion,
+    text_of,
+    typed,
+)
+
+EQUAL = "chosen equals rejected"
+PROMPTS = ("prompt", "instruction", "conversations", "messages")  # the first that a row has counts
+ANSWER_OF = {"prompt": "completion", "instruction": "output"}  # of a row with a label
+# A turn in a transcript of hh-rlhf.
+SAID = re.compile(r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.S)
+
+
+def add_preferences(part, tokenizer, row: dict, where: str, rows, notes: Counter) -> str:
+    """Add the pair or the labelled answers of a row to `part`; returns what the row's prompt stands under.
+    part: an encode.Part; rows: an encode.Rows.
+
+    rows.task pairs: one row, whose ids are the chosen sequence and behind it the rejected one; rejected_at
+    says where. rows.task labels: one row for each sequence; a pair becomes two, of which the chosen one is
+    desirable. rows.too_long counts for each sequence; drop drops the pair. Dropped and counted: equal
+    answers, and prompts that leave no trained token within seq_len. ValueError: what is wrong with the row.
+    """
+    prompt_key = next(filter(row.get, PROMPTS), "")
+    labels = labels_of(row, prompt_key, rows.task)
+    check_one_answer({key: row[key] for key in row.keys() - PREFERENCES}, "chat")
+    is_plain = rows.format == "completion" or tokenizer.template_name == "built-in plain"
+    read = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
+    start = begin_of_answers(row, prompt_key, [messages for messages, _ in read])
+    cuts, prompts = [], []
+    for messages, tools in read:
+        if messages[start:] == [] or messages[start]["role"] not in ("assistant", "text"):
+            raise ValueError(f"after {start} turns of the prompt, expected one of the assistant")
+        messages[:start] = [message | {"weight": 0} for message in messages[:start]]
+        if messages[0]["role"] == "text":
+            ids, mask = encode_plain(tokenizer, messages)
+        else:
+            chat, *more = render_chats(tokenizer, messages, tools, "assistant", notes)
+            if more:
+                raise ValueError(
+                    "an answer of several turns, of which the chat template writes one differently once"
+                    " others follow (fix: one turn an answer, or another --chat_template)"
+                )
+            if chat.problem and not part.problem:
+                part.problem = f"{where}: {chat.problem}"
+            ids, mask = encode_chat(tokenizer, chat)
+        prompts.append(ids[: mask.find(1)])
+        cuts.append(type(part)())
+        cuts[-1].add_row(ids, mask, where, rows, "")
+    if prompts[0] != prompts[-1]:
+        raise ValueError(
+            "the prompt has other tokens before chosen than before rejected (fix: a prompt without white"
+            " space at its end, or another --chat_template)"
+        )
+    add_cuts(part, cuts, labels, where, rows.task)
+    notes &= Counter({*notes})  # both sides count once
+    return prompt_key or "conversation"
+
+
+def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
+    """{key of an answer: whether it is desirable} of a row."""
+    if {"chosen", "rejected"} <= row.keys():
+        return {"chosen": True, "rejected": False}
+    key = "kto_tag" if row.get("label") is None else "label"
+    label = row.get(key)
+    if label is None or not prompt_key or task == "pairs":
+        raise ValueError(
+            "expected chosen and rejected, or a label with --loss kto, and what they answer (fix: --columns"
+            " prompt=THEIRS,chosen=THEIRS,rejected=THEIRS)"
+        )
+    if not isinstance(label, bool):
+        raise ValueError(
+            f"{key}: expected true or false, got {label!r:.40} (fix: true or false, without quotes, in .jsonl"
+            " or .parquet)"
+        )
+    return {ANSWER_OF.get(prompt_key, prompt_key): label}
+
+
+def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Counter) -> Read:
+    """(messages, tools) of a whole conversation row[key], or of row[prompt_key] and the answer row[key]."""
+    turns = turns_of(row, key, prompt_key)
+    first = turns[0] if turns else None
+    role = str(first.get(keys_of(first)[0])) if isinstance(first, dict) else ""
+    if key == prompt_key or ROLES.get(role) in ("system", "user"):
+        return conversation(row | {key: turns}, notes, key)
+    if prompt_key == "instruction":
+        return read_alpaca(row | {"output": row[key]}, notes)
+    prompt = row.get(prompt_key)
+    if isinstance(prompt, str):
+        if is_plain and isinstance(row[key], str):
+            return read_completion(row | {"completion": row[key]}, notes)
+        row = row | {prompt_key: [{"role": "user", "content": prompt}]}
+    name = f"{prompt_key} + {key}"
+    both = typed(row, prompt_key or "prompt", list) + turns
+    return conversation(row | {name: both}, notes, name)
+
+
+def turns_of(row: dict, key: str, prompt_key: str) -> list:
+    """The turns of an answer, or of a whole conversation."""
+    value = row.get(key)
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict):
+        return [value]
+    text = text_of(row, key)
+    if prompt_key or not SAID.match(text):
+        return [{"role": "assistant", "content": text}]
+    return [{"from": who.lower(), "value": said.strip()} for who, said in SAID.findall(text)]
+
+
+def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) -> int:
+    """How many turns are the prompt: those with which both conversations begin; of a single one all but the
+    last.
+    """
+    chosen, rejected = conversations[0], conversations[-1]
+    start = sum(chosen[: i + 1] == rejected[: i + 1] for i in range(len(chosen)))
+    if prompt_key and chosen == rejected:
+        start -= 1  # equal answers, which are counted
+    asked = [turn["content"] for turn in chosen[:start] if turn["role"] in ("user", "text")]
+    if not asked:
+        raise ValueError("chosen and rejected have no common beginning, which is the prompt")
+    prompt = row.get("prompt") or None
+    if isinstance(prompt, str) and asked[-1].strip() != prompt.strip():
+        raise ValueError("prompt: not the last turn of the user before the answers")
+    return start
+
+
+def add_cuts(part, cuts: list, labels: dict[str, bool], where: str, task: str) -> None:
+    """Add the sequences of a row, each a Part and cut to seq_len, as one pair or each with its label."""
+    chosen, rejected = cuts[0], cuts[-1]
+    dropped = chosen.dropped | rejected.dropped
+    part.dropped += dropped
+    part.notes += chosen.notes | rejected.notes
+    if len(cuts) == 2 and not dropped and chosen.ids == rejected.ids:
+        part.dropped[EQUAL] += 1
+    elif task == "labels":
+        for cut, label in zip(cuts, labels.values(), strict=True):
+            if cut.lengths:
+                part.add(cut.ids, cut.loss_mask, where)
+                part.rejected_at.append(cut.lengths[0] * label)
+    elif not dropped:
+        part.add(chosen.ids + rejected.ids, chosen.loss_mask + rejected.loss_mask, where)
+        part.rejected_at.append(len(chosen.ids))
