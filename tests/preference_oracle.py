@@ -104,8 +104,10 @@ def pairs() -> list[Pair]:
 
 
 def labelled(case: str = "") -> list[Labelled]:
-    """case: "odd": the first 7 rows; "desirable": only those; else all 8. Each row is shorter than the one before. So a global batch of them has this order at any seed, and the
-    next row, with which KTO's KL term is made, is known.
+    """Eight rows. case: "odd ...": the first seven; "desirable": only those.
+
+    Each row is shorter than the one before. So a global batch of them has this order at any seed, and it is
+    known which row is the next one, with which KTO's KL term is made.
     """
     generator, found = seeded("labelled"), []
     lengths = range(20, 20 - 2 * LABELLED, -2)

@@ -25,7 +25,7 @@ KTO_LOSSES = [name for name in LOSSES if name.startswith("kto")]
 
 
 # --- the formulas, of P pairs or P labelled answers. c, r (P,): log pi(y|x) of the chosen and of the rejected
-# answer, the sum over its tokens; ref_c, ref_r (P,): the reference's; n_c, n_r (P,): how many tokens they have.
+# answer, the sum over its tokens; ref_c, ref_r (P,): the reference's; n_c, n_r (P,): their numbers of tokens.
 # Each gives (P,), where it does not say otherwise.
 
 
@@ -61,8 +61,8 @@ def orpo(c, r, n_c, n_r, beta: float) -> Tensor:
 
 
 def kto(y, ref_y, kl, desirable, beta: float, weights: tuple[float, float]) -> Tensor:
-    """https://arxiv.org/abs/2402.01306, equation 8, for answers with labels (P,) bool; weights: lambda of the
-    desirable and of the undesirable.
+    """https://arxiv.org/abs/2402.01306. desirable (P,) bool: the labels; kl (): of kto_kl; weights: lambda of
+    the desirable and of the undesirable.
     """
     h = beta * (y - ref_y - kl)
     desirable_weight, undesirable_weight = weights
@@ -82,7 +82,7 @@ def sft(c, tokens: int) -> Tensor:
 
 
 def reward(c, r, center: float = 0.0, margin: Tensor | float = 0.0) -> Tensor:
-    """Bradley-Terry on scores c, r (P,), https://arxiv.org/abs/2204.05862; center: https://arxiv.org/abs/2312.09244."""
+    """Of scores c, r (P,): https://arxiv.org/abs/2203.02155; center: https://arxiv.org/abs/2312.09244."""
     return -F.logsigmoid(c - r - margin) + center * (c + r) ** 2
 
 
