@@ -156,7 +156,7 @@ def record(name: str) -> dict:
         batches = dpo_batches(trainer, alone=case == "alone")
     elif kind in ("CPO", "ORPO"):
         config, make = (CPOConfig, CPOTrainer) if kind == "CPO" else (ORPOConfig, ORPOTrainer)
-        policy = without_mask(policy)
+        policy = without_mask(policy) if case == "answers" else policy
         trainer = make(policy, args=settings_of(config, settings), train_dataset=pairs, **tools)
         batches = [cpo_batch(masks_prompt=case == "answers")]
     elif kind == "KTO":
