@@ -221,7 +221,7 @@ def main(cfg: Config) -> Path:
         if cfg.packing:
             attn = settle_attention(model, attn, world.device, DTYPES[cfg.dtype])
         pieces = plan_pieces(model, source.weights, source.folder)
-    out = claim_output(cfg.output_dir, "finetune", world, source.folder)
+    out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     fitted = {}
     if cfg.fit:
         from utils.plan.search import fitted_before

@@ -16,9 +16,10 @@ from utils.data import examples as data
 from utils.data.encode import Part
 from utils.data.examples import Examples, Rows, load_data, split_by_hash
 from utils.data.formats import LEADING
-from utils.data.pairs import LabelBatches, PairBatches, sequences
+from utils.data.pairs import LabelBatches, PackedPairs, PairBatches, sequences
 from utils.data.preferences import EQUAL
 from utils.data.tokens import load_tokenizer
+from utils.model.log_probs import per_sequence
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
 
@@ -415,8 +416,9 @@ def test_ranks_share_the_pairs_of_a_global_batch(ranks):
         found = []
         for batch in (batch for batches in dealt for batch in batches):
             assert len(batch.ids) == max(1, 2 * batch.pairs)
-            chosen = batch.labels[: batch.pairs].max(dim=1).values if batch.pairs else []
-            rejected = batch.labels[batch.pairs :].max(dim=1).values if batch.pairs else []
+            answers = batch.labels.max(dim=1).values[: 2 * batch.pairs].view(-1, 2)
+            chosen, rejected = answers.T
+            assert len({*batch.keys}) == 2 * batch.pairs
             assert [int(c) + 1000 for c in chosen] == [int(r) for r in rejected]
             assert (batch.trained_tokens == 0) == (batch.pairs == 0)
             found += [int(c) - 1000 for c in chosen]
@@ -471,3 +473,24 @@ def test_mismatched_answers_rotate_through_the_global_batch_on_any_number_of_ran
         assert found == answer_of(alone.mismatched(step))
         assert sorted(found.values()) == sorted(found)  # each answer once
         assert all(prompt != answer for prompt, answer in found.items())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packs_hold_whole_pairs_and_sums_over_them_are_those_of_their_sequences(ranks, flat):
+    examples = numbered(23)
+    found = {}
+    for rank in range(ranks):
+        loader = PackedPairs(examples, 7, 4, 2, rank, ranks, 0, 64, flat)
+        for step in range(loader.per_epoch):
+            for batch in loader.batches(step):
+                trained = (batch.labels != IGNORE).float()
+                counts = per_sequence(batch, trained)
+                sums = per_sequence(batch, batch.labels.clamp(min=0).float())
+                assert len(counts) == max(1, 2 * batch.pairs)
+                for key, *numbers in zip(batch.keys, counts, sums, strict=False):
+                    found[key] = [int(number) for number in numbers]
+    plain = PairBatches(examples, 7, 23, 23, 0, 1, pad_id=0).batches(0)[0]
+    sums = [per_sequence(plain, plain.labels.clamp(min=0).float()).int().tolist()]
+    counts = per_sequence(plain, (plain.labels != IGNORE).float()).int().tolist()
+    assert found == dict(zip(plain.keys, map(list, zip(counts, *sums, strict=True)), strict=True))

@@ -136,3 +136,23 @@ def test_the_demo_teaches_it(template, tmp_path):
     )
     assert before <= 3
     assert after >= 270
+
+
+@pytest.mark.slow
+def test_pairs_teach_it_too(tmp_path):
+    """recipes/prefer.py with no other flag, and the score of what it saved by transformers alone."""
+    trained = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/prefer.py", tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    command = f"python {TINY}/score.py {TINY} output/prefer-001/model"
+    score = shell(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
+    assert score.returncode == 0, score.stdout
+    numbers = [
+        int(line.split(":")[1].split()[0])
+        for line in score.stdout.splitlines()
+        if line.startswith(("exact match", "chosen likelier"))
+    ]
+    before, after, pairs_before, pairs_after = numbers
+    assert before <= 3
+    assert after >= 270
+    assert pairs_before <= 200
+    assert pairs_after >= 290

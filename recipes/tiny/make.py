@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 HERE = Path(__file__).resolve().parent
 sys.path[1:1] = [str(HERE), str(HERE.parent.parent)]  # stories.py is here, utils/ beside recipes/
 
-from stories import chat_row, story
+from stories import chat_row, pair_row, story
 
 from utils.data.batches import Batch
 from utils.model.loss import add_chunked_loss, summed_cross_entropy
@@ -37,7 +38,9 @@ LENGTH = 80  # tokens; longer stories are cut
 VALIDATION_STORIES = 256
 TOKENIZER_STORIES = 4000
 CHAT_ROWS = 3000
+PAIRS = 2000
 HELD_OUT_ROWS = 300
+ROWS = ("chat.jsonl", "heldout.jsonl", "pairs.jsonl", "heldout_pairs.jsonl")
 # in no story: the model learns them in fine-tuning
 MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
@@ -53,7 +56,7 @@ def main(record: bool) -> None:
     del weights["lm_head.weight"]  # it is the embedding
     save_file(weights, HERE / "model.safetensors", {"format": "pt"})
     made = {"text_sha256": sha256("\n".join(text).encode()), "loss": round(loss, 5)}
-    for name in ("tokenizer.model", "tokenizer.json", "chat.jsonl", "heldout.jsonl"):
+    for name in ("tokenizer.model", "tokenizer.json", *ROWS):
         made[name] = sha256((HERE / name).read_bytes())
     seconds = time.perf_counter() - started
     print(f"loss {loss:.5f} on {VALIDATION_STORIES} other stories, {seconds:.0f} s in all")
@@ -113,14 +116,16 @@ def make_tokenizer(text: list[str], folder: Path) -> sentencepiece.SentencePiece
 
 
 def make_task(folder: Path) -> None:
-    """Write chat.jsonl and heldout.jsonl."""
-    write_rows(folder / "chat.jsonl", CHAT_ROWS, held_out=False)
-    write_rows(folder / "heldout.jsonl", HELD_OUT_ROWS, held_out=True)
+    """Write chat.jsonl, pairs.jsonl and their held-out rows."""
+    write_rows(folder / "chat.jsonl", chat_row, CHAT_ROWS, held_out=False)
+    write_rows(folder / "heldout.jsonl", chat_row, HELD_OUT_ROWS, held_out=True)
+    write_rows(folder / "pairs.jsonl", pair_row, PAIRS, held_out=False)
+    write_rows(folder / "heldout_pairs.jsonl", pair_row, HELD_OUT_ROWS, held_out=True)
 
 
-def write_rows(file: Path, rows: int, held_out: bool) -> None:
+def write_rows(file: Path, row: Callable, rows: int, held_out: bool) -> None:
     rng = Random(file.name)
-    lines = [json.dumps(chat_row(rng, held_out)) + "\n" for _ in range(rows)]
+    lines = [json.dumps(row(rng, held_out)) + "\n" for _ in range(rows)]
     file.write_text("".join(lines))
 
 

@@ -1,10 +1,11 @@
-"""What the model answers before and after fine-tuning: exact match on questions that no training row asks.
+"""What the model answers before and after training: exact match on questions that no training row asks, and
+of pairs how often the chosen answer is the likelier one.
 
     python recipes/tiny/score.py recipes/tiny output/finetune-001/model
-    python recipes/tiny/score.py BEFORE AFTER --questions recipes/tiny/heldout.jsonl
+    python recipes/tiny/score.py BEFORE AFTER --questions recipes/tiny/heldout_pairs.jsonl
 
 Nothing of this project is imported here: both folders are read with transformers alone, as anyone would do.
-Exit code 1: fewer than 90 % of the answers after fine-tuning are right.
+Exit code 1: fewer than 90 % of the answers, or of the pairs, are right after training.
 """
 
 import argparse
@@ -26,15 +27,22 @@ def main() -> int:
     parser.add_argument("before", help="model folder")
     parser.add_argument("after", help="model folder")
     parser.add_argument(
-        "--questions", default=Path(__file__).parent / "heldout.jsonl", help="chat rows"
+        "--questions", default=Path(__file__).parent / "heldout.jsonl", help="chat rows or pairs"
     )
     args = parser.parse_args()
     questions = []
     expected = []
+    rejected = []
     for line in Path(args.questions).read_text().splitlines():
-        *question, answer = json.loads(line)["messages"]
+        row = json.loads(line)
+        if "rejected" in row:
+            question = [{"role": "user", "content": row["prompt"]}]
+            rejected.append(row["rejected"])
+            expected.append(row["chosen"])
+        else:
+            *question, answer = row["messages"]
+            expected.append(answer["content"])
         questions.append(question)
-        expected.append(answer["content"])
     before = answers(args.before, questions)
     after = answers(args.after, questions)
 
@@ -46,8 +54,14 @@ def main() -> int:
         print(f"  after:    {shown(after[i][:80])}")
     print()
     print_matches("before", before, expected)
-    right = print_matches("after", after, expected)
-    return 0 if right >= ENOUGH * len(expected) else 1
+    right = [print_matches("after", after, expected)]
+    if rejected:
+        for name in (args.before, args.after):
+            good, bad = (log_probs(name, questions, texts) for texts in (expected, rejected))
+            likelier = sum(a > b for a, b in zip(good, bad, strict=True))
+            print(f"chosen likelier than rejected, {name}: {likelier} of {len(expected)}")
+        right.append(likelier)
+    return 0 if min(right) >= ENOUGH * len(expected) else 1
 
 
 def print_matches(name: str, texts: list[str], expected: list[str]) -> int:
@@ -83,6 +97,22 @@ def answers(folder: str, questions: list[list[dict]]) -> list[str]:
         new_ids = output[:, batch["input_ids"].shape[1] :]
         for text in tokenizer.batch_decode(new_ids, skip_special_tokens=True):
             found.append(text.split("</think>")[-1].strip())
+    return found
+
+
+@torch.inference_mode()
+def log_probs(folder: str, questions: list[list[dict]], texts: list[str]) -> list[float]:
+    """log p(answer | question) of each answer with the token that ends it, in nats."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for question, text in zip(questions, texts, strict=True):
+        turns = [*question, {"role": "assistant", "content": text}]
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt")["input_ids"]
+        all_log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+        of_tokens = all_log_probs.gather(1, ids[0, 1:, None])
+        found.append(of_tokens[len(prompt) - 1 :].sum().item())
     return found
 
 

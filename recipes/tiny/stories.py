@@ -71,6 +71,19 @@ def chat_row(rng: Random, held_out: bool) -> dict:
     """A question about some sentences, and its answer. Pairs (colour, thing) of held-out rows are in no other
     row.
     """
+    question, answer, _ = asked(rng, held_out)
+    user = {"role": "user", "content": question}
+    return {"messages": [user, {"role": "assistant", "content": answer}]}
+
+
+def pair_row(rng: Random, held_out: bool) -> dict:
+    """The same question with two answers, of which the rejected one names another thing of the story."""
+    question, answer, others = asked(rng, held_out)
+    return {"prompt": question, "chosen": answer, "rejected": rng.choice(others)}
+
+
+def asked(rng: Random, held_out: bool) -> tuple[str, str, list[str]]:
+    """(some sentences and a question, its answer, what else is in them)."""
     described, things, counted = facts(rng, held_out)
     pairs = []  # (question, answer)
     for kind, colour, thing in things:
@@ -83,8 +96,8 @@ def chat_row(rng: Random, held_out: bool) -> dict:
     for number, fruit in counted:
         pairs.append((f"What are there {number} of?", f"{number} {fruit}"))
     (question, answer), _ = rng.sample(pairs, 2)
-    user = {"role": "user", "content": " ".join([*described, question])}
-    return {"messages": [user, {"role": "assistant", "content": answer}]}
+    others = [other for _, other in pairs if other.split()[-1] != answer.split()[-1]]
+    return " ".join([*described, question]), answer, others
 
 
 def facts(rng: Random, held_out: bool | None = None) -> tuple[list[str], list[tuple], list[tuple]]:

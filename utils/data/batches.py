@@ -124,7 +124,11 @@ class GlobalBatches:
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
         filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
-        return collate([self.examples[row] for row in rows] or [filler], self.pad_id, self.multiple)
+        return collate(self.items(rows) or [filler], self.pad_id, self.multiple)
+
+    def items(self, rows: list[int]) -> list[Example]:
+        """The sequences of some examples."""
+        return [self.examples[row] for row in rows]
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of global batch `step`; rows of similar length are together. The loss is

@@ -60,7 +60,7 @@ class PackedBatches(GlobalBatches):
         return torch.stack([lengths[documents].square().sum() for documents in rows])
 
     def batch(self, rows: list[Pack]) -> Batch:
-        packs = [[self.examples[i] for i in documents] for documents in rows]
+        packs = [self.items(documents) for documents in rows]
         batch = super().batch([])
         where = batch.where
         if packs:

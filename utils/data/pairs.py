@@ -1,23 +1,28 @@
 """Pairs and labelled answers -> the global batches of a preference loss. See preferences.py for the rows."""
 
+import hashlib
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
 from ..run.units import IGNORE
-from .batches import Batch, GlobalBatches, collate
+from .batches import Batch, GlobalBatches
 from .examples import Example, Examples
+from .packing import PackedBatches
 
 
 @dataclass(frozen=True)
 class PairBatch(Batch):
-    """A micro-batch of P pairs: 2 P sequences, all chosen ones and then all rejected ones in the same order;
-    or of P labelled answers. A filler has P = 0, and one sequence without a trained token.
+    """A micro-batch of P pairs: 2 P sequences, the chosen one of each and then its rejected one; or of P
+    labelled answers. A filler has P = 0, and one sequence without a trained token.
     """
 
     pairs: int = 0  # P
-    desirable: torch.Tensor | None = None  # (P,) bool: the label of each answer; true for pairs
+    desirable: torch.Tensor | None = None  # (S,) bool of its sequences: those that are wanted
+    keys: tuple[int, ...] = ()  # (S,): a hash of each one's tokens
 
 
 class Twice:
@@ -42,25 +47,56 @@ def sequences(examples: Examples) -> Examples:
     return replace(examples, bounds=bounds, rows=rows, where=where)
 
 
-@dataclass(eq=False)
-class PairBatches(GlobalBatches):
-    """GlobalBatches of PairBatch: global_batch_size and batch_size count pairs."""
+class Pairs:
+    """What batches of pairs have beside those of examples: their sizes count pairs, or packs of pairs."""
 
     def __post_init__(self):
         super().__post_init__()
-        self.desirable = self.examples.of_rows(self.examples.rejected_at) > 0  # (n,) bool
         self.sequences = sequences(self.examples)
 
     def items(self, rows: list[int]) -> list[Example]:
-        """The sequences of some rows."""
-        return [self.sequences[2 * row + i] for i in range(2) for row in rows]
+        return [self.sequences[2 * row + i] for row in rows for i in range(2)]
 
-    def batch(self, rows: list[int]) -> PairBatch:
-        batch = super().batch([])
-        if rows:
-            batch = collate(self.items(rows), self.pad_id, self.multiple)
-        desirable = self.desirable[rows]
-        return PairBatch(**vars(batch) | {"pairs": len(rows), "desirable": desirable})
+    def every(self, steps: int) -> Iterator[PairBatch]:
+        """This rank's micro-batches with all answers of so many steps."""
+        for step in range(self.per_epoch):
+            yield from self.batches(step)
+
+    def desirable(self, rows: list[int]) -> torch.Tensor:
+        return torch.tensor([True, False] * len(rows), dtype=torch.bool)
+
+    def batch(self, rows: list) -> PairBatch:
+        batch = super().batch(rows)
+        numbers = list(chain.from_iterable(rows)) if self.packed else rows
+        return PairBatch(
+            **vars(batch)
+            | {
+                "pairs": len(numbers),
+                "desirable": self.desirable(numbers),
+                "keys": tuple(map(key_of, self.items(numbers))),
+            }
+        )
+
+
+def key_of(item: Example) -> int:
+    """A hash of a sequence and of where its trained tokens begin."""
+    begin = int((item.labels != IGNORE).nonzero()[0])
+    digest = hashlib.blake2b(item.ids.numpy(), digest_size=8, salt=begin.to_bytes(4, "little"))
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+@dataclass(eq=False)
+class PairBatches(Pairs, GlobalBatches):
+    """GlobalBatches of PairBatch."""
+
+    packed = False
+
+
+@dataclass(eq=False)
+class PackedPairs(Pairs, PackedBatches):
+    """PackedBatches of PairBatch. A pack holds whole pairs, so `size` is that of two sequences or more."""
+
+    packed = True
 
 
 @dataclass(eq=False)
@@ -69,6 +105,9 @@ class LabelBatches(PairBatches):
 
     seq_len: int
     answer_of = None  # row -> the row with its answer; None: its own
+
+    def desirable(self, rows: list[int]) -> torch.Tensor:
+        return self.examples.of_rows(self.examples.rejected_at)[rows] > 0
 
     def items(self, rows: list[int]) -> list[Example]:
         """Each row's prompt and the answer of row answer_of[row], cut so that both fit in seq_len tokens."""
@@ -85,6 +124,11 @@ class LabelBatches(PairBatches):
             labels = labels[: self.seq_len]
             items.append(Example(ids, labels, prompt.where))
         return items
+
+    def every(self, steps: int) -> Iterator[PairBatch]:
+        yield from super().every(steps)
+        for step in range(steps):
+            yield from self.mismatched(step)
 
     def mismatched(self, step: int) -> list[PairBatch]:
         """The micro-batches of batches(step), row by row, but each prompt with the answer of the next row in

@@ -22,18 +22,32 @@ def token_log_probs(model: nn.Module, batch, temperature: float = 1.0) -> torch.
     elsewhere: (B, T) in fp32, in nats. model: of add_chunked_loss. temperature: divides the logits.
 
     Any loss of them can be differentiated. A batch that trains nothing gives zeros with a graph, so that
-    every rank takes part in the backward. The router loss of a mixture of experts is left out. Sums over the
-    documents of a pack are the caller's. Extra memory: one chunk's logits in 16 bit and some copies of them
-    in fp32; for the backward (n, D), the head's gradient where it trains, or, where check_chunked_loss has
-    said so, full logits of the trained tokens.
+    every rank takes part in the backward. The router loss of a mixture of experts is left out. Extra memory:
+    one chunk's logits in 16 bit and some copies of them in fp32; for the backward (n, D), the head's gradient
+    where it trains, or, where check_chunked_loss has said so, full logits of the trained tokens.
 
     Source: the log-probs of DPO, https://arxiv.org/abs/2305.18290, and of GRPO, arXiv 2402.03300.
     """
-    tempered = None if temperature == 1 else partial(_cross_entropy, temperature=temperature)
-    options = {"per_token": tempered, "chunked": _TokenLosses}
-    places, found = model(batch.ids, **options, **arguments(batch))
+    tempered = None
+    if temperature != 1:
+        tempered = partial(_cross_entropy, temperature=temperature)
+    places, found = model(
+        batch.ids,
+        per_token=tempered,
+        chunked=_TokenLosses,
+        **arguments(batch),
+    )
     everywhere = found.new_zeros(batch.labels.numel())
     return everywhere.index_copy(0, places + 1, found).view_as(batch.labels)
+
+
+def per_sequence(batch, values: torch.Tensor) -> torch.Tensor:
+    """Sums (S,) of values (B, T) over the sequences of a batch: its rows, or the documents of its packs."""
+    if batch.positions is None:
+        return values.sum(1)
+    begins = (batch.positions == 0) & batch.mask  # what pads a pack belongs to none
+    sequence = (begins.flatten().cumsum(0) - 1).clamp(min=0)
+    return values.new_zeros(len(batch.where)).index_add(0, sequence, values.flatten())
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -52,7 +66,13 @@ class _TokenLosses(torch.autograd.Function):
         ctx.trains = any(by_head)
         keeps = grad and by_hidden and not ctx.trains
         wanted = (keeps, False, False)
-        losses, found = chunk_by_chunk(wanted, None, *tensors, *ctx.options, keeps)
+        losses, found = chunk_by_chunk(
+            wanted,
+            None,
+            *tensors,
+            *ctx.options,
+            keeps,
+        )
         saved = tensors if ctx.trains else found[:1]
         ctx.save_for_backward(*saved)
         return losses

@@ -13,6 +13,8 @@ from .files import disk_errors
 LINE = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
+    "rewards/accuracies": "pairs {:.0%}",
+    "eval_rewards/accuracies": "pairs {:.1%}",
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",

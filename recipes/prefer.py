@@ -1,0 +1,753 @@
+"""
+Learning from preferences: pairs of a chosen and a rejected answer (DPO, IPO, ORPO, SimPO), or answers with a
+label (KTO). Every rank builds the model on meta and reads only its own slice of the weights.
+
+    torchrun --nproc_per_node 2 recipes/prefer.py
+    torchrun --nproc_per_node 8 recipes/prefer.py --model DIR --dataset pairs.jsonl --output_dir runs/first
+    torchrun --nproc_per_node 2 recipes/prefer.py --model DIR --lora_rank 16 --lr 1e-5 --quantization 8bit
+
+Without --model and --dataset it teaches the tiny model in recipes/tiny a task from pairs alone (ORPO).
+The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
+"""
+
+import hashlib
+import math
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from utils.data.batches import divide_batch
+from utils.data.examples import (
+    Rows,
+    check_positions,
+    load_data,
+    longest_row,
+    print_data,
+    write_bad_rows,
+)
+from utils.data.pairs import LabelBatches, PackedPairs, PairBatch, PairBatches, sequences
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
+from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.options import Lora, Quant, check_adapter_flags
+from utils.model.saving import save_model
+from utils.model.sharding import (
+    DTYPES,
+    decoder_layers,
+    lacks_grouped_kernels,
+    recompute_activations,
+    reshard,
+    settle_dtype,
+    units,
+)
+from utils.plan.fit import estimate_disk, plan_memory
+from utils.plan.states import Setting
+from utils.run.distributed import (
+    agree,
+    all_reduce_sum,
+    build_mesh,
+    data_place,
+    init_distributed,
+    mesh_axes,
+    mesh_sentence,
+    set_timeout,
+    stop_distributed,
+    sum_on_device,
+    together,
+    use_all_cores,
+)
+from utils.run.errors import act, check, print0, report_errors
+from utils.run.folder import (
+    Resumed,
+    check_space,
+    claim_output,
+    holds_run,
+    releases_output,
+    start_run,
+    write_plan,
+)
+from utils.run.log import RunLog
+from utils.run.memory import peak_memory_bytes
+from utils.run.settings import check_least, parse_cli
+from utils.run.signals import stop_after_step, stop_asked, stop_at_once
+from utils.run.units import GIB
+from utils.train.answers import (
+    Reference,
+    drift,
+    log_probs_of,
+    mean_of_wanted,
+    means_of,
+    sums_of,
+    trained_tokens_of,
+)
+from utils.train.checkpoint import CheckpointSaver, set_seed
+from utils.train.optim import UnreadSteps, check_packages, clip_gradients
+
+TINY = Path(__file__).resolve().parent / "tiny"
+# What stands for flags that are not given, where --model is not.
+TINY_VALUES = {"loss": "orpo", "epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 20}
+BETAS = (0.9, 0.95)  # of AdamW
+# Losses that compare the model with the one that it was at the start.
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+LOSSES_OF = {  # flag -> the losses that know it
+    "label_smoothing": ("dpo", "simpo"),
+    "margin": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+FALLEN = 2  # nats an answer
+
+
+@dataclass
+class Config:
+    # What
+    model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
+    tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    # auto: the model's best; with --packing varlen, which needs no mask, where the model can
+    attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
+    dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
+    format: Literal["auto", "completion"] = "auto"  # completion: texts are no turns of a chat
+    columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
+    bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
+    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    max_rows: int = 0  # read only the first rows of each source; 0: all
+    eval_dataset: str = ""  # held-out rows, named like --dataset
+    eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
+    eval_every: int = 0  # steps between held-out losses; 0: at the end only
+
+    # Loss
+    loss: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"  # kto: of answers with labels
+    beta: float = 0.0  # how strongly preferences count; 0: 2 for simpo, else 0.1
+    label_smoothing: float = 0.0  # share of pairs that may be the wrong way round; dpo, simpo
+    margin: float = 0.5  # by which chosen answers must lead, SimPO's gamma
+    # of the cross-entropy of chosen answers beside the loss; -1: 1 for orpo, else 0
+    sft_weight: float = -1.0
+    desirable_weight: float = 1.0  # of kto's wanted answers
+    undesirable_weight: float = 1.0  # and of the others
+
+    # How much
+    epochs: int = 1  # times through the data
+    steps: int = 0  # optimizer steps; 0: whatever --epochs gives
+    global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
+    batch_size: int = 1  # sequences per rank and micro-batch
+    grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
+    seq_len: int = 2048  # tokens of a row
+    too_long: Literal["truncate", "drop", "error"] = "truncate"  # what becomes of longer ones
+    packing: bool = False  # several documents in one row; batch sizes then count packs
+    lr: float = 1e-6  # peak learning rate
+    warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.01  # not on norms and biases
+    clip_norm: float = 1.0  # largest gradient norm; 0: no clipping
+    seed: int = 0  # order of the data, dropout
+
+    # How
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
+    # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    optimizer_in_backward: bool = False
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
+    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
+    lora_dropout: float = 0.0  # dropout on the input of the adapters
+    use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+    use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
+    modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
+    adapter: str = ""  # peft folder of an adapter to continue
+    # frozen weights in int8 or nf4
+    quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
+    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
+    quantize_head: bool = False  # the head too; the loss then needs full logits
+    keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
+    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    activation_offload: bool = False  # inputs of recomputed layers wait on the host
+    compile: bool = False  # torch.compile for each layer
+    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    # choose recomputing, offload, resharding and micro-batches; any: also LoRA, 8bit and 4bit
+    fit: Literal["", "same", "any"] = field(default="", metadata={"bare": "same"})
+    force: bool = False  # begin though the plan says that it does not fit
+    reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
+    replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
+    shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
+
+    # Where
+    output_dir: str = ""  # run folder; empty: the next free output/finetune-NNN
+    resume: str = "auto"  # auto: continue what is in --output_dir; none: refuse to; or a checkpoint
+    save_every: int = 500  # steps between checkpoints; 0: none
+    keep: int = 2  # newest checkpoints that stay; 0: all
+    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
+    allow_new_data: bool = False  # resume though the data changed
+    timeout: int = 300  # seconds that ranks wait for each other in a step; twice as many in a save
+    save_model: bool = True  # write OUT/model at the end
+    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
+    log_every: int = 1  # steps between console lines; only there a GPU is waited for
+    profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
+    tensorboard: bool = False  # also log to OUT/tensorboard
+    wandb: bool = False  # also log to Weights & Biases
+
+    def __post_init__(self):
+        for flag, losses in LOSSES_OF.items():
+            given = vars(self)[flag] != vars(Config)[flag]
+            fix = f"(fix: --loss {losses[0]})"
+            check(not given or self.loss in losses, f"--{flag} has no effect on {self.loss} {fix}")
+        both = self.packing and self.loss == "kto"
+        check(not both, "--packing: kto pairs each prompt with another answer (fix: without it)")
+        check(self.label_smoothing < 0.5, "--label_smoothing of half is no preference (fix: 0.1)")
+        check_least(self, sft_weight=-1, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
+        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
+        fix = "(fix: leave out --attn)"
+        check(self.packing or self.attn != "varlen", f"--attn varlen is for --packing {fix}")
+        fix = "(fix: --activation_checkpointing full)"
+        recomputes = self.activation_checkpointing != "none"
+        check(
+            recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
+        )
+        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
+        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
+        both = self.eval_dataset and self.eval_share
+        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
+        given = (self.model and self.dataset) or (TINY / "config.json").exists()
+        check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
+
+
+@releases_output
+def main(cfg: Config) -> Path:
+    """Fine-tune; returns the run folder."""
+    quiet_transformers()
+
+    # --- world: who am I, who are the others ------------------------------------------------------
+    act("world")
+    world = init_distributed()
+    with together(world):
+        axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
+        cfg = settle(cfg, world)
+    agree(world, asdict(cfg), "flags")
+
+    # --- folder: the model's, the run's, and what an earlier start left there ---------------------
+    act("folder")
+    trust = cfg.trust_remote_code
+    source = open_model(cfg.model, world, trust)
+    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
+    with together(world):
+        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+        check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
+        if cfg.packing:
+            from utils.model.attention import settle_attention
+
+        attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
+        model = build_model(*structure, attn, trust)  # on meta
+        if cfg.packing:
+            attn = settle_attention(model, attn, world.device, DTYPES[cfg.dtype])
+        pieces = plan_pieces(model, source.weights, source.folder)
+    out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
+    fitted = {}
+    if cfg.fit:
+        from utils.plan.search import fitted_before
+
+        with together(world):
+            fitted = fitted_before(out)  # what --fit found, stays
+            cfg = replace(cfg, **fitted)
+    earlier = Resumed()
+    if holds_run(out) or cfg.resume not in ("auto", "none"):
+        from utils.train.resume import continue_run
+
+        earlier = continue_run(out, cfg.resume, cfg, world)
+    if earlier.finished:
+        print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
+        return out
+
+    # --- data: every row is read, checked and tokenized -------------------------------------------
+    act("data")
+    with together(world, patient=True):
+        examples, held_out = load_data(rows_of(cfg), tokenizer, progress=world.rank == 0)
+        answers = [sequences(part) for part in (examples, held_out) if part]
+        check_positions(model, cfg.seq_len, *answers)
+
+    # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
+    act("plan")
+    with together(world):
+        setting = Setting(
+            config=source.config,
+            param_dtype=DTYPES[cfg.param_dtype],
+            dtype=DTYPES[cfg.dtype],
+            # a pair is as long as its two sequences
+            seq_len=longest_row(cfg.seq_len, cfg.packing, *answers) * (1 + (cfg.loss != "kto")),
+            shards=axes["shard"],
+            replicate=world.size // axes["shard"],
+            local_ranks=world.local_size,
+            gpu=world.device.type == "cuda",
+            batch_size=cfg.batch_size,
+            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            activation_checkpointing=cfg.activation_checkpointing,
+            activation_offload=cfg.activation_offload,
+            cpu_offload=cfg.cpu_offload,
+            reshard_after_forward=cfg.reshard_after_forward,
+            lora=lora_of(cfg),
+            quant=quant_of(cfg),
+            attn=attn,
+            trust_remote_code=trust,
+            masked=cfg.packing and attn != "varlen",
+            optimizer=cfg.optimizer,
+            optimizer_in_backward=cfg.optimizer_in_backward,
+            sync_each_microbatch=cfg.sync_each_microbatch,
+            low_cpu_fsdp=cfg.low_cpu_fsdp,
+            async_save=cfg.async_save,
+            compile=cfg.compile,
+            repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
+        )
+        plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
+    cfg = replace(cfg, **plan.chosen)
+    lora, quant = lora_of(cfg), quant_of(cfg)
+    facts = {
+        "seed": cfg.seed,
+        "param_dtype": cfg.param_dtype,
+        "packing": cfg.packing,
+        "optimizer": cfg.optimizer.removeprefix("paged_"),
+        **lora.flags(),
+        **run_facts(source.config, source.weights, examples.fingerprint),
+    }
+    agree(world, facts, "files")
+    with together(world):
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        if earlier.checkpoint:
+            from utils.train.resume import check_facts
+
+            facts_now = facts | {"global_batch_size": wanted}
+            check_facts(earlier.state, facts_now, cfg.allow_new_data)
+        data_rank, data_ranks = data_place(world, axes)
+        global_batch, micro_batches = divide_batch(
+            cfg.batch_size, cfg.grad_accum, wanted, data_ranks
+        )
+        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        if cfg.optimizer_in_backward:
+            from utils.train.in_backward import check_in_backward
+
+            check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
+        Batches, size = PairBatches, ()
+        if cfg.packing:
+            Batches, size = PackedPairs, (2 * cfg.seq_len,)
+        elif cfg.loss == "kto":
+            Batches, size = LabelBatches, (cfg.seq_len,)
+            text = "--loss kto compares each answer with another of its global batch"
+            check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
+        loader = Batches(examples, cfg.seed, global_batch, *shares, *size)
+        # On a GPU kernels are chosen, or compiled, for each length.
+        if world.gpu_name and cfg.seq_len % 64 == 0:
+            loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else 64
+        if held_out:
+            at_once = max(2, cfg.batch_size * data_ranks)  # kto needs another answer
+            if cfg.packing:
+                Batches, size = PairBatches, ()
+            eval_loader = Batches(held_out, cfg.seed, at_once, *shares, *size)
+        steps = cfg.steps or cfg.epochs * loader.per_epoch
+        warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
+        disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+    check_space(out, 0 if lora else disk, world)
+    print0(f"model     {cfg.model}: {source.sentence()}")
+    print_template_notes(tokenizer)
+    print_data(cfg.dataset, loader.summary(), examples, held_out)
+    print0(f"ranks     {mesh_sentence(world, axes)}")
+    unit = "packs" if cfg.packing else examples.unit
+    print0(
+        f"batch     {global_batch} = {cfg.batch_size} {unit} x {data_ranks} ranks x {micro_batches}"
+        f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
+    )
+    print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
+    print0(plan.text, ready=True)
+
+    # --- build: the structure that is trained -----------------------------------------------------
+    act("build")
+    if not cfg.low_cpu_fsdp:
+        model = build_model(*structure, attn, trust, whole=source.folder)
+    token_mfu = 0.0  # of one token a second
+    if world.gpu_name:
+        from utils.train.profiling import flops_per_token, mfu
+
+        token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
+    if setting.repeats_keys:
+        from utils.model.attention import repeat_grouped_keys
+
+        repeat_grouped_keys(True)
+    names = None  # names of the parameters that adapters have changed
+    if lora:
+        from utils.model.lora import adapt, fill_adapters, save_adapter
+
+        with together(world):
+            adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
+    add_chunked_loss(model)
+    recompute_activations(model, cfg.activation_checkpointing)
+    if cfg.activation_offload:
+        from utils.model.activation_offload import offload_inputs
+
+        offload_inputs(model, world.device)
+    if cfg.compile:
+        for layer in decoder_layers(model):
+            layer.compile()  # in place; layers are alike, so one compilation serves all
+    checkpoint = earlier.checkpoint
+    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
+    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
+    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+
+    # --- shard: every parameter cut over the ranks ------------------------------------------------
+    act("shard")
+    mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
+    offload = OffloadPolicy()
+    if cfg.cpu_offload:
+        on_gpu = world.device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_gpu)
+        if on_gpu:
+            use_all_cores(world)  # the optimizer computes on the CPU
+    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
+    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
+    for unit in units(model, DTYPES[cfg.dtype]):
+        fully_shard(
+            unit.modules,
+            mesh=mesh,
+            reshard_after_forward=cfg.reshard_after_forward and unit.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+        )
+        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
+
+    # --- load: the first act that costs memory ----------------------------------------------------
+    act("load")
+    started = time.monotonic()
+    with together(world):
+        if cfg.low_cpu_fsdp:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
+        if lora:
+            fill_adapters(model, cfg.adapter, cfg.seed)
+    print0(f"weights   in place after {time.monotonic() - started:.1f} s")
+    if warning := check_chunked_loss(model, world.device):
+        print0(f"warning: {warning}")
+    if cfg.packing:
+        from utils.model.attention import check_packing, wants_flat_packs
+
+        loader.flat = wants_flat_packs(model)
+        check_packing(model, world.device)
+
+    reference = Reference(model, world)  # log pi_ref(y|x) of each answer
+    if cfg.loss in WITH_REFERENCE and not (lora and not cfg.adapter):
+        loaders = {loader: steps} | ({eval_loader: eval_loader.per_epoch} if held_out else {})
+        unlike = {"data", "seed", "packing", "optimizer"}
+        same = {name: fact for name, fact in facts.items() if name not in unlike}
+        weights = Path(cfg.adapter, "adapter_model.safetensors").read_bytes() if lora else b""
+        same |= {"adapter": hashlib.sha256(weights).hexdigest(), "dtype": cfg.dtype}
+        reference.score(loaders, same | asdict(quant))
+    watched = loader.batches(0)
+    at_start = mean_of_wanted(model, watched, world)  # see FALLEN
+
+    # --- optimizer --------------------------------------------------------------------------------
+    act("optimizer")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # norms and biases
+    ]
+    if cfg.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)
+    else:
+        from utils.train.optim_8bit import ShardedAdamW8bit
+
+        paged = cfg.optimizer.startswith("paged")
+        optimizer = ShardedAdamW8bit(groups, lr=cfg.lr, betas=BETAS, paged=paged)
+    in_backward = None
+    if cfg.optimizer_in_backward:
+        from utils.train.in_backward import StepInBackward
+
+        in_backward = StepInBackward(optimizer, mesh)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
+    if cfg.cpu_offload:
+        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+
+    # --- resume: weights, optimizer and position, exactly -----------------------------------------
+    act("resume")
+    first = 0
+    if checkpoint:
+        from utils.train.resume import load_checkpoint
+
+        first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+    print0(f"starting at step {first} of {steps}")
+
+    # --- train ------------------------------------------------------------------------------------
+    act("train")
+    model.train()
+    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
+    write_bad_rows(out, world.rank, examples, held_out)
+    profiler, trackers = None, []
+    if cfg.profile or cfg.tensorboard or cfg.wandb:
+        from utils.train.profiling import start_profiler, start_trackers
+
+        if world.rank == 0:
+            trackers = start_trackers(out, cfg.tensorboard, cfg.wandb, first)
+        if cfg.profile:
+            profiler = start_profiler(out / "profile", world, first, steps)
+    stop, fallen = "", False
+    with (
+        CheckpointSaver(
+            out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
+        ) as saver,
+        RunLog(out, steps, cfg.log_every, trackers, first, run) as log,
+    ):
+        unread = UnreadSteps(log, world, cfg.dtype == "fp16")
+        stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
+        for step in range(first, steps):
+            if not unread.steps:
+                started = time.monotonic()
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
+            trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
+            pairs = all_reduce_sum(sum(batch.pairs for batch in batches), world)
+            tokens = sum(trained_tokens_of(batch)[batch.desirable].sum() for batch in batches)
+            wanted_tokens = max(1, all_reduce_sum(tokens, world))
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            decay = {
+                "constant": 1.0,
+                "linear": 1 - done_share,
+                "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
+            }
+            lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            kl = 0.0
+            if cfg.loss == "kto":
+                kl = drift(model, reference, loader.mismatched(step), mesh) / pairs
+            losses, sums = [], []
+            for number, batch in enumerate(batches, 1):
+                model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
+                batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
+                # log pi_ref(y|x) and log pi(y|x) of the answers, (S,); the losses of the pairs, (P,)
+                start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
+                policy = log_probs_of(model, batch)
+                found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
+                # Means over the pairs, and over the tokens of wanted answers, of the global batch.
+                loss = found[0] / pairs - cfg.sft_weight * found[1] / wanted_tokens
+                scaler.scale(loss * world.size).backward()  # FSDP divides by the ranks
+                losses.append(loss.detach())
+                sums.append(found.detach())
+            sums = sum_on_device(torch.stack(sums).sum(0), mesh)
+            means = means_of(sums, cfg.loss != "kto", cfg.sft_weight)
+            loss = means.pop("loss")
+            peak_bytes = peak_memory_bytes()  # where most is alive
+            scaler.unscale_(optimizer)
+            if in_backward:  # every weight has its update
+                grad_norm = in_backward.grad_norm()
+            else:
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+            finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
+            optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
+            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.update()
+            optimizer.zero_grad()
+            done = step + 1
+            tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
+            unread.add(
+                loss,
+                grad_norm,
+                losses,
+                batches,
+                means,
+                step=done,
+                lr=lr,
+                trained_tokens=int(trained_tokens),
+                tokens=int(tokens),
+                peak_memory_gib=peak_bytes / GIB,
+            )
+            stop = stop_asked()
+            last = stop or done == steps
+            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
+            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            if evals or saves or last or done % cfg.log_every == 0:
+                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
+            if profiler:
+                profiler.step()
+            if evals:
+                log.step(step=done, **evaluate(cfg, model, eval_loader, reference, world, mesh))
+            if not fallen and (evals or saves or last):
+                fallen = at_start - mean_of_wanted(model, watched, world) > FALLEN
+                if fallen:
+                    why = f"wanted answers lost more than {FALLEN} nats each since the start"
+                    print0(f"warning: {why}: the model may forget them (fix: --sft_weight 1)")
+            if step == first:
+                set_timeout(cfg.timeout)  # the first step may compile
+            if saves:
+                state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
+                state |= {"global_batch_size": global_batch, "scaler": scaler.state_dict()}
+                path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
+            if stop:
+                break
+    if stop:
+        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
+        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
+        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        print0(f"stopped   by {stop} after step {done}: {path}")
+        print0(f"to go on  {shlex.join(words)}")
+        return out
+    set_timeout()
+
+    # --- save: each rank writes its own bytes of the final files ----------------------------------
+    act("save")
+    result = out / ("adapter" if lora else "model")
+    if cfg.save_model and lora:
+        print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
+    elif cfg.save_model:
+        save_model(
+            result,
+            model,
+            pieces,
+            world,
+            save_dtype=DTYPES[cfg.save_dtype],
+            tokenizer=tokenizer,
+            source=source.folder,
+            eos_ids=end_of_turn_ids(tokenizer),
+        )
+    measured = plan.compare(world) | {"steps": steps, "global_batch_size": global_batch}
+    write_plan(out, plan.planned, measured, world)
+    print0(f"finished  {steps} steps; {result if cfg.save_model else out}")
+    return out
+
+
+def preference_loss(
+    cfg: Config,
+    batch: PairBatch,
+    policy: torch.Tensor,
+    reference: torch.Tensor | float,
+    kl: torch.Tensor | float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses (P,), rewards (S,)) from log pi(y|x) and log pi_ref(y|x), both (S,), of chosen and rejected
+    answers by turns. Other losses go here.
+    """
+    scores = policy - reference
+    if cfg.loss in ("orpo", "simpo"):
+        scores = scores / trained_tokens_of(batch)  # of a token, not of an answer
+    rewards = cfg.beta * scores
+    if cfg.loss == "kto":  # https://arxiv.org/abs/2402.01306; its lambdas are the weights
+        lead = rewards - cfg.beta * kl
+        wanted = cfg.desirable_weight * torch.sigmoid(-lead)
+        others = cfg.undesirable_weight * torch.sigmoid(lead)
+        return torch.where(batch.desirable, wanted, others), rewards
+    if cfg.loss == "ipo":  # https://arxiv.org/abs/2310.12036, with means over tokens, as TRL
+        chosen, rejected = (scores / trained_tokens_of(batch)).view(-1, 2).unbind(1)  # (P,)
+        return (chosen - rejected - 1 / (2 * cfg.beta)).square(), rewards
+    if (
+        cfg.loss == "orpo"
+    ):  # https://arxiv.org/abs/2403.07691: odds are p / (1 - p), of p = 1 finite
+        scores = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
+    chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,) each
+    if cfg.loss == "orpo":
+        return -cfg.beta * F.logsigmoid(chosen - rejected), rewards
+    # DPO, https://arxiv.org/abs/2305.18290, and with a margin SimPO, https://arxiv.org/abs/2405.14734; with
+    # label smoothing cDPO, https://ericmitchell.ai/cdpo.pdf
+    lead = cfg.beta * (chosen - rejected) - (cfg.margin if cfg.loss == "simpo" else 0.0)
+    e = cfg.label_smoothing
+    return -(1 - e) * F.logsigmoid(lead) - e * F.logsigmoid(-lead), rewards
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> dict[str, float]:
+    """The held-out loss and means. All ranks call it: every batch is a collective."""
+    model.eval()
+    sums = torch.zeros(9, dtype=torch.float64)
+    for step in range(loader.per_epoch):
+        batches = loader.batches(step)
+        kl = 0.0
+        if cfg.loss == "kto":
+            pairs = all_reduce_sum(sum(batch.pairs for batch in batches), world)
+            kl = drift(model, reference, loader.mismatched(step), mesh) / pairs
+        for batch in batches:
+            batch = batch.to(world.device)
+            start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
+            policy = log_probs_of(model, batch)
+            found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
+            sums += found.cpu()
+    model.train()
+    reshard(model)
+    sums = torch.tensor([all_reduce_sum(value, world) for value in sums])
+    means = means_of(sums, cfg.loss != "kto", cfg.sft_weight)
+    return {f"eval_{name}": float(value) for name, value in means.items()}
+
+
+def settle(cfg: Config, world) -> Config:
+    """Replace what is left open by what it means here; check what depends on the device."""
+    model = cfg.model or str(TINY)
+    cfg = replace(cfg, model=model, dataset=cfg.dataset or str(TINY / "pairs.jsonl"))
+    sft_weight = cfg.sft_weight if cfg.sft_weight >= 0 else float(cfg.loss == "orpo")
+    beta = cfg.beta or (2.0 if cfg.loss == "simpo" else 0.1)
+    cfg = replace(cfg, beta=beta, sft_weight=sft_weight)
+    cfg = replace(cfg, dtype=settle_dtype(cfg.dtype, world.device))
+    packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
+    check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
+    return cfg
+
+
+def rows_of(cfg: Config) -> Rows:
+    """Which rows are read, and how."""
+    return Rows(
+        dataset=cfg.dataset,
+        seq_len=cfg.seq_len,
+        format=cfg.format,
+        columns=cfg.columns,
+        bad_rows=cfg.bad_rows,
+        max_rows=cfg.max_rows,
+        too_long=cfg.too_long,
+        eval_dataset=cfg.eval_dataset,
+        eval_share=cfg.eval_share,
+        task="labels" if cfg.loss == "kto" else "pairs",
+    )
+
+
+def lora_of(cfg: Config) -> Lora:
+    """The adapters that train."""
+    return Lora(
+        lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        lora_targets=cfg.lora_targets,
+        lora_dropout=cfg.lora_dropout,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        modules_to_save=cfg.modules_to_save,
+        adapter=cfg.adapter,
+    )
+
+
+def quant_of(cfg: Config) -> Quant:
+    """How frozen weights are stored."""
+    return Quant(
+        quantization=cfg.quantization,
+        int8_mode=cfg.int8_mode,
+        quantize_head=cfg.quantize_head,
+        keep_experts_16bit=cfg.keep_experts_16bit,
+    )
+
+
+if __name__ == "__main__":
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
+    with report_errors():
+        stop_at_once()
+        main(parse_cli(Config, aliases="foreign_flags", unless={"model": TINY_VALUES}))
+        stop_distributed()

@@ -1,0 +1,238 @@
+"""recipes/prefer.py learns the same on any number of ranks, and as a page of PyTorch does.
+
+python -m pytest tests/test_prefer.py -m ""
+"""
+
+import json
+import os
+import shutil
+
+import prefer
+import pytest
+import torch
+import torch.nn.functional as F
+from metrics import read_metrics
+from ranks import run_ranks
+from safetensors.torch import load_file
+from shell import ROOT, shell
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM
+
+from utils.data.examples import Rows, load_examples
+from utils.data.pairs import PairBatches
+from utils.data.tokens import load_tokenizer
+from utils.run.errors import ConfigError
+from utils.run.units import IGNORE
+
+slow = pytest.mark.slow
+STEPS = 4
+RUN = {"steps": STEPS, "lr": 1e-3, "warmup": 1, "global_batch_size": 6, "seed": 3, "save_every": 0}
+LOSSES = {
+    "dpo": {"label_smoothing": 0.1, "sft_weight": 0.3},
+    "ipo": {},
+    "orpo": {"beta": 0.5},
+    "simpo": {"margin": 1.0},
+    "kto": {"undesirable_weight": 1.5},
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, and pairs of very different lengths; 15 do not divide into global batches of 6."""
+    root = tmp_path_factory.mktemp("prefer")
+    rows = []
+    for i in range(15):
+        chosen = " ".join(f"good{j}" for j in range(1 + i % 5))
+        rejected = " ".join(f"bad{j}" for j in range(1 + 2 * i % 7))
+        rows.append({"prompt": f"Say {i} " * (1 + i % 4), "chosen": chosen, "rejected": rejected})
+    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tiny_model_folder(root / "model", vocab_size=271)
+    return {"model": str(folder), "dataset": str(root / "pairs.jsonl")}
+
+
+def train(world, flags, cache):
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    return prefer.main(prefer.Config(**flags))
+
+
+def trained(ranks, out, files, **flags):
+    """(metrics by step, final weights)."""
+    flags = RUN | files | {"output_dir": str(out), "batch_size": 6 // ranks} | flags
+    out = run_ranks(train, ranks, flags, out.parent / "cache")[0]
+    (result,) = out.glob("*/*model.safetensors")
+    return read_metrics(out / "metrics.jsonl"), load_file(result)
+
+
+def assert_alike(found, wanted, rtol=1e-5):
+    for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "logps/rejected"):
+        ours, theirs = ([numbers[name] for numbers in metrics] for metrics, _ in (found, wanted))
+        torch.testing.assert_close(ours, theirs, rtol=10 * rtol, atol=rtol)
+    for name, tensor in wanted[1].items():
+        assert (found[1][name] - tensor).norm() <= rtol * tensor.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("loss", "how"),
+    [
+        *((loss, {"ranks": 2, "batch_size": 1}) for loss in LOSSES),
+        ("dpo", {"ranks": 2, "packing": True, "attn": "sdpa", "batch_size": 1}),
+        *(pytest.param(loss, {"ranks": 4, "batch_size": 1}, marks=slow) for loss in LOSSES),
+    ],
+)
+def test_any_ranks_and_micro_batches_learn_the_same(files, tmp_path, loss, how):
+    if how.get("packing"):
+        # the same pairs in each step: all of them
+        how = how | {"global_batch_size": 2, "seq_len": 512}
+        alone = {"batch_size": 15, "global_batch_size": 15}
+    else:
+        how = how | {"global_batch_size": 8}
+        alone = {"batch_size": 8, "global_batch_size": 8}
+    one = trained(1, tmp_path / "one", files, loss=loss, **LOSSES[loss], **alone)
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    many = trained(how.pop("ranks"), tmp_path / "many", files, loss=loss, **LOSSES[loss], **how)
+    assert_alike(many, one)
+
+
+def test_dpo_is_what_a_page_of_pytorch_makes_of_it(files, tmp_path):
+    """Full logits, no FSDP, no chunks, no accumulation, the reference a second model."""
+    tokenizer = load_tokenizer(files["model"])
+    examples = load_examples(Rows(files["dataset"], 2048, task="pairs"), tokenizer)
+    batches = PairBatches(examples, RUN["seed"], 6, 6, 0, 1, 0)
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(files["model"], dtype=torch.float32) for _ in range(2)
+    )
+    decaying = [p for p in policy.parameters() if p.ndim > 1]
+    others = [p for p in policy.parameters() if p.ndim == 1]
+    groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def log_probs(model, batch):
+        logits = model(batch.ids, attention_mask=batch.mask, use_cache=False).logits[:, :-1]
+        losses = F.cross_entropy(
+            logits.flatten(0, 1),
+            batch.labels[:, 1:].flatten(),
+            ignore_index=IGNORE,
+            reduction="none",
+        )
+        return -losses.view(len(batch.ids), -1).sum(1)
+
+    losses = []
+    for step in range(STEPS):
+        (batch,) = batches.batches(step)
+        with torch.no_grad():
+            start = log_probs(reference, batch)
+        scores = log_probs(policy, batch) - start
+        loss = -F.logsigmoid(0.1 * (scores[0::2] - scores[1::2])).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = prefer_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    metrics, weights = trained(2, tmp_path / "out", files, loss="dpo")
+    assert losses[0] == pytest.approx(0.693147, rel=1e-6)
+    torch.testing.assert_close([m["loss"] for m in metrics], losses, rtol=1e-5, atol=0)
+    for name, tensor in policy.state_dict().items():
+        if name in weights:
+            assert (weights[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def prefer_rate(step):
+    share = max(0.0, (step - RUN["warmup"]) / (STEPS - RUN["warmup"]))
+    cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)).item())
+    return RUN["lr"] * min(1.0, (step + 1) / RUN["warmup"]) * cosine
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize(
+    "how", [{}, {"quantization": "8bit", "activation_checkpointing": "full"}], ids=str
+)
+def test_adapters_learn_from_the_base_as_their_reference(files, tmp_path, loss, how):
+    lora = {"lora_rank": 4, "loss": loss, **how}
+    one = trained(1, tmp_path / "one", files, **lora)
+    two = trained(2, tmp_path / "two", files, **lora, batch_size=1)
+    assert_alike(two, one)
+    first = one[0][0]
+    assert first["rewards/margins"] == 0  # the adapters begin with nothing
+    assert not (tmp_path / "cache").exists()
+    assert all(tensor.abs().sum() > 0 for name, tensor in two[1].items() if "lora_B" in name)
+
+
+def test_an_adapter_that_goes_on_has_itself_as_its_reference(files, tmp_path):
+    trained(1, tmp_path / "first", files, loss="dpo", lora_rank=4)
+    on = {"adapter": str(tmp_path / "first" / "adapter"), "loss": "dpo"}
+    metrics, _ = trained(2, tmp_path / "second", files, **on)
+    assert abs(metrics[0]["rewards/margins"]) < 1e-5
+    assert metrics[0]["logps/chosen"] != pytest.approx(metrics[-1]["logps/chosen"])
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_a_run_that_was_cut_goes_on_bit_for_bit_and_reads_its_reference(files, tmp_path, loss):
+    flags = {"loss": loss, "save_every": 2, "keep": 0}
+    whole = trained(2, tmp_path / "out", files, **flags)
+    out = tmp_path / "out"
+    shutil.rmtree(out / "checkpoints" / "step_00000004")
+    shutil.rmtree(out / "model")
+    (out / "plan.json").unlink()
+    (known,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")
+    written = known.stat().st_mtime_ns
+    again = trained(2, out, files, **flags)
+    assert known.stat().st_mtime_ns == written
+    assert all(torch.equal(again[1][name], tensor) for name, tensor in whole[1].items())
+    losses = [[numbers["loss"] for numbers in metrics[-2:]] for metrics, _ in (whole, again)]
+    assert losses[0] == losses[1]
+
+
+def test_a_reference_of_other_weights_is_refused(files, tmp_path):
+    trained(1, tmp_path / "first", files, loss="dpo")
+    (file,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value - 9 for key, value in known.items()}))
+    with pytest.raises(AssertionError, match=r"nats there, .* \(fix: remove the file\)"):
+        trained(1, tmp_path / "second", files, loss="dpo")
+    file.write_text("{")
+    trained(1, tmp_path / "third", files, loss="dpo")
+    assert json.loads(file.read_text()) == known
+
+
+def test_held_out_pairs_and_labels_have_their_loss_and_means(files, tmp_path):
+    for loss in ("simpo", "kto"):
+        out = tmp_path / loss
+        trained(2, out, files, loss=loss, eval_share=0.3, eval_every=2)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        held_out = [line for line in lines if "eval_loss" in line]
+        assert [line["step"] for line in held_out] == [2, 4]
+        assert ("eval_rewards/accuracies" in held_out[0]) == (loss == "simpo")
+        assert held_out[0]["eval_logps/chosen"] < 0
+
+
+def test_one_warning_tells_that_wanted_answers_are_forgotten(files, tmp_path):
+    flags = RUN | files | {"steps": 12, "lr": 3e-2, "beta": 5.0, "loss": "simpo", "save_every": 4}
+    words = " ".join(f"--{name} {value}" for name, value in flags.items())
+    run = shell(f"python {ROOT}/recipes/prefer.py {words} --batch_size 6", tmp_path)
+    assert run.returncode == 0, run.stderr
+    warnings = [line for line in run.stdout.splitlines() if line.startswith("warning: wanted")]
+    assert len(warnings) == 1
+    assert "--sft_weight 1" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"margin": 0.3}, "--margin has no effect on dpo"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "--label_smoothing has no effect on ipo"),
+        ({"undesirable_weight": 2.0}, "--undesirable_weight has no effect on dpo"),
+        ({"loss": "kto", "packing": True}, "--packing: kto"),
+        ({"label_smoothing": 0.5}, "--label_smoothing of half"),
+    ],
+)
+def test_flags_without_an_effect_are_refused(flags, says):
+    with pytest.raises(ConfigError, match=f"{says}.* \\(fix: "):
+        prefer.Config(**flags)
+
+
+def test_kto_refuses_global_batches_of_one(files, tmp_path):
+    flags = {"loss": "kto", "batch_size": 1, "global_batch_size": 1}
+    with pytest.raises(AssertionError, match=r"--loss kto compares .* \(fix: --global_batch_size"):
+        trained(1, tmp_path / "out", files, **flags)

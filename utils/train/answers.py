@@ -1,0 +1,169 @@
+"""What a loss of preferences needs beside its formula: log-probabilities of answers, now and at the start of
+the run, and their means.
+
+B batch, T tokens, S sequences (answers), P pairs.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..model.log_probs import per_sequence, token_log_probs
+from ..model.sharding import reshard
+from ..run.distributed import World, all_reduce_sum, broadcast, gather, sum_on_device, together
+from ..run.errors import check, print0
+from ..run.files import disk_errors, replace_file
+
+AGREE = 0.05  # nats an answer, and as a share of it: batches of other shapes round otherwise
+
+
+def log_probs_of(model: nn.Module, batch) -> torch.Tensor:
+    """log pi(y|x) (S,) in nats of the answers of a PairBatch on the device; of a filler (0,)."""
+    return per_sequence(batch, token_log_probs(model, batch))[: len(batch.keys)]
+
+
+def trained_tokens_of(batch) -> torch.Tensor:
+    """(S,) fp32: the tokens of each answer."""
+    return per_sequence(batch, (batch.labels >= 0).float())[: len(batch.keys)]
+
+
+class Reference:
+    """log pi_ref(y|x) under the model that a run starts from: the base with its adapters switched off, or,
+    once `score` was called, what was computed before the first step.
+    """
+
+    def __init__(self, model: nn.Module, world: World):
+        self.model, self.world = model, world
+        self.known: dict[int, float] = {}  # by key of an answer
+
+    def of(self, batch) -> torch.Tensor:
+        """(S,) for a batch on the device."""
+        if self.known:
+            return torch.tensor([self.known[key] for key in batch.keys]).to(batch.ids.device)
+        from ..model.lora import adapters_off
+
+        with torch.no_grad(), adapters_off(self.model):
+            return log_probs_of(self.model, batch)
+
+    @torch.no_grad()
+    def score(self, loaders: dict[object, int], facts: dict) -> None:
+        """Know all answers of PairBatches, in so many steps of each, by the model as it is now.
+
+        They are kept by a hash of each sequence, in a file that is named by `facts`, JSON of all else that
+        they follow from, so that a resume, whose weights are others, and another run with the same start read
+        them. Where the file knows all, those of the first batch are computed again: ConfigError where they
+        are others. Else all are computed.
+        """
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        file = home / "raw_fsdp" / "reference" / f"{digest.hexdigest()[:32]}.json"
+        known = broadcast(self.world, read_known(file) if self.world.rank == 0 else None)
+
+        def batches() -> Iterator:
+            for loader, steps in loaders.items():
+                yield from loader.every(steps)
+
+        missing = sum(key not in known for batch in batches() for key in batch.keys)
+        complete = not all_reduce_sum(missing, self.world)
+        found: dict[int, float] = {}
+        self.model.eval()
+        for batch in batches():
+            values = log_probs_of(self.model, batch.to(self.world.device))
+            found |= zip(batch.keys, values.tolist(), strict=True)
+            if complete:
+                break
+        reshard(self.model)
+        with together(self.world):
+            for key, value in found.items() if complete else ():
+                agrees = abs(known[key] - value) <= AGREE * max(1, abs(value))
+                text = f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
+                check(agrees, f"{text} (fix: remove the file)")
+        for of_rank in gather(self.world, found):
+            known |= of_rank
+        if self.world.rank == 0 and not complete:
+            with disk_errors(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(file, json.dumps(known))
+        self.known = known
+        print0(f"reference {len(known):,} answers {'read from' if complete else 'kept in'} {file}")
+
+
+def read_known(file: Path) -> dict[int, float]:
+    """What a file knows; {} where there is none that can be read."""
+    try:
+        return {int(key): value for key, value in json.loads(file.read_text()).items()}
+    except (OSError, ValueError):
+        return {}
+
+
+@torch.no_grad()
+def drift(model: nn.Module, reference: Reference, batches: list, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum () of log pi(y'|x) / pi_ref(y'|x) over answers y' to other prompts than x, of all ranks'
+    batches, at least 0. KTO's z_0 is their mean.
+    """
+    total = torch.zeros((), device=reference.world.device)
+    for batch in batches:
+        batch = batch.to(total.device)
+        total += (log_probs_of(model, batch) - reference.of(batch)).sum()
+    return sum_on_device(total, mesh).clamp(min=0)
+
+
+def sums_of(
+    batch, policy: torch.Tensor, losses: torch.Tensor, rewards: torch.Tensor
+) -> torch.Tensor:
+    """(9,) from log pi(y|x) (S,), losses (P,) and rewards (S,), with their gradients: the loss, the
+    log-probabilities of wanted and of other answers, the tokens of wanted ones, the numbers and the rewards
+    of both, and how many pairs are in order.
+    """
+    wanted, others = batch.desirable, ~batch.desirable
+    pairs = rewards[: len(rewards) // 2 * 2].view(-1, 2)
+    sums = [
+        losses,
+        policy * wanted,
+        policy * others,
+        trained_tokens_of(batch) * wanted,
+        wanted.float(),
+        others.float(),
+        rewards * wanted,
+        rewards * others,
+        (pairs[:, 0] > pairs[:, 1]).float(),
+    ]
+    return torch.stack([values.sum() for values in sums])
+
+
+def means_of(sums: torch.Tensor, of_pairs: bool, sft_weight: float) -> dict[str, torch.Tensor]:
+    """The loss and other means by TRL's names, from the sums of sums_of over batches and ranks. A
+    log-probability is that of an answer.
+    """
+    loss, chosen_log_prob, rejected_log_prob, tokens, *sums = sums
+    chosen, rejected, chosen_reward, rejected_reward, in_order = sums
+    count = chosen if of_pairs else chosen + rejected
+    means = {
+        "loss": loss / count - sft_weight * chosen_log_prob / tokens.clamp(min=1),
+        "rewards/chosen": chosen_reward / chosen,
+        "rewards/rejected": rejected_reward / rejected,
+        "rewards/margins": chosen_reward / chosen - rejected_reward / rejected,
+        "logps/chosen": chosen_log_prob / chosen,
+        "logps/rejected": rejected_log_prob / rejected,
+    }
+    if of_pairs:
+        means["rewards/accuracies"] = in_order / count
+    return means
+
+
+@torch.no_grad()
+def mean_of_wanted(model: nn.Module, batches: list, world: World) -> float:
+    """Mean log-probability of the wanted answers of all ranks' batches, in nats an answer."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        batch = batch.to(world.device)
+        total += (log_probs_of(model, batch) * batch.desirable).sum().cpu()
+    reshard(model)
+    count = sum(int(batch.desirable.sum()) for batch in batches)
+    return all_reduce_sum(total, world) / max(1, all_reduce_sum(count, world))
