@@ -1,8 +1,10 @@
 """
-Show what a run of finetune.py would train on and what it would need, and train nothing: rows with their
-masks, lengths, the global batch, the plan of memory. Takes the flags of finetune.py.
+Show what a run of finetune.py or prefer.py would train on and what it would need, and train nothing: rows
+with their masks, lengths, the global batch, the plan of memory. Takes the flags of both; --loss means
+prefer.py.
 
     python recipes/preview.py --show 2
+    python recipes/preview.py --loss dpo --dataset pairs.jsonl --model DIR
     python recipes/preview.py --model DIR --dataset chat.jsonl --ranks 8 --lora_rank 16
     torchrun --nproc_per_node 8 recipes/preview.py --config run.yaml    # the first process does the work
 
@@ -42,9 +44,11 @@ from utils.run.units import IGNORE
 TINY = Path(__file__).resolve().parent / "tiny"
 # What stands for flags that are not given, where --model is not.
 TINY_VALUES = {"epochs": 3, "batch_size": 16}
-# Flags of finetune.py that change nothing of what is shown.
-OTHERS = """eval_every lr warmup schedule weight_decay clip_norm fit force output_dir resume save_every keep
-allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
+TASKS = {"": "answers", "kto": "labels"}  # by loss; pairs for the others
+# Flags of finetune.py and prefer.py that change nothing of what is shown.
+OTHERS = """beta label_smoothing margin sft_weight desirable_weight undesirable_weight eval_every lr warmup
+schedule weight_decay clip_norm fit force output_dir resume save_every keep allow_new_data
+timeout save_model save_dtype log_every profile tensorboard wandb""".split()
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Config:
     format: FormName = "auto"  # of rows
     columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
+    # prefer.py's, with which rows are pairs, or answers with labels (kto); empty: rows of finetune.py
+    loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto"] = ""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
     max_rows: int = 0  # read only the first rows of each source; 0: all
@@ -134,9 +140,8 @@ def main(cfg: Config) -> bool:
     axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
     model_name = cfg.model or str(TINY)
     dtype = settle_dtype(cfg.dtype, world.device)
-    cfg = replace(
-        cfg, model=model_name, dataset=cfg.dataset or str(TINY / "chat.jsonl"), dtype=dtype
-    )
+    tiny_rows = TINY / ("pairs.jsonl" if cfg.loss else "chat.jsonl")
+    cfg = replace(cfg, model=model_name, dataset=cfg.dataset or str(tiny_rows), dtype=dtype)
 
     # --- folder: the model's ----------------------------------------------------------------------
     act("folder")
@@ -158,8 +163,14 @@ def main(cfg: Config) -> bool:
     act("data")
     with together(world, patient=True):
         examples, held_out = load_data(rows_of(cfg), tokenizer, progress=True)
-        check_positions(model, cfg.seq_len, examples, held_out)
-    show_masks(examples, tokenizer, cfg.show)
+        parts = [part for part in (examples, held_out) if part]
+        if cfg.loss:
+            from utils.data.pairs import LabelBatches, PackedPairs, PairBatches, sequences
+
+            parts = [sequences(part) for part in parts]
+        check_positions(model, cfg.seq_len, *parts)
+    show = show_answers if cfg.loss else show_masks
+    show(parts[0], tokenizer, cfg.show)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
@@ -168,7 +179,8 @@ def main(cfg: Config) -> bool:
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
-            seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
+            seq_len=longest_row(cfg.seq_len, cfg.packing, *parts)
+            * (1 + (cfg.loss not in ("", "kto"))),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
@@ -198,7 +210,13 @@ def main(cfg: Config) -> bool:
         cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, data_ranks
     )
     shares = (cfg.batch_size, 0, data_ranks, pad_id(tokenizer))
-    if cfg.packing:
+    if cfg.loss == "kto":
+        loader = LabelBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
+    elif cfg.loss and cfg.packing:
+        loader = PackedPairs(examples, cfg.seed, global_batch, *shares, 2 * cfg.seq_len)
+    elif cfg.loss:
+        loader = PairBatches(examples, cfg.seed, global_batch, *shares)
+    elif cfg.packing:
         from utils.data.packing import PackedBatches
 
         loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
@@ -231,12 +249,23 @@ def show_masks(examples, tokenizer, count: int) -> None:
         print0(f"{escaped(item.where)}\n{marked(item, tokenizer)}\n", ready=True)
 
 
+def show_answers(answers, tokenizer, count: int) -> None:
+    """Print the answers of the first rows: chosen ones and rejected ones, or with their label."""
+    for i in range(min(2 * count, len(answers))):
+        item = answers[i]
+        if len(item.ids):  # a label has one of the two
+            side = ("chosen", "rejected")[i % 2]
+            print0(f"{escaped(item.where)} {side}\n{marked(item, tokenizer)}\n", ready=True)
+
+
 def print_lengths(examples, held_out) -> None:
     """The lengths of the rows."""
     for name, part in (("lengths", examples), ("held out", held_out)):
         if part:
             half, most = int(part.lengths.median()), int(part.lengths.max())
-            print0(f"{name:9} {len(part):,} rows; half have at most {half:,} tokens, all {most:,}")
+            print0(
+                f"{name:9} {len(part):,} {part.unit}; half have at most {half:,} tokens, all {most:,}"
+            )
 
 
 def marked(item, tokenizer) -> str:
@@ -264,6 +293,7 @@ def rows_of(cfg: Config) -> Rows:
         too_long=cfg.too_long,
         eval_dataset=cfg.eval_dataset,
         eval_share=cfg.eval_share,
+        task=TASKS.get(cfg.loss, "pairs"),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import finetune
+import prefer
 import pytest
 import yaml
 
@@ -540,8 +541,9 @@ def test_pure_bf16_is_the_dtype_of_weights_and_beside_adapters_that_of_compute()
     assert adapters == LORA | {"dtype": "bf16"}
 
 
-def test_each_hint_is_a_flag_of_finetune_or_a_sentence_with_a_remedy():
-    names = {field.name for field in dataclasses.fields(finetune.Config)}
+def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
+    configs = (finetune.Config, prefer.Config)
+    names = {field.name for config in configs for field in dataclasses.fields(config)}
     for name, ours in foreign_flags.HINTS.items():
         assert ours in names or "(fix: " in ours, name
         assert name not in names

@@ -6,6 +6,7 @@ python -m pytest tests/test_configs.py
 import re
 
 import finetune
+import prefer
 import pytest
 from shell import ROOT
 from transformers import AutoConfig
@@ -31,15 +32,19 @@ SHAPES = {  # from the models' public config.json files: the sizes by NAMES, and
 }
 
 
+def recipe_of(path):
+    return prefer if "dpo" in path.name else finetune
+
+
 def header_of(path):
     return "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_config_is_valid_and_says_what_it_is_for(path):
-    load_config(finetune.Config, path)
+    load_config(recipe_of(path).Config, path)
     header = header_of(path)
-    assert "recipes/finetune.py" in header
+    assert f"recipes/{recipe_of(path).__name__}.py" in header
     assert f"configs/{path.name}" in header
     assert "GPUs:" in header
 
@@ -48,7 +53,7 @@ def test_every_config_is_valid_and_says_what_it_is_for(path):
     "path", [p for p in PATHS if "Planned" in header_of(p)], ids=lambda path: path.stem
 )
 def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
-    cfg, header = load_config(finetune.Config, path), header_of(path)
+    cfg, header = load_config(recipe_of(path).Config, path), header_of(path)
     ranks = int(re.search(r"GPUs: +(\d+) x", header)[1])
     processes = int(found[1]) if (found := re.search(r"--nproc_per_node (\d+)", header)) else 1
     nodes = int(found[1]) if (found := re.search(r"--nnodes (\d+)", header)) else 1
@@ -61,7 +66,7 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
         config=config,
         param_dtype=DTYPES[cfg.param_dtype],
         dtype=DTYPES[cfg.dtype.replace("auto", "bf16")],
-        seq_len=cfg.seq_len,
+        seq_len=cfg.seq_len * (1 + (recipe_of(path) is prefer)),
         shards=shards,
         replicate=ranks // shards,
         local_ranks=processes,

@@ -5,6 +5,7 @@ python -m pytest tests/test_prefer.py -m ""
 
 import json
 import os
+import re
 import shutil
 
 import prefer
@@ -236,3 +237,19 @@ def test_kto_refuses_global_batches_of_one(files, tmp_path):
     flags = {"loss": "kto", "batch_size": 1, "global_batch_size": 1}
     with pytest.raises(AssertionError, match=r"--loss kto compares .* \(fix: --global_batch_size"):
         trained(1, tmp_path / "out", files, **flags)
+
+
+def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):
+    flags = " ".join(f"--{name} {value}" for name, value in files.items())
+    flags += " --loss simpo --beta 3 --batch_size 3"
+    seen = shell(f"python {ROOT}/recipes/preview.py {flags} --show 1", tmp_path)
+    assert seen.returncode == 0, seen.stderr
+    for side, text in (("chosen", "good0"), ("rejected", "bad0")):
+        assert re.search(rf"pairs.jsonl:1 {side}\n[^\[]*\[\[\W*{text}", seen.stdout)
+    run = shell(f"python {ROOT}/recipes/prefer.py {flags} --steps 1 --output_dir out", tmp_path)
+    for start in ("data ", "memory "):
+        lines = [
+            next(line for line in text.splitlines() if line.startswith(start))
+            for text in (seen.stdout, run.stdout)
+        ]
+        assert lines[0] == lines[1]
