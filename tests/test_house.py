@@ -231,8 +231,8 @@ def test_what_serves_is_sharded_as_what_trains():
     """generate.py and export.py call shard_model; finetune.py shows the same loop."""
 
     def loop(text: str) -> str:
-        found = re.search(r"^( +)for unit in units\(.*\n(?:\1 .*\n)+", text, re.M)[0]
-        return textwrap.dedent(found).replace("DTYPES[cfg.dtype]", "dtype").replace("cfg.", "")
+        found = re.search(r"^( +)for unit in found:\n(?:\1 .*\n)+", text, re.M)[0]
+        return textwrap.dedent(found).replace("cfg.", "")
 
     files = (ROOT / "recipes" / "finetune.py", UTILS / "train" / "trained_run.py")
     shown, called = (loop(file.read_text()) for file in files)

@@ -82,6 +82,27 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     return [*found, Unit([model], param_dtype, reshard_after_forward=False)]
 
 
+def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter]:
+    """Parameters that a single rank can use as they are stored, without FSDP2's copies: their unit computes
+    in the dtype that they have, and they are frozen, or their gradients need no sum in fp32.
+
+    found: inner units first. accumulates: the gradients of several micro-batches are added. All that trains
+    is in it, or nothing that does: a norm of gradients takes no DTensors beside plain tensors.
+    """
+    computed = {}  # dtype by parameter, None: as it is stored
+    for unit in reversed(found):
+        for module in unit.modules:
+            computed |= dict.fromkeys(module.parameters(), unit.param_dtype)
+    plain = set()
+    for p, dtype in computed.items():
+        needs_fp32 = p.requires_grad and accumulates and p.dtype != torch.float32
+        if not p.is_floating_point() or (dtype in (None, p.dtype) and not needs_fp32):
+            plain.add(p)
+    if any(p.requires_grad and p not in plain for p in computed):
+        return {p for p in plain if not p.requires_grad}
+    return plain
+
+
 def _unshard(module: FSDPModule, *called) -> None:
     """Gather a unit that no call of its own does; after the backward it is sharded again."""
     module.unshard()
