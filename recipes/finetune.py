@@ -367,18 +367,18 @@ def main(cfg: Config) -> Path:
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
+    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
+    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
+    found = units(model, DTYPES[cfg.dtype])
     offload = OffloadPolicy()
+    plain = set()  # parameters that are not sharded
     if cfg.cpu_offload:
         on_gpu = world.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
-    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, DTYPES[cfg.dtype])
-    plain = set()  # parameters that stay as they are: one rank has nothing to gather
-    if world.size == 1 and not cfg.cpu_offload:
-        plain = stored_as_computed(found, accumulates=micro_batches > 1)
+    elif world.size == 1:  # to gather them would only copy them
+        plain = stored_as_computed(found, micro_batches > 1)
     for unit in found:
         fully_shard(
             unit.modules,
