@@ -49,6 +49,7 @@ from utils.model.sharding import (
     lacks_grouped_kernels,
     recompute_activations,
     settle_dtype,
+    stored_as_computed,
     units,
 )
 from utils.plan.fit import estimate_disk, plan_memory
@@ -366,15 +367,19 @@ def main(cfg: Config) -> Path:
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
+    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
+    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
+    found = units(model, DTYPES[cfg.dtype])
     offload = OffloadPolicy()
+    plain = set()  # parameters that are not sharded
     if cfg.cpu_offload:
         on_gpu = world.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
-    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    for unit in units(model, DTYPES[cfg.dtype]):
+    elif world.size == 1:  # to gather them would only copy them
+        plain = stored_as_computed(found, micro_batches > 1)
+    for unit in found:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -385,6 +390,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
+            ignored_params=plain,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
 
@@ -394,6 +400,8 @@ def main(cfg: Config) -> Path:
     with together(world):
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
+        elif plain:
+            model.to(world.device)  # FSDP2 moves what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")

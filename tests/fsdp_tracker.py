@@ -20,6 +20,7 @@ from tiny import build_optimizer, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
@@ -78,7 +79,13 @@ def peak(case: dict) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         model.tie_weights()
-        shard_model(model, mesh, plan.dtype, plan.reshard_after_forward)
+        shard_model(
+            model,
+            mesh,
+            plan.dtype,
+            plan.reshard_after_forward,
+            accumulates=plan.grad_accum > 1,
+        )
         model.forward = MethodType(loss_of_all, model)
         model.train()
         optimizer = build_optimizer(model, 1e-3, 0.0)
@@ -100,7 +107,9 @@ def peak(case: dict) -> int:
             optimizer.step = lambda: None  # fused, it needs nothing more
             StepInBackward(optimizer, mesh)
         tracker = FSDPMemTracker(model, optimizer)
-        tracker.track_inputs((ids,))
+        # Of the parameters it finds those that FSDP2 manages.
+        plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        tracker.track_inputs((ids, *plain))
         with tracker:
             if plan.activation_offload:  # an input on its way to the host, or back
                 way = torch.empty(*ids.shape, model.config.hidden_size, dtype=plan.dtype)  # noqa: F841

@@ -68,6 +68,11 @@ def run_fresh_ranks(fn, ranks: int, *args) -> list:
             _stop(ranks)
 
 
+def gathered(tensor):
+    """A tensor of all ranks: of a DTensor's shards, or plain, as one rank may have it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:

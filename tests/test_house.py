@@ -42,9 +42,9 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
 }
 # Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit. They
 # were 45,000 and 57,800 before what GPUs need, which may add 1,500 to what is loaded. Preferences may add
-# 3,500 to utils, of which 200 are loaded.
-LOADED_BUDGET = 46_700  # what the promised command has loaded after two steps
-UTILS_BUDGET = 65_920  # all of utils
+# 3,500 to utils, of which 200 are loaded. One rank without copies may add 200.
+LOADED_BUDGET = 46_920  # what the promised command has loaded after two steps
+UTILS_BUDGET = 66_140  # all of utils
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",
@@ -262,8 +262,8 @@ def test_what_serves_is_sharded_as_what_trains():
     """generate.py and export.py call shard_model; finetune.py shows the same loop."""
 
     def loop(text: str) -> str:
-        found = re.search(r"^( +)for unit in units\(.*\n(?:\1 .*\n)+", text, re.M)[0]
-        return textwrap.dedent(found).replace("DTYPES[cfg.dtype]", "dtype").replace("cfg.", "")
+        found = re.search(r"^( +)for unit in found:\n(?:\1 .*\n)+", text, re.M)[0]
+        return textwrap.dedent(found).replace("cfg.", "")
 
     files = (ROOT / "recipes" / "finetune.py", UTILS / "train" / "trained_run.py")
     shown, called = (loop(file.read_text()) for file in files)

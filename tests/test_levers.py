@@ -13,6 +13,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_parity import GLOBAL_BATCH, curve_of, plain_loop, with_recipe, write_rows
 from tiny import tiny_model, tiny_model_folder
+from torch.distributed.tensor import DTensor
 
 from utils.model.activation_offload import HostCopies, hook_inputs
 from utils.model.sharding import recompute_activations
@@ -265,6 +266,79 @@ def test_steps_in_the_backward_give_the_same_weights_bit_for_bit_and_a_run_goes_
     run_ranks(finetuned, ranks, flags)
     again = load_file(outs[1] / f"{result}.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in after.items())
+
+
+# Which parameters a single rank uses as they are stored, and the flags of a run.
+WITHOUT_COPIES = {
+    "fp32": ("all", {"grad_accum": 2}),
+    "bf16": ("all", {"param_dtype": "bf16", "dtype": "bf16"}),
+    "fp32_sums": ("none", {"param_dtype": "bf16", "dtype": "bf16", "grad_accum": 2}),
+    "masters": ("none", {"dtype": "bf16"}),
+    "lora": ("frozen", {"dtype": "bf16", "lora_rank": 4, "activation_checkpointing": "full"}),
+    "dora": ("frozen", {"dtype": "fp16", "lora_rank": 4, "use_dora": True}),
+    "4bit": ("frozen", {"dtype": "bf16", "lora_rank": 4, "quantization": "4bit"}),
+    "8bit": ("frozen", {"dtype": "bf16", "lora_rank": 4, "quantization": "8bit", "grad_accum": 2}),
+    "8bit_moments": ("all", {"optimizer": "adamw_8bit"}),
+    "in_backward": (
+        "all",
+        {**IN_BACKWARD, "low_cpu_fsdp": False, "param_dtype": "bf16", "dtype": "bf16"},
+    ),
+    "offload": ("none", {"cpu_offload": True}),
+}
+
+
+def train_alone(world, flags, copies):
+    """(run folder, which parameters are no DTensors); with copies FSDP2 manages all of them."""
+    chosen = finetune.stored_as_computed
+    loaded = finetune.check_chunked_loss
+    kinds = set()
+
+    def note(model, device):
+        kinds.update((p.requires_grad, isinstance(p, DTensor)) for p in model.parameters())
+        return loaded(model, device)
+
+    finetune.check_chunked_loss = note
+    if copies:
+        finetune.stored_as_computed = lambda *given, **named: set()
+    try:
+        return finetune.main(finetune.Config(**flags)), kinds
+    finally:
+        finetune.stored_as_computed, finetune.check_chunked_loss = chosen, loaded
+
+
+@pytest.mark.parametrize("how", WITHOUT_COPIES)
+def test_one_rank_trains_without_copies_bit_for_bit_and_a_run_with_them_goes_on(
+    setting, tmp_path, how
+):
+    parts, flags = WITHOUT_COPIES[how]
+    flags = {"clip_norm": 1.0, "eval_share": 0.2} | flags
+    plain, sharded = (run_in(tmp_path / name, setting, **flags) for name in ("plain", "sharded"))
+    (out, kinds), *_ = run_ranks(train_alone, 1, plain, False)
+    (before, all_sharded), *_ = run_ranks(train_alone, 1, sharded, True)
+    is_lora = "lora_rank" in flags
+    trained = (True, parts != "all")
+    assert kinds == ({trained, (False, False)} if is_lora else {trained})
+    assert all(is_dtensor for _, is_dtensor in all_sharded)
+    rtol = 1e-6 if "optimizer_in_backward" in flags else 0  # the norm adds in the backward's order
+    torch.testing.assert_close(numbers_of(out), numbers_of(before), rtol=rtol, atol=0)
+    result = "adapter/adapter_model" if is_lora else "model/model"
+    expected = load_file(before / f"{result}.safetensors")
+    for again in (False, True):
+        if again:
+            for step in (3, 4):  # as a kill after step 2 leaves it
+                shutil.rmtree(before / "checkpoints" / f"step_{step:08}", ignore_errors=True)
+            (before / "plan.json").unlink()
+            shutil.rmtree((before / result).parent)
+            (out, _), *_ = run_ranks(train_alone, 1, sharded, False)
+        found = load_file(out / f"{result}.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def numbers_of(out):
+    """What a run logs that does not depend on time."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "loss", "grad_norm", "skipped", "eval_loss")
+    return [[line[name] for name in names if name in line] for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import family_config
 from peft import LoraConfig, PeftModel, get_peft_model
-from ranks import run_ranks
+from ranks import gathered, run_ranks
 from safetensors.torch import load_file, save_file
 from test_quantize import loss_of, token_ids
 from tiny import build_optimizer, tiny_config, tiny_model_folder
@@ -88,7 +88,7 @@ def trained(world, folder, case, out, kind="", recompute=False, adapter=None):
     """Train two steps on this rank's rows and save; the adapter before, and the logits after."""
     model, config = sharded(world, folder, case, kind, recompute, adapter)
     first = {
-        n: p.full_tensor().detach().clone() for n, p in model.named_parameters() if p.requires_grad
+        n: gathered(p).detach().clone() for n, p in model.named_parameters() if p.requires_grad
     }
     optimizer = build_optimizer(model, 1e-2, 0.0)
     for _ in range(2):
@@ -101,7 +101,7 @@ def trained(world, folder, case, out, kind="", recompute=False, adapter=None):
 
 def values(world, folder, case, recompute):
     model, _ = sharded(world, folder, case, recompute=recompute)
-    return {n: p.full_tensor().detach() for n, p in model.named_parameters() if p.requires_grad}
+    return {n: gathered(p).detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def save_copies(world, folder, out):
     """Save from 2 copies of the model, each on 2 ranks."""
     model, config = sharded(world, folder, EVERY, replicate=2)
     save_adapter(out, model, config, folder, world)
-    return {n: p.full_tensor().detach() for n, p in model.named_parameters() if p.requires_grad}
+    return {n: gathered(p).detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
 def test_of_copies_of_the_model_one_is_saved(folders, tmp_path):
@@ -475,7 +475,7 @@ def reference_and_gradients(world, folder, case, kind, refers):
                 logits = model(input_ids=ids, use_cache=False).logits
         loss_of(model, ids).backward()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    return logits, {name: p.grad.full_tensor() for name, p in trained.items()}
+    return logits, {name: gathered(p.grad) for name, p in trained.items()}
 
 
 def base_answers(world, folder, kind):

@@ -136,6 +136,20 @@ TURNED = [
     {**LORA, "quantization": "4bit"},
     {**LORA, "quantization": "4bit", "activation_checkpointing": "full"},
 ]
+# What one rank has stored as it computes with it is not copied.
+BF16 = {"param_dtype": "bf16"}
+FP32 = {"dtype": "fp32"}
+ALONE = [
+    BF16,
+    {**BF16, "optimizer_in_backward": True},
+    {**BF16, "grad_accum": 2},
+    FP32,
+    {**FP32, "grad_accum": 2},
+    LORA,
+    {**LORA, "quantization": "4bit"},
+]
+ALONE += [{**levers, "activation_checkpointing": "full"} for levers in ALONE]
+TURNED += [{**levers, "shards": 1} for levers in ALONE]
 
 
 @slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import family_config
-from ranks import run_ranks
+from ranks import gathered, run_ranks
 from tiny import tiny_config, tiny_model, tiny_model_folder
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -338,8 +338,10 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     total = torch.tensor(total)
     torch.distributed.all_reduce(total)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    full = {n: p.grad.full_tensor().cpu() for n, p in model.named_parameters() if p.requires_grad}
-    codes = {n: p.dtype for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    full = {n: gathered(p.grad).cpu() for n, p in model.named_parameters() if p.requires_grad}
+    codes = {
+        n: p.dtype for n, p in model.named_parameters() if isinstance(p, DTensor) or world.size == 1
+    }
     return total.item() / world.size, full, codes
 
 

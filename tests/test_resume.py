@@ -88,6 +88,19 @@ def test_another_number_of_ranks_sees_the_same_global_batches(whole, tmp_path, r
     )
 
 
+def test_a_run_goes_from_one_rank_to_two_and_back(whole, tmp_path):
+    """On one its weights are plain tensors, on two DTensors."""
+    flags, _ = whole
+    out = alone = run_ranks(train, 1, flags, tmp_path / "alone")[0]
+    for ranks, step in ((2, 2), (1, 4)):
+        out = run_ranks(train, ranks, flags, cut(out, tmp_path / f"cut_{ranks}", step))[0]
+    losses = [[number[1] for number in curve(folder) if number[1]] for folder in (out, alone)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    ours = weights(out)
+    for name, tensor in weights(alone).items():
+        assert (tensor - ours[name]).norm() <= 1e-5 * tensor.norm(), name
+
+
 def test_ranks_that_the_global_batch_does_not_divide_by_are_told_which_do(whole, tmp_path):
     flags, out = whole
     with pytest.raises(

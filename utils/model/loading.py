@@ -196,8 +196,7 @@ def load_pieces(
         with open(path, "rb", buffering=0) as file:
             for piece in group:
                 for name in (names or {}).get(piece.param, [piece.param]):
-                    parent, _, _ = name.rpartition(".")
-                    module = model.get_submodule(parent)
+                    module = model.get_submodule(name.rpartition(".")[0])
                     if hasattr(module, "copy_rows") and name.endswith(".weight"):
                         from .quantize import load_rows
 
@@ -228,9 +227,9 @@ def _load_piece(
             part = values[start : start + CHUNK]
             read = staging.view(piece.info.dtype)[: len(part)]
             read_elements(file, piece, first + start, read)
+            read = read.to(part.device)  # the bytes, while the host waits; a GPU casts faster
             if twice:
-                same = torch.equal(part, read.to(part.device, part.dtype))
-                check(same, conflict)
+                check(torch.equal(part, read.to(part.dtype)), conflict)
             else:
                 part.copy_(read)
 

@@ -49,8 +49,8 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     for layer in layers:
         inner = [module for module in layer.modules() if module in in_fp32]
         for mixer in layer.modules():
-            for conv in (child for child in mixer.children() if isinstance(child, nn.Conv1d)):
-                if conv in inner:  # the mixer uses its weight without a call
+            for conv in mixer.children():
+                if conv in inner and isinstance(conv, nn.Conv1d):  # the mixer does not call it
                     inner.remove(conv)
                     mixer.register_forward_pre_hook(partial(_unshard, conv))
                     found.append(Unit([conv], torch.float32, reshard_after_forward=False))
@@ -74,12 +74,31 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
         found.append(Unit([embedding], param_dtype, unshard_in_backward=not is_lookup))
         head_dtype = torch.float32 if head in in_fp32 else param_dtype
         found.append(Unit([head], head_dtype, **of_head))
-    taken = set(chain.from_iterable(module.modules() for unit in found for module in unit.modules))
+    taken = {module for unit in found for module in nn.ModuleList(unit.modules).modules()}
     others = [module for module in in_fp32 if module not in taken]
     if others:
         found.append(Unit(others, torch.float32, reshard_after_forward=False))
     # The rest is small: it stays gathered.
     return [*found, Unit([model], param_dtype, reshard_after_forward=False)]
+
+
+def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter]:
+    """Parameters that a single rank can use as they are stored, without FSDP2's copies: their unit computes
+    in the dtype that they have, and they are frozen, or their gradients need no sum in fp32.
+
+    found: inner units first. accumulates: the gradients of several micro-batches are added. All that trains
+    is in it, or nothing that does: a norm of gradients takes no DTensors beside plain tensors.
+    """
+    dtypes = {}  # of compute; None: as it is stored
+    for unit in reversed(found):
+        for p in nn.ModuleList(unit.modules).parameters():
+            dtypes[p] = unit.param_dtype
+    plain = {
+        p for p, dtype in dtypes.items() if dtype in (None, p.dtype) or not p.is_floating_point()
+    }
+    trained = {p for p in dtypes if p.requires_grad}
+    needs_fp32 = accumulates and any(p.dtype != torch.float32 for p in trained)
+    return plain - trained if needs_fp32 or trained - plain else plain
 
 
 def _unshard(module: FSDPModule, *called) -> None:

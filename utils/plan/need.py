@@ -93,7 +93,7 @@ class Sizes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def sizes_of(setting: Setting) -> Sizes:
-    """setting: of one row of one token, with all else at its default that does not matter."""
+    """setting: of at most two rows of one token, with all else at its default that does not matter."""
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
     stored = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -122,10 +122,13 @@ def need_of(setting: Setting) -> Need:
         setting = replace(setting, cpu_offload=False, activation_offload=False)
     if setting.activation_checkpointing == "none":
         setting = replace(setting, activation_offload=False)
-    one_token = replace(setting, batch_size=1, rows=0, seq_len=1, local_ranks=1)
     sizes = sizes_of(
         replace(
-            one_token,
+            setting,
+            batch_size=1,
+            rows=min(2, setting.grad_accum),
+            seq_len=1,
+            local_ranks=1,
             reshard_after_forward=True,
             activation_checkpointing="none",
             activation_offload=False,
@@ -133,9 +136,18 @@ def need_of(setting: Setting) -> Need:
     )
     peak, why, inputs = None, "", 0
     try:
-        alone = replace(setting, shards=1, replicate=1, local_ranks=1, rows=0, optimizer="adamw")
         trace = trace_of(
-            replace(alone, cpu_offload=False, reshard_after_forward=True, compile=False)
+            replace(
+                setting,
+                shards=1,
+                replicate=1,
+                local_ranks=1,
+                rows=0,
+                optimizer="adamw",
+                cpu_offload=False,
+                reshard_after_forward=True,
+                compile=False,
+            )
         )
         peak = step_peak(sizes.units, sizes.states, setting, trace)
         if setting.activation_offload:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..model import sharding
 from ..model.pieces import rows_of_full_shard
-from ..model.sharding import decoder_layers, fp32_modules
 from .states import Peak, Setting, States
 from .trace import Segment, Trace
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes of what FSDP2 gathers together."""
+    """Bytes of what FSDP2 gathers together. What one rank uses as it is stored only has gradients."""
 
     gathered: int  # whole and padded, in the dtype that it is gathered in
     copied: int  # this rank's share in that dtype, where it is stored in another, or on the host
@@ -33,31 +33,35 @@ def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit]
     """(the rest, the embedding, the blocks, the head) as sharding.units forms them. A tied head is in
     one unit with the embedding, and None here.
     """
-    layers = list(decoder_layers(model))
+    layers = sharding.decoder_layers(model)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     is_tied = embedding.weight is head.weight
     parts = [embedding, *layers]
     if not is_tied:
         parts.append(head)
-    in_fp32 = fp32_modules(model, setting.dtype)
+    in_fp32 = sharding.fp32_modules(model, setting.dtype)
     kept = {p for module in in_fp32 for p in module.parameters()}
+    plain = set()
+    if setting.shards == setting.replicate == 1 and not setting.cpu_offload:
+        found = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
+        plain = sharding.stored_as_computed(found, setting.grad_accum > 1)
     parameters_of_parts = [list(part.parameters()) for part in parts]
-    own = set()
-    for parameters in parameters_of_parts:
-        own.update(parameters)
-    rest = _unit([p for p in model.parameters() if p not in own], kept, setting)
-    units = [_unit(parameters, kept, setting) for parameters in parameters_of_parts]
+    own = set().union(*parameters_of_parts)
+    rest = _unit([p for p in model.parameters() if p not in own], kept, plain, setting)
+    units = [_unit(parameters, kept, plain, setting) for parameters in parameters_of_parts]
     blocks = units[1 : len(layers) + 1]
     return rest, units[0], blocks, None if is_tied else units[-1]
 
 
-def _unit(parameters: list[nn.Parameter], kept: set[nn.Parameter], setting: Setting) -> Unit:
-    """kept: what is gathered in fp32, in a unit of its own, which counts as part of this one."""
+def _unit(parameters: list[nn.Parameter], kept: set, plain: set, setting: Setting) -> Unit:
+    """kept: what is gathered in fp32, in a unit of its own, which counts as part of this one. plain: see
+    sharding.stored_as_computed.
+    """
     gathered = copied = grads = reduced = share = last = 0
     for p in parameters:
         share_numel = rows_of_full_shard(p.shape[0], setting.shards) * p[0].numel()
-        padded_numel = share_numel * setting.shards
+        padded_numel = 0 if p in plain else share_numel * setting.shards
         dtype = torch.float32 if p in kept else setting.dtype
         is_cast = p.is_floating_point() and p.dtype != dtype
         itemsize = dtype.itemsize if is_cast else p.element_size()
@@ -114,10 +118,8 @@ class Replay:
     def add(self, part: str, size: int, stream: str = COMPUTE) -> None:
         self.live[part] += size
         self.live_bytes += size
-        pool = self.pools[stream] + size
-        self.pools[stream] = pool
-        if pool >= self.most_of_pools[stream]:
-            self.most_of_pools[stream] = pool
+        self.pools[stream] += size
+        self.most_of_pools[stream] = max(self.most_of_pools[stream], self.pools[stream])
         if self.live_bytes > self.most_bytes:
             self.most_bytes = self.live_bytes
             self.peak = Peak(self.phase, dict(self.live))
@@ -170,7 +172,7 @@ class Replay:
         waiting = self.deferred.pop(name, 0)
         if waiting:  # this micro-batch's are added to them
             self.free("whole gradients", unit.grads)
-        if sync:
+        if sync or not unit.reduced:
             self.free("reduced")
             self.add("reduced", unit.reduced)
             self.free("whole gradients", waiting or unit.grads)
@@ -186,11 +188,11 @@ class Replay:
         """Its output, and what becomes of it: the unit's gradients, at first or added to them."""
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
-        is_first = name not in self.reduced and not self.setting.cpu_offload
-        kept = unit.share if is_first else 0
+        keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
+        kept = unit.share if keeps and name not in self.reduced else 0
         self.reduced.add(name)
         has_replicas = self.setting.replicate > 1
-        stream = ALL_REDUCE if has_replicas else REDUCE
+        stream = ALL_REDUCE if has_replicas else REDUCE if output else COMPUTE
         self.add("gradients", unit.last)
         self.add("gradients", output, REDUCE)
         if not self.setting.gpu and self.setting.shards > 1:
@@ -201,14 +203,8 @@ class Replay:
         self.free("gradients", unit.last)
         if cast:
             self.free("gradients", cast - kept, stream)
-            freed = output
-        else:
-            freed = output - kept
+        freed = output if cast else output - kept
         self.free("gradients", freed, REDUCE)
-        if self.setting.optimizer_in_backward:
-            self.reduced.remove(name)
-            self.free("gradients", kept, stream if cast else REDUCE)
-            freed = output
         if has_replicas:
             # FSDPParamGroup._all_reduce_state keeps what was all-reduced until the whole backward ends.
             # Where it became the gradient itself, that is nothing more.

@@ -85,6 +85,8 @@ class CheckpointSaver:
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
         self.writer = _Writer(temporary, final, state, self.keep, int(self.needed_bytes))
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        # DCP would take the plan of an earlier run of this process, whose dtypes may be others.
+        planner._cached_plans_key = self.token
         how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
         if self.background:
             self.pending = self.background.submit(dcp.save, tensors, **how)

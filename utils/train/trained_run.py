@@ -21,7 +21,14 @@ from torch.distributed.fsdp import (
 from ..model.folder import Source, find_model, open_model
 from ..model.loading import build_model, plan_pieces
 from ..model.options import Lora
-from ..model.sharding import DTYPES, cast_to, dtypes_as_loaded, plain_name, units
+from ..model.sharding import (
+    DTYPES,
+    cast_to,
+    dtypes_as_loaded,
+    plain_name,
+    stored_as_computed,
+    units,
+)
 from ..run.distributed import World, broadcast, together
 from ..run.errors import ConfigError, check, first_five
 from .checkpoint import reason_of
@@ -133,6 +140,7 @@ def shard_model(
     dtype: torch.dtype,
     reshard_after_forward=True,
     cpu_offload=False,
+    accumulates=True,
 ) -> nn.Module:
     """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
 
@@ -142,10 +150,15 @@ def shard_model(
     dtype. So the logits are those of from_pretrained(dtype=dtype), to the bit.
 
     reshard_after_forward False keeps the layers gathered until their backward, like ZeRO stage 2: less
-    traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host.
+    traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host. accumulates:
+    see stored_as_computed, which says what a single rank leaves uncut.
     """
     offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    for unit in units(model, dtype):
+    found = units(model, dtype)
+    plain = set()
+    if mesh.size() == 1 and not cpu_offload:
+        plain = stored_as_computed(found, accumulates)
+    for unit in found:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -156,6 +169,7 @@ def shard_model(
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
+            ignored_params=plain,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     return model
