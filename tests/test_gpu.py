@@ -7,16 +7,23 @@ import copy
 import json
 
 import finetune
+import generate
+import prefer
 import pytest
 import torch
 from safetensors.torch import load_file
+from shell import shell
 from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
-from tiny import build_optimizer, tiny_model_folder
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import build_optimizer, tiny_config, tiny_model_folder
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from utils.data.batches import Batch, GlobalBatches
+from utils.data.examples import Rows, load_data
+from utils.data.tokens import load_tokenizer
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.log_probs import token_log_probs
+from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.quantize import KINDS
 from utils.plan.fit import room_here
 from utils.run.distributed import build_mesh, init_distributed, stop_distributed
@@ -26,6 +33,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing was run"),
 ]
+DEVICE = torch.device("cuda")
 FP32 = {"dtype": "fp32"}  # auto is bf16 on a GPU
 SAME = {  # to 1e-4: products are summed in another order than on the CPU
     "fp32": FP32,
@@ -266,3 +274,99 @@ def test_lora_over_a_quantized_base_learns(setting, tmp_path, kind):
     }
     ours = curve_of(finetune.main(finetune.Config(**settings | flags)))
     assert ours[-1][0] < ours[0][0]
+
+
+@pytest.mark.parametrize("how", [{"optimizer_in_backward": True, "clip_norm": 0}, {}])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "paged_adamw_8bit"])
+def test_every_optimizer_learns_after_the_backward_and_within_it(setting, tmp_path, optimizer, how):
+    if optimizer != "adamw":
+        pytest.importorskip("bitsandbytes")
+    flags = {"dtype": "bf16", "param_dtype": "bf16", "optimizer": optimizer, **how}
+    curve, _ = trained(setting, tmp_path, **flags)
+    assert curve[-1][0] < curve[0][0]
+
+
+def test_the_held_out_loss_is_that_of_the_cpu(setting, tmp_path):
+    folder, rows, _ = setting
+    trained(setting, tmp_path / "gpu", **FP32, eval_share=0.3, eval_every=2)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpu" / "model", dtype=torch.float32)
+    add_chunked_loss(plain)
+    _, held_out = load_data(Rows(str(rows), 2048, eval_share=0.3), load_tokenizer(folder), False)
+    total = sum(
+        summed_cross_entropy(plain, batch).item()
+        for batch in GlobalBatches(held_out, 0, 8, 8, 0, 1, 0).batches(0)
+    )
+    lines = [json.loads(text) for text in (tmp_path / "gpu" / "metrics.jsonl").open()]
+    found = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    trained_tokens = int(held_out.of_rows(held_out.trained_tokens).sum())
+    assert found[-1] == pytest.approx(total / trained_tokens, rel=1e-4)
+
+
+def test_a_profile_has_the_trace_and_the_memory_of_two_steps(setting, tmp_path):
+    trained(setting, tmp_path, dtype="bf16", profile=True)
+    written = {path.name.partition("step")[0] for path in (tmp_path / "profile").iterdir()}
+    assert written == {"rank0_from_"}
+    assert len(list((tmp_path / "profile").glob("*_memory.pickle"))) == 1
+
+
+def test_answers_are_those_of_transformers(setting, tmp_path):
+    folder, _, _ = setting
+    texts = ["Hello there", "a", "one two three"]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    flags = {"model": str(folder), "prompts": str(prompts), "output": str(output)}
+    generate.main(generate.Config(**flags, max_new_tokens=12, batch_size=2, **FP32))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    for text, line in zip(texts, output.open(), strict=True):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"].to(DEVICE)
+        new = plain.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        answer = json.loads(line)["answer"]
+        assert answer == tokenizer.decode(new, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_several_chunks_of_a_large_vocabulary_have_the_loss_of_full_logits(dtype):
+    """And so do the log-probabilities of their tokens."""
+    config = tiny_config("llama", vocab_size=131_072, max_position_embeddings=1024)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).train()
+    chunked = add_chunked_loss(copy.deepcopy(plain))
+    ids = torch.randint(5, 131_072, (2, 900), device=DEVICE)
+    logits = plain(ids, use_cache=False).logits[:, :-1].float()
+    expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)  # (B, T - 1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    found = token_log_probs(chunked, Batch(ids, ids, mask, ["", ""]))
+    torch.testing.assert_close(found[:, 1:], expected, rtol=1e-2, atol=5e-2)
+    loss = chunked(ids, labels=ids)
+    torch.testing.assert_close(loss, -expected.sum(), rtol=1e-3, atol=0)
+    (loss / ids.numel()).backward()
+    (-expected.mean()).backward()
+    ours, theirs = (m.get_output_embeddings().weight.grad.float() for m in (chunked, plain))
+    assert (ours - theirs).norm() <= 5e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "orpo", "kto"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_preferences_are_learned_as_on_the_cpu(tmp_path, loss, lora_rank, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=271)
+    pairs = [
+        {"prompt": f"Say {i}", "chosen": "good " * (1 + i % 3), "rejected": "bad " * (1 + i % 4)}
+        for i in range(12)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    flags = {"model": str(folder), "dataset": str(tmp_path / "pairs.jsonl"), "loss": loss}
+    flags |= {"lr": 1e-3, "steps": 4, "batch_size": 6, "lora_rank": lora_rank, **FP32}
+    prefer.main(prefer.Config(**flags, output_dir=str(tmp_path / "gpu"), save_every=0))
+    words = " ".join(f"--{name} {value}" for name, value in flags.items())
+    words += f" --output_dir {tmp_path / 'cpu'} --save_every 0"
+    run = shell(f"python recipes/prefer.py {words}", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 0, run.stderr
+    ours, theirs = (
+        [json.loads(text)["loss"] for text in (tmp_path / place / "metrics.jsonl").open()]
+        for place in ("gpu", "cpu")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

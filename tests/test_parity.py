@@ -98,7 +98,7 @@ def with_recipe(ranks, **flags):
 
 def curve_of(out):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"]) for line in lines]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
 def _call(world, flags):

