@@ -233,7 +233,7 @@ class Config:
 
 @releases_output
 def main(cfg: Config) -> Path:
-    """Fine-tune; returns the run folder."""
+    """Learn from preferences; returns the run folder."""
     quiet_transformers()
 
     # --- world: who am I, who are the others ------------------------------------------------------
@@ -360,6 +360,7 @@ def main(cfg: Config) -> Path:
             if cfg.packing:
                 Batches, size = PairBatches, ()
             eval_loader = Batches(held_out, cfg.seed, at_once, *shares, *size)
+            eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
