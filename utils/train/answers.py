@@ -70,7 +70,10 @@ class Reference:
                 yield from loader.every(steps)
 
         missing = sum(key not in known for batch in batches() for key in batch.keys)
-        complete = not all_reduce_sum(missing, self.world)
+        missing = all_reduce_sum(missing, self.world)
+        complete = not missing
+        if missing:
+            print0(f"reference of {missing:,.0f} answers is computed, once", ready=True)
         found: dict[int, float] = {}
         self.model.eval()
         for batch in batches():
