@@ -393,9 +393,7 @@ def test_two_ranks_need_what_was_planned_within_two_per_cent(tmp_path, recompute
     flags = (
         f"--model {model} --dataset {tmp_path}/rows.jsonl --seq_len 768 --steps 2 --save_every 0"
     )
-    flags += (
-        f" --save_model false --activation_checkpointing {recompute} --output_dir {tmp_path}/run"
-    )
+    flags += f" --activation_checkpointing {recompute} --output_dir {tmp_path}/run"
     command = f"torchrun --nproc_per_node 2 recipes/finetune.py {flags}"
     ended = shell(
         command, seconds=600, MALLOC_MMAP_THRESHOLD_="262144", MALLOC_TRIM_THRESHOLD_="262144"

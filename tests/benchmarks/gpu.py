@@ -172,7 +172,9 @@ def _ours(
 @torch.no_grad()
 def fill(model: torch.nn.Module) -> None:
     """Random weights, of a size that trains."""
-    for shard in (p.to_local() for p in model.parameters()):
+    from utils.model.pieces import local
+
+    for shard in map(local, model.parameters()):
         if shard.dtype == torch.int32:  # the bits of fp32 scales
             shard.view(torch.float32).fill_(0.06)
         elif not shard.is_floating_point():

@@ -39,8 +39,8 @@ SURE = 0.97
 COMPILED = 0.85
 # An assumption: what a process that drives a GPU takes of the host.
 PROCESS_BYTES = 2 * GIB
-# Beside the states: loading.CHUNK and saving.CHUNK elements.
-LOAD_BYTES, SAVE_BYTES = 8 * MIB, 32 * MIB
+# Beside the states: loading.CHUNK and saving.CHUNK elements, and what is imported for a save.
+LOAD_BYTES, SAVE_BYTES = 8 * MIB, 48 * MIB
 # On a CPU glibc keeps much of what is freed: 1.42 to 1.68 times what is alive was measured. The bytes are
 # those of modules that are imported later, and of threads.
 HOST_SLACK, HOST_BYTES = 1.6, 256 * MIB
