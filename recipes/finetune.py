@@ -161,7 +161,7 @@ class Config:
     sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
 
     # Where
-    output_dir: str = ""  # run folder; empty: the next free output/finetune-NNN
+    output_dir: str = ""  # run folder; empty: the next free one in output/
     resume: str = "auto"  # auto: continue what is in --output_dir; none: refuse to; or a checkpoint
     save_every: int = 500  # steps between checkpoints; 0: none
     keep: int = 2  # newest checkpoints that stay; 0: all
@@ -178,12 +178,13 @@ class Config:
     def __post_init__(self):
         check_least(self, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
-        fix = "(fix: leave out --attn)"
-        check(self.packing or self.attn != "varlen", f"--attn varlen is for --packing {fix}")
-        fix = "(fix: --activation_checkpointing full)"
-        recomputes = self.activation_checkpointing != "none"
         check(
-            recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
+            self.packing or self.attn != "varlen",
+            "--attn varlen is for --packing (fix: leave out --attn)",
+        )
+        check(
+            self.activation_checkpointing != "none" or not self.activation_offload,
+            "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
@@ -510,6 +511,7 @@ def main(cfg: Config) -> Path:
                 grad_norm,
                 losses,
                 batches,
+                {},
                 step=done,
                 lr=lr,
                 trained_tokens=int(trained_tokens),

@@ -192,7 +192,7 @@ class Config:
     sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
 
     # Where
-    output_dir: str = ""  # run folder; empty: the next free output/finetune-NNN
+    output_dir: str = ""  # run folder; empty: the next free one in output/
     resume: str = "auto"  # auto: continue what is in --output_dir; none: refuse to; or a checkpoint
     save_every: int = 500  # steps between checkpoints; 0: none
     keep: int = 2  # newest checkpoints that stay; 0: all
@@ -215,13 +215,14 @@ class Config:
         check(not both, "--packing: kto pairs each prompt with another answer (fix: without it)")
         check(self.label_smoothing < 0.5, "--label_smoothing of half is no preference (fix: 0.1)")
         check_least(self, sft_weight=-1, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
-        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
-        fix = "(fix: leave out --attn)"
-        check(self.packing or self.attn != "varlen", f"--attn varlen is for --packing {fix}")
-        fix = "(fix: --activation_checkpointing full)"
-        recomputes = self.activation_checkpointing != "none"
+        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 1e-6)")
         check(
-            recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
+            self.packing or self.attn != "varlen",
+            "--attn varlen is for --packing (fix: leave out --attn)",
+        )
+        check(
+            self.activation_checkpointing != "none" or not self.activation_offload,
+            "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
@@ -663,9 +664,8 @@ def preference_loss(
     if cfg.loss == "ipo":  # https://arxiv.org/abs/2310.12036, with means over tokens, as TRL
         chosen, rejected = (scores / trained_tokens_of(batch)).view(-1, 2).unbind(1)  # (P,)
         return (chosen - rejected - 1 / (2 * cfg.beta)).square(), rewards
-    if (
-        cfg.loss == "orpo"
-    ):  # https://arxiv.org/abs/2403.07691: odds are p / (1 - p), of p = 1 finite
+    if cfg.loss == "orpo":
+        # https://arxiv.org/abs/2403.07691: odds are p / (1 - p), of p = 1 finite
         scores = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
     chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,) each
     if cfg.loss == "orpo":

@@ -44,7 +44,7 @@ from utils.run.units import IGNORE
 TINY = Path(__file__).resolve().parent / "tiny"
 # What stands for flags that are not given, where --model is not.
 TINY_VALUES = {"epochs": 3, "batch_size": 16}
-TASKS = {"": "answers", "kto": "labels"}  # by loss; pairs for the others
+TASKS = {"": "rows", "kto": "labels"}  # by loss; pairs for the others
 # Flags of finetune.py and prefer.py that change nothing of what is shown.
 OTHERS = """beta label_smoothing margin sft_weight desirable_weight undesirable_weight eval_every lr warmup
 schedule weight_decay clip_norm fit force output_dir resume save_every keep allow_new_data

@@ -253,3 +253,9 @@ def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):
             for text in (seen.stdout, run.stdout)
         ]
         assert lines[0] == lines[1]
+
+
+def test_a_reference_that_cannot_be_kept_is_used_all_the_same(files, tmp_path):
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    metrics, _ = trained(2, tmp_path / "out", files, loss="dpo")
+    assert metrics[0]["loss"] == pytest.approx(0.693147, rel=1e-6)

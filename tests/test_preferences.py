@@ -143,7 +143,7 @@ PAIRS = [  # (row, the turns before the answers)
 def test_a_pair_of_each_form_is_two_conversations_of_finetune(tokenizer, row, prompt, more):
     pair = load([row | more], tokenizer)
     answers = [{"messages": [*prompt, answer], **more} for answer in (GOOD, BAD)]
-    want = load(answers, tokenizer, task="answers", train_on="last_assistant")
+    want = load(answers, tokenizer, task="rows", train_on="last_assistant")
     assert tokens(sequences(pair)) == tokens(want)
     assert len(pair) == 1
     labels = load([row | more], tokenizer, task="labels")
@@ -164,7 +164,7 @@ def test_a_pair_of_each_form_is_two_conversations_of_finetune(tokenizer, row, pr
 def test_an_answer_with_a_label_is_the_conversation_of_finetune(tokenizer, row, turns):
     rows = [row | {"label": True}, row | {"label": False}, row | {"kto_tag": False}]
     labels = load(rows, tokenizer, task="labels")
-    want = load([{"messages": turns}], tokenizer, task="answers", train_on="last_assistant")
+    want = load([{"messages": turns}], tokenizer, task="rows", train_on="last_assistant")
     assert tokens(labels) == tokens(want) * 3
     assert labels.rejected_at.tolist() == [len(want[0].ids), 0, 0]
 
@@ -173,12 +173,12 @@ def test_texts_are_plain_without_a_template_and_on_demand(tokenizer, plain):
     texts = {"prompt": "Say hi:", "chosen": " Hi to you", "rejected": " Hi, no"}
     rows = [{"prompt": "Say hi:", "completion": texts[key]} for key in ("chosen", "rejected")]
     for reader, settings in ((plain, {}), (tokenizer, {"format": "completion"})):
-        want = load(rows, reader, task="answers")
+        want = load(rows, reader, task="rows")
         assert tokens(sequences(load([texts], reader, **settings))) == tokens(want)
         assert want[0].ids[-1] == reader.eos_token_id
         one = load([rows[0] | {"label": True}], reader, task="labels", **settings)
         assert tokens(one) == tokens(want)[:1]
-    messages = load([{"messages": [ASK, GOOD]}], plain, task="answers")
+    messages = load([{"messages": [ASK, GOOD]}], plain, task="rows")
     pair = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
     assert tokens(sequences(load([pair], plain)))[0] == tokens(messages)[0]
 
@@ -188,7 +188,7 @@ def test_what_is_left_out_of_both_sides_is_counted_once_a_row(tokenizer):
     assert [count for what, count in notes.items() if "spells a special token" in what] == [1]
     greeted = {"conversations": shares(GOOD, ASK, GOOD), "label": None, "kto_tag": True}
     read = load([greeted], tokenizer, "labels")
-    assert tokens(read) == tokens(load([{"messages": [ASK, GOOD]}], tokenizer, "answers"))
+    assert tokens(read) == tokens(load([{"messages": [ASK, GOOD]}], tokenizer, "rows"))
     assert read.notes[LEADING] == 1
 
 
@@ -281,7 +281,7 @@ def test_prompts_with_other_tokens_are_refused(plain):
 
 
 def test_finetune_sends_preferences_to_their_recipe(tokenizer):
-    assert "(fix: recipes/prefer.py)" in told(TEXTS, tokenizer, "answers")
+    assert "(fix: recipes/prefer.py)" in told(TEXTS, tokenizer, "rows")
 
 
 # --- long rows, counts

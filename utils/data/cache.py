@@ -28,7 +28,7 @@ import tokenizers
 import transformers
 
 from ..run.errors import ConfigError, check, print0
-from ..run.files import sync_path
+from ..run.files import cache_folder, sync_path
 from ..run.signals import die_with_parent
 from .encode import Part
 from .rows import Source
@@ -39,11 +39,7 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable) -> Pa
     settings. Of data with bad rows nothing is kept.
     """
     files = [file for source in sources for file in source.files]
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without a name
-        raise ConfigError(f"no folder for tokens: {error} (fix: XDG_CACHE_HOME=FOLDER)") from None
-    folder = home / "raw_fsdp" / "data"
+    folder = cache_folder("data")
     try:
         before = states_of(files)
         folder /= key_of(files, **encode.keywords)

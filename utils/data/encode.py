@@ -28,7 +28,7 @@ class Rows:
     chats.render_chats. max_rows: of each source, 0: all. too_long, for rows of more than seq_len tokens:
     truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
     rows that are wrong are left out, counted and listed. eval_share: see examples.split_by_hash. task:
-    answers; or pairs or labels (KTO) of answers, see preferences.py.
+    rows; or pairs or labels (KTO), see preferences.py.
     """
 
     dataset: str
@@ -41,7 +41,7 @@ class Rows:
     too_long: str = "truncate"
     eval_dataset: str = ""
     eval_share: float = 0.0
-    task: str = "answers"
+    task: str = "rows"
 
 
 @dataclass
@@ -139,7 +139,7 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
             part.columns |= row.keys() & columns.values()
             row, form = renamed(row, columns)
             form = rows.format.removeprefix("auto") or form
-            if rows.task != "answers":
+            if rows.task != "rows":
                 from .preferences import add_preferences
 
                 form = add_preferences(part, tokenizer, row, where, rows, notes)

@@ -306,7 +306,7 @@ def write_tokens(
     files["keys"].write(total.keys)
     files["rejected_at"].write(total.rejected_at)
     said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
-    said["unit"] = rows.task.replace("answers", "rows")
+    said["unit"] = rows.task
     said["origins"] = [
         (source.name, source.weight, form, first, last)
         for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)

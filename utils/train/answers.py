@@ -6,7 +6,6 @@ B batch, T tokens, S sequences (answers), P pairs.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ..model.log_probs import per_sequence, token_log_probs
 from ..model.sharding import reshard
 from ..run.distributed import World, all_reduce_sum, broadcast, gather, sum_on_device, together
 from ..run.errors import check, print0
-from ..run.files import disk_errors, replace_file
+from ..run.files import cache_folder, replace_file
 
 AGREE = 0.05  # nats an answer, and as a share of it: batches of other shapes round otherwise
 
@@ -61,8 +60,7 @@ class Reference:
         are others. Else all are computed.
         """
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        file = home / "raw_fsdp" / "reference" / f"{digest.hexdigest()[:32]}.json"
+        file = cache_folder("reference") / f"{digest.hexdigest()[:32]}.json"
         known = broadcast(self.world, read_known(file) if self.world.rank == 0 else None)
 
         def batches() -> Iterator:
@@ -89,12 +87,17 @@ class Reference:
                 check(agrees, f"{text} (fix: remove the file)")
         for of_rank in gather(self.world, found):
             known |= of_rank
+        self.known = known
+        said = f"{'read from' if complete else 'kept in'} {file}"
         if self.world.rank == 0 and not complete:
-            with disk_errors(file):
+            try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(file, json.dumps(known))
-        self.known = known
-        print0(f"reference {len(known):,} answers {'read from' if complete else 'kept in'} {file}")
+            except OSError as error:  # a resume computes them again
+                said = (
+                    f"not kept in {file}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
+                )
+        print0(f"reference {len(known):,} answers {said}")
 
 
 def read_known(file: Path) -> dict[int, float]:
@@ -163,10 +166,12 @@ def means_of(sums: torch.Tensor, of_pairs: bool, sft_weight: float) -> dict[str,
 @torch.no_grad()
 def mean_of_wanted(model: nn.Module, batches: list, world: World) -> float:
     """Mean log-probability of the wanted answers of all ranks' batches, in nats an answer."""
+    model.eval()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         batch = batch.to(world.device)
         total += (log_probs_of(model, batch) * batch.desirable).sum().cpu()
+    model.train()
     reshard(model)
     count = sum(int(batch.desirable.sum()) for batch in batches)
     return all_reduce_sum(total, world) / max(1, all_reduce_sum(count, world))

@@ -40,7 +40,6 @@ class UnreadSteps:
         self.log, self.world, self.fp16 = log, world, fp16
         self.skipped = 0  # steps in a row that fp16 left out
         self.steps: list[tuple] = []
-        self.means: dict[str, float] = {}  # of the last step that was read
 
     def add(
         self,
@@ -48,17 +47,16 @@ class UnreadSteps:
         grad_norm: torch.Tensor,
         losses: list[torch.Tensor],
         batches: list,
-        means: dict[str, torch.Tensor] | None = None,
+        means: dict[str, torch.Tensor],
         **numbers: float | None,
     ) -> None:
         """One step: the loss () of all ranks, those of this rank's micro-batches, other means () that are on
         the device too, what the host knows.
         """
-        means = means or {}
         values = [loss, grad_norm, *means.values()]
         on_device = torch.stack([value.to(loss.device, loss.dtype) for value in values])
         rows = [batch.where for batch in batches]
-        self.steps.append((on_device, losses, rows, tuple(means), numbers))
+        self.steps.append((on_device, losses, rows, means, numbers))
 
     def read(self, started: float, token_mfu: float) -> float:
         """Log the steps, of which the first was started at this time.monotonic(); returns seconds of one. All
@@ -68,7 +66,6 @@ class UnreadSteps:
         seconds = (time.monotonic() - started) / len(self.steps)
         for (loss, grad_norm, *others), step_numbers in zip(values, self.steps, strict=True):
             _, losses, rows, names, numbers = step_numbers
-            self.means = dict(zip(names, others, strict=True))
             overflows = self.fp16 and not math.isfinite(grad_norm)
             self.skipped = self.skipped + 1 if overflows else 0
             step = numbers["step"]
@@ -76,7 +73,7 @@ class UnreadSteps:
             per_second = numbers["tokens"] / seconds
             self.log.step(
                 **numbers,
-                **self.means,
+                **dict(zip(names, others, strict=True)),
                 loss=loss,
                 grad_norm=grad_norm,
                 skipped=int(self.skipped > 0),
