@@ -40,8 +40,9 @@ def setting_of(case: dict) -> Setting:
     lora = Lora(lora_rank=levers.pop("lora_rank", 0))
     quant = Quant(levers.pop("quantization", "none"))
     rows = levers.get("batch_size", 1) * levers.pop("grad_accum", 1)
+    sizes = case["sizes"] | ({"num_labels": 1} if levers.get("scores") else {})
     return Setting(
-        config=tiny_config(case["kind"], **case["sizes"]),
+        config=tiny_config(case["kind"], **sizes),
         param_dtype=DTYPES[case["param_dtype"]],
         dtype=DTYPES[case["dtype"]],
         seq_len=case["seq_len"],
@@ -58,6 +59,9 @@ def setting_of(case: dict) -> Setting:
 def loss_of_all(self, ids, labels):
     """The model's own loss finds the trained tokens by their values, which fake tensors have not."""
     hidden = self.base_model(ids, use_cache=False).last_hidden_state
+    if labels is None:  # scores of a pair
+        rows = torch.zeros(2 * len(ids), dtype=torch.int64)
+        return self.score(hidden.flatten(0, 1).index_select(0, rows)).float().sum()
     rows, columns = (torch.zeros(ids.numel(), dtype=torch.int64) for _ in range(2))
     return self.get_output_embeddings()(hidden[rows, columns], labels.view(-1)).clone()
 
@@ -98,7 +102,7 @@ def peak(case: dict) -> int:
                 model.set_requires_gradient_sync(
                     plan.sync_each_microbatch or i == plan.grad_accum - 1
                 )
-                model(ids, labels=ids).backward()
+                model(ids, labels=None if plan.scores else ids).backward()
 
         step()
         optimizer.step()  # its state is there from now on; tracked, it would be counted wrongly

@@ -135,6 +135,9 @@ TURNED = [
     {**LORA, "quantization": "8bit"},
     {**LORA, "quantization": "4bit"},
     {**LORA, "quantization": "4bit", "activation_checkpointing": "full"},
+    {"scores": True},
+    {"scores": True, "activation_checkpointing": "full"},
+    {**LORA, "scores": True, "quantization": "8bit", "activation_checkpointing": "full"},
 ]
 # What one rank has stored as it computes with it is not copied.
 BF16 = {"param_dtype": "bf16"}

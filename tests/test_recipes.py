@@ -102,7 +102,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     values = {"--nproc_per_node": "2", "--model": str(model), "--dataset": str(rows)}
     values |= {"--checkpoint": str(adapted[0]), "--adapter": f"{adapted[0]}/adapter"}
     values |= {"--prompts": str(adapted[1])}
-    if "prefer.py" in command:
+    if re.search("prefer.py|reward.py", command):
         pair = {"prompt": "Count to 3", "chosen": "1 2 3", "rejected": "3 2 1"}
         values["--dataset"] = str(tmp_path / "pairs.jsonl")
         Path(values["--dataset"]).write_text(json.dumps(pair) + "\n")
@@ -112,7 +112,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
         words[i + 1] = values.get(word, words[i + 1])
     if "--config" in words:
         words += ["--model", str(model), "--dataset", str(rows)]
-    if "--help" not in words and re.search("finetune.py|prefer.py", command):
+    if "--help" not in words and re.search("finetune.py|prefer.py|reward.py", command):
         words += ["--steps", "2", "--save_every", "0"]
     if "generate.py" in command:
         words += ["--max_new_tokens", "8"]

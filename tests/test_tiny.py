@@ -156,3 +156,14 @@ def test_pairs_teach_it_too(tmp_path):
     assert after >= 270
     assert pairs_before <= 200
     assert pairs_after >= 290
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
+    """recipes/reward.py with no other flag."""
+    trained = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/reward.py", tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    command = f"python {TINY}/score.py {TINY} output/reward-001/model"
+    score = shell(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
+    assert score.returncode == 0, score.stdout
+    assert "chosen scored above rejected" in score.stdout

@@ -1,5 +1,5 @@
-"""The losses of recipes/prefer.py, their gradients and the means that it logs are those of TRL's trainers.
-Those are in trl_losses.json; record_trl.py recorded them.
+"""The losses of recipes/prefer.py and reward.py, their gradients and the means that they log are those of
+TRL's trainers. Those are in trl_losses.json; record_trl.py recorded them.
 
 python -m pytest tests/test_trl_losses.py
 """
@@ -11,12 +11,13 @@ from pathlib import Path
 import prefer
 import preference_oracle as oracle
 import pytest
+import reward
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from utils.data.pairs import PairBatch
 from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.scores import add_scores, sequence_scores
 from utils.train.answers import log_probs_of, means_of, sums_of
 
 RECORDED = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
@@ -97,41 +98,26 @@ def tokens_of_wanted(batch: PairBatch) -> Tensor:
     return (batch.labels >= 0).sum(1)[: len(batch.keys)][batch.desirable].sum()
 
 
-def reward(c, r, center: float = 0.0, margin: Tensor | float = 0.0) -> Tensor:
-    """Of scores c, r (P,): https://arxiv.org/abs/2203.02155; center: https://arxiv.org/abs/2312.09244."""
-    return -F.logsigmoid(c - r - margin) + center * (c + r) ** 2
-
-
-def reward_step(name: str):
-    """(loss, metrics, gradients) of all pairs. A score is of the last token's hidden state."""
-    model = oracle.reward_model()
-    (batch,) = oracle.pair_batches(oracle.pairs(), oracle.PAIRS).batches(0)
-    hidden = model.model(batch.ids, use_cache=False).last_hidden_state  # (2 P, T, D)
-    last = batch.mask.sum(1) - 1
-    scores = (hidden[torch.arange(len(last)), last] @ model.score.weight.T).squeeze(1)  # (2 P,)
-    c, r = scores.view(-1, 2).unbind(1)
-    margins = 0.0
-    if LOSSES[name]["case"] == "margins":
-        margins = torch.tensor([int(w.removeprefix("row ")) / 2 for w in batch.where[::2]])
+def reward_step(name: str, batch_size: int):
+    """(loss, metrics, gradients) of all pairs in micro-batches."""
+    model = add_scores(oracle.reward_model(), oracle.PAD)
     center = LOSSES[name]["settings"]["center_rewards_coefficient"] or 0.0
-    loss = reward(c, r, center, margins).mean()
-    loss.backward()
-    metrics = {
-        "accuracy": (c > r).float().mean().item(),
-        "margin": (c - r).mean().item(),
-        "min_reward": scores.min().item(),
-        "mean_reward": scores.mean().item(),
-        "max_reward": scores.max().item(),
-    }
-    return loss.item(), metrics, oracle.gradients(model)
+    total = torch.zeros(len(reward.MEANS))
+    for batch in oracle.pair_batches(oracle.pairs(), batch_size).batches(0):
+        found = reward.score_sums(sequence_scores(model, batch), center)
+        (found[0] / oracle.PAIRS).backward()
+        total += found.detach() / oracle.PAIRS
+    metrics = dict(zip(reward.MEANS, total.tolist(), strict=True))
+    return metrics.pop("loss"), metrics, oracle.gradients(model)
 
 
 def compare(name: str, loss: float, metrics: dict[str, float], gradients: dict) -> None:
     """The loss and the metrics to 1e-6, or as many digits; each gradient to 1e-5 of its norm."""
     expected = LOSSES[name]
     assert loss == pytest.approx(expected["loss"], rel=1e-6, abs=1e-6)
+    not_ours = ("nll_loss", "min_reward", "max_reward")
     expected_metrics = {
-        key: value for key, value in expected["metrics"].items() if key != "nll_loss"
+        key: value for key, value in expected["metrics"].items() if key not in not_ours
     }
     if expected_metrics:
         assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-5)
@@ -161,9 +147,9 @@ def test_losses_means_and_gradients_equal_those_of_trl_in_any_micro_batches(name
     compare(name, *step(name, batch_size))
 
 
-@pytest.mark.parametrize("name", ["reward", "reward_margin"])
-def test_losses_of_scores_equal_those_of_trl(name):
-    compare(name, *reward_step(name))
+@pytest.mark.parametrize("batch_size", [7, 3])
+def test_the_loss_of_scores_its_means_and_gradients_equal_those_of_trl(batch_size):
+    compare("reward", *reward_step("reward", batch_size))
 
 
 def test_the_recorded_kl_is_in_force_in_some_batches_and_clamped_in_others():

@@ -1,5 +1,5 @@
 """What the model answers before and after training: exact match on questions that no training row asks, and
-of pairs how often the chosen answer is the likelier one.
+of pairs how often the chosen answer is the likelier one; by a reward model, the one with the higher score.
 
     python recipes/tiny/score.py recipes/tiny output/finetune-001/model
     python recipes/tiny/score.py BEFORE AFTER --questions recipes/tiny/heldout_pairs.jsonl
@@ -14,7 +14,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 BATCH = 50  # questions answered at a time
 ENOUGH = 0.9  # of the answers
@@ -43,6 +48,11 @@ def main() -> int:
             *question, answer = row["messages"]
             expected.append(answer["content"])
         questions.append(question)
+    if AutoConfig.from_pretrained(args.after).architectures[0].endswith("Classification"):
+        good, bad = (scores(args.after, questions, texts) for texts in (expected, rejected))
+        higher = sum(a > b for a, b in zip(good, bad, strict=True))
+        print(f"chosen scored above rejected, {args.after}: {higher} of {len(expected)}")
+        return 0 if higher >= ENOUGH * len(expected) else 1
     before = answers(args.before, questions)
     after = answers(args.after, questions)
 
@@ -113,6 +123,22 @@ def log_probs(folder: str, questions: list[list[dict]], texts: list[str]) -> lis
         all_log_probs = model(ids).logits[0, :-1].log_softmax(-1)
         of_tokens = all_log_probs.gather(1, ids[0, 1:, None])
         found.append(of_tokens[len(prompt) - 1 :].sum().item())
+    return found
+
+
+@torch.inference_mode()
+def scores(folder: str, questions: list[list[dict]], texts: list[str]) -> list[float]:
+    """The score of each answer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for start in range(0, len(texts), BATCH):
+        pairs = zip(questions[start : start + BATCH], texts[start : start + BATCH], strict=True)
+        chats = [[*question, {"role": "assistant", "content": text}] for question, text in pairs]
+        batch = tokenizer.apply_chat_template(
+            chats, padding=True, return_dict=True, return_tensors="pt"
+        )
+        found += model(**batch).logits[:, 0].tolist()
     return found
 
 

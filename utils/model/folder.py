@@ -58,7 +58,7 @@ NOT_CAUSAL = {
 class TensorInfo:
     """What a safetensors header says about one tensor; its bytes start at `begin` of the file, row-major."""
 
-    file: Path
+    file: Path | None  # None: it is in no file
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int

@@ -17,7 +17,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -34,6 +38,7 @@ KNOWN = (
     [("MergeModulelist", 0)],
     [("MergeModulelist", 0), ("Concatenate", 1)],
 )
+HEADS = ("lm_head.", "embed_out.")  # what families call the head in a checkpoint
 UNPADS = [("Inkling2UnpadVocab", None)]
 Tensors = dict[str, torch.Tensor]
 Names = dict[str, list[str]]
@@ -45,15 +50,18 @@ def build_model(
     attn="auto",
     trust_remote_code=False,
     whole: Path | str = "",
+    scores=False,
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory. whole: a folder whose
-    weights are read at once, as transformers does it (`--low_cpu_fsdp false`).
+    weights are read at once, as transformers does it (`--low_cpu_fsdp false`). scores: a sequence classifier,
+    whose `score` is the head; config.num_labels is 1.
 
     attn: sdpa, flash_attention_2, eager; auto lets transformers choose. Raises ConfigError where the model
     cannot.
     """
     check_family(config.model_type, "--model")
     check_text_model(config)
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     options = {
         "dtype": dtype,
         "attn_implementation": None if attn == "auto" else attn,
@@ -63,10 +71,14 @@ def build_model(
     if not whole:
         fix = f"other values in the config.json of {config.name_or_path or 'the model'}"
         with others_code(problem, fix), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options)
-    options |= {"config": config, "use_safetensors": True, "local_files_only": True}
-    with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
-        return AutoModelForCausalLM.from_pretrained(whole, **options)
+            model = kind.from_config(config, **options)
+    else:
+        options |= {"config": config, "use_safetensors": True, "local_files_only": True}
+        with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
+            model = kind.from_pretrained(whole, **options)
+    if scores:
+        model.get_output_embeddings = lambda: model.score
+    return model
 
 
 def check_text_model(config: PretrainedConfig) -> None:
@@ -78,8 +90,11 @@ def check_text_model(config: PretrainedConfig) -> None:
     check(listed or has_own_code, refused)
 
 
-def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) -> list[Piece]:
-    """Which box of which parameter each tensor of the checkpoint is.
+def plan_pieces(
+    model: nn.Module, weights: dict[str, TensorInfo], folder: Path, new_head: str = ""
+) -> list[Piece]:
+    """Which box of which parameter each tensor of the checkpoint is. new_head: a parameter that the
+    checkpoint may lack, whose own head is then not read; its piece has no file.
 
     Raises ConfigError unless every parameter and persistent buffer is covered exactly once, with the right
     shape: missing, extra and misshapen names are listed, the first five. (transformers re-initializes what is
@@ -117,6 +132,12 @@ def plan_pieces(model: nn.Module, weights: dict[str, TensorInfo], folder: Path) 
         covered[target] += torch.Size(shape).numel()
         pieces.append(piece)
     # A tied weight may be stored under one of its names.
+    if new_head and not covered[new_head]:
+        extra = [name for name in extra if not name.startswith(HEADS)]
+        covered[new_head] = state[new_head].numel()
+        shape = tuple(state[new_head].shape)
+        info = TensorInfo(None, next(iter(weights.values())).dtype, shape, 0)
+        pieces.append(Piece(new_head, info, new_head, (0,) * len(shape), shape))
     whole = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
     missing = [name for name, tensor in state.items() if id(tensor) not in whole]
     repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
@@ -180,7 +201,7 @@ def load_pieces(
 
     They are on `device`; with cpu_offload they are on the host, and only the buffers on `device`. names: the
     present names of a parameter, where the model was changed since the pieces were planned; two names get two
-    copies.
+    copies. A piece without a file is left as it is.
 
     Peak memory above the shards: CHUNK elements. Files are read, not mapped: mapped pages count as memory of
     this process, and network file systems deliver them in small parts. Raises ConfigError when a file is cut
@@ -191,7 +212,8 @@ def load_pieces(
     state = model.state_dict(keep_vars=True)
     filled: set[tuple] = set()
     staging = torch.empty(CHUNK * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    by_file = sorted(pieces, key=lambda piece: (str(piece.info.file), piece.info.begin))
+    stored = [piece for piece in pieces if piece.info.file]
+    by_file = sorted(stored, key=lambda piece: (str(piece.info.file), piece.info.begin))
     for path, group in groupby(by_file, key=lambda piece: piece.info.file):
         with open(path, "rb", buffering=0) as file:
             for piece in group:

@@ -82,23 +82,25 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
+    scores = ["score"] if head is getattr(model, "score", None) else []  # it trains as a whole
     if lora.adapter:
         config = read_lora_config(Path(lora.adapter))
         inject(model, config, lora.adapter)
         match_tensors(model, Path(lora.adapter))
     else:
         modules = [name for name, _ in model.named_modules()]
+        whole = _known(lora.modules_to_save, modules, "--modules_to_save")
         config = LoraConfig(
             r=lora.lora_rank,
             lora_alpha=lora.lora_alpha,
             lora_dropout=lora.lora_dropout,
             target_modules=_target_modules(model, lora.lora_targets),
-            modules_to_save=_known(lora.modules_to_save, modules, "--modules_to_save") or None,
+            modules_to_save=[*whole, *scores] or None,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
-            task_type="CAUSAL_LM",
         )
         inject(model, config, TARGETS)
+    config.task_type = "SEQ_CLS" if scores else "CAUSAL_LM"
     if tied:
         # transformers would tie by names that have changed; and one parameter cannot be in two FSDP units.
         saved = [m.original_module for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
@@ -129,7 +131,7 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     given = {name: stored[name] for name in read if stored.get(name) is not None}
     with others_code(str(file), f"correct it, or {ANOTHER}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings that change nothing
-        return LoraConfig(**given, task_type="CAUSAL_LM")
+        return LoraConfig(**given)
 
 
 def base_of(folder: Path) -> str:

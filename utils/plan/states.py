@@ -36,6 +36,7 @@ class Setting:
     quant: Quant = Quant()
     attn: str = "auto"
     trust_remote_code: bool = False
+    scores: bool = False  # a score of each sequence in place of logits
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False
@@ -103,6 +104,7 @@ def planned_model(setting: Setting) -> nn.Module:
             quant=quant,
             attn=setting.attn,
             trust_remote_code=setting.trust_remote_code,
+            scores=setting.scores,
         )
     )
 
@@ -110,14 +112,18 @@ def planned_model(setting: Setting) -> nn.Module:
 @lru_cache(maxsize=16)
 def _planned_model(setting: Setting) -> nn.Module:
     model = build_model(
-        setting.config, setting.param_dtype, setting.attn, setting.trust_remote_code
+        setting.config,
+        setting.param_dtype,
+        setting.attn,
+        setting.trust_remote_code,
+        scores=setting.scores,
     )
     if setting.lora:
         from ..model.lora import add_adapters, freeze_base
 
         add_adapters(model, setting.lora)
         freeze_base(model, setting.quant, setting.dtype)
-    return add_chunked_loss(model)
+    return model if setting.scores else add_chunked_loss(model)
 
 
 def estimate_states(

@@ -161,15 +161,20 @@ def trace_step(
             for hook in mark_block(layer, live, inputs, gone):
                 stack.callback(hook.remove)
         head = model.get_output_embeddings()
-        stack.callback(setattr, head, "chunk_bounds", head.chunk_bounds)
-        head.chunk_bounds = few_chunks
+        has_logits = hasattr(head, "chunk_bounds")
+        if has_logits:
+            stack.callback(setattr, head, "chunk_bounds", head.chunk_bounds)
+            head.chunk_bounds = few_chunks
         stack.enter_context(patch.object(loss, "_add_product", first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
         hidden = backbone(model)(ids, use_cache=False).last_hidden_state
         gone.append(gone_bytes(inputs))  # the last one's goes before the loss
-        total = head(hidden.flatten(0, 1).index_select(0, places), places)
+        if has_logits:
+            total = head(hidden.flatten(0, 1).index_select(0, places), places)
+        else:  # the scores of a pair
+            total = head(hidden.flatten(0, 1).index_select(0, places[: 2 * batch])).float().sum()
         hidden_bytes = hidden.shape[-1] * hidden.element_size()
         del hidden
         live.mark("loss")
