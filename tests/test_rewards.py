@@ -164,19 +164,19 @@ def test_columns_that_functions_need_are_asked_for_before_anything_runs(rules):
 
 
 MISTAKES = {
-    "an unknown name": ("exakt", "not exact, number, regex:PATTERN or FILE.py:FUNCTION"),
-    "nothing": ("exact,", "--rewards exact,: not exact"),
-    "no function": ("{}", "not exact, number"),
-    "no column": ("{}:", "not exact, number"),
-    "no pattern": ("regex:", "not exact, number"),
-    "a weight of a built-in": ("exact:much", "--rewards exact:much: not exact"),
+    "an unknown name": ("exakt", "no function exakt.*regex:PATTERN, FILE.py:FUNCTION"),
+    "nothing": ("exact,", "--rewards exact,: rewards are exact"),
+    "no function": ("{}", "rewards are exact, number"),
+    "no column": ("{}:", "rewards are exact, number"),
+    "no pattern": ("regex:", "rewards are exact, number"),
+    "a weight of a built-in": ("exact:much", "--rewards exact:much: rewards are exact"),
     "a weight of a function": (
         "{}:length:much",
-        "not exact, number, .* its weight",
+        "rewards are exact, number, .* its weight",
     ),
     "a missing file": ("nowhere.py:length", "--rewards nowhere.py:length: no such file"),
-    "a missing function": ("{}:lenght", "no function lenght in .*rules.py"),
-    "a value": ("{}:not_a_function", "no function not_a_function in"),
+    "a missing function": ("{}:lenght", "rules.py:lenght: no function lenght"),
+    "a value": ("{}:not_a_function", "no function not_a_function"),
     "a coroutine": ("{}:later", "or an async one"),
     "a bad pattern": ("regex:(a", "--rewards regex:.a: .*missing \\)"),
 }

@@ -72,9 +72,10 @@ def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
 
     ConfigError for bad rows (up to ten, and how many more), and where all were dropped.
     """
-    fix = "(fix: --too_long drop, or error)"
-    cut = rows.too_long == "truncate"
-    check(not cut, f"--too_long truncate: a prompt that is cut asks something else {fix}")
+    check(
+        rows.too_long != "truncate",
+        "--too_long truncate: a prompt that is cut asks something else (fix: drop, or error)",
+    )
     part, asked, origins = Part(), [], []
     for source in find_sources(rows.dataset):
         first = len(asked)
@@ -119,14 +120,14 @@ def add_question(part: Part, asked: list, tokenizer, where: str, row: dict, rows
         ids = prompt_ids(tokenizer, Prompt(where, content).messages, tools)
     if not ids:
         raise ValueError("the prompt has no tokens")
-    if len(ids) <= rows.seq_len:
-        columns = {} if answer is None else {"answer": answer}
-        columns |= {key: row[key] for key in row if key not in NO_COLUMNS}
-        part.add(ids, bytes(len(ids)), where)
-        asked.append((content, columns))
-    elif rows.too_long == "drop":
+    if len(ids) > rows.seq_len and rows.too_long == "error":
+        limit = f"a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
+        raise ValueError(f"{len(ids):,} tokens, and {limit}")
+    if len(ids) > rows.seq_len:
         part.dropped[TOO_LONG] += 1
-    else:
-        raise ValueError(
-            f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
-        )
+        return
+    columns = {key: row[key] for key in row if key not in NO_COLUMNS}
+    if answer is not None:
+        columns.setdefault("answer", answer)
+    part.add(ids, bytes(len(ids)), where)
+    asked.append((content, columns))

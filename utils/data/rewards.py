@@ -24,9 +24,7 @@ from typing import NamedTuple
 from ..run.errors import ConfigError, check, others_code, reason_of_others
 from ..run.files import did_you_mean
 
-FORMS = (
-    "not exact, number, regex:PATTERN or FILE.py:FUNCTION, perhaps with its weight (fix: exact:0.5)"
-)
+FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
 NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
 PART = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
 NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
@@ -56,8 +54,7 @@ def parse_rewards(text: str) -> list[Reward]:
                 files[file] = run_file(Path(file), flag)
             function = files[file].get(name)
             usable = callable(function) and not inspect.iscoroutinefunction(function)
-            lacks = f"no function {name} in {file}, or an async one" if file else FORMS
-            check(usable, f"{flag}: {lacks}")
+            check(usable, f"{flag}: no function {name}, or an async one; {FORMS}")
         if name in {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
         rewards.append(Reward(name, function, float(weight or 1)))

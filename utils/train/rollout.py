@@ -81,6 +81,9 @@ def generate(
     the prompt, sample). Batches are cut by length from the whole list, so they do not depend on the number of
     ranks; batch i is drawn by rank i % ranks. Nothing is exchanged: gather(world, found) gives all.
 
+    The attention has to heed masks: `varlen` does not. Memory: keys and values of one batch, and some copies
+    of (B, V) in fp32 and float64. The model is in evaluation mode meanwhile; torch's own random numbers stay.
+
     lockstep: the layers are gathered in every forward, so all ranks have to have the same number of them; one
     that is done takes part with one token. Without it the model is not sharded, or `gathered`.
     """
@@ -88,18 +91,10 @@ def generate(
     model.eval()
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     starts = range(0, len(order), sampling.batch_size)
-    batches = [order[start : start + sampling.batch_size] for start in starts]
-    found = {}
-    for batch in batches[world.rank :: world.size]:
-        drawn = draw_batch(
-            model,
-            [prompts[i] for i in batch],
-            [keys[i] for i in batch],
-            sampling,
-            world,
-            lockstep,
-        )
-        found |= zip(batch, drawn, strict=True)
+    found: dict[int, Completion] = {}
+    for start in starts[world.rank :: world.size]:
+        batch = order[start : start + sampling.batch_size]
+        found |= draw_batch(model, prompts, keys, batch, sampling, world, lockstep)
     if lockstep:
         filler = torch.tensor([[sampling.pad_id]], device=world.device)
         while all_reduce_sum(0, world):
@@ -113,57 +108,54 @@ def draw_batch(
     model: nn.Module,
     prompts: list[list[int]],
     keys: list[tuple[int, ...]],
+    batch: list[int],
     sampling: Sampling,
     world: World,
     lockstep: bool,
-) -> list[Completion]:
-    """The completions of B prompts, padded on the left. One that is done leaves the batch."""
-    ids, mask = (tensor.to(world.device) for tensor in pad_left(prompts, sampling.pad_id))
+) -> dict[int, Completion]:
+    """The completions of some prompts, padded on the left. One that is done leaves the batch."""
+    padded = pad_left([prompts[i] for i in batch], sampling.pad_id)
+    ids, mask = (tensor.to(world.device) for tensor in padded)
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
-    randoms = [random_numbers(key, sampling.max_new_tokens) for key in keys]
+    randoms = [random_numbers(keys[i], sampling.max_new_tokens) for i in batch]
     randoms = torch.stack(randoms).to(world.device)  # (B, new tokens)
     takes = inspect.signature(type(model).forward).parameters
     cache = next(name for name in CACHES if name in takes)
     # The loss that balances experts takes no cache.
     given = {"use_cache": True, "logits_to_keep": 1, "output_router_logits": False}
-    drawn = [[] for _ in prompts]  # (token, log-probability) of each completion
-    going = list(range(len(prompts)))  # which completion each row is
+    drawn = {i: [] for i in batch}  # (token, log-probability) of each completion
     for number in range(sampling.max_new_tokens):
         if lockstep:
             all_reduce_sum(1, world)
         given |= {"attention_mask": mask, "position_ids": positions}
-        known = {name: given[name] for name in given if name in takes}
         # Families differ: states, for example, are masked in the first forward alone.
         inputs = model.prepare_inputs_for_generation(
             ids,
             is_first_iteration=number == 0,
-            **known,
+            **{name: given[name] for name in given if name in takes},
         )
         output = model(**inputs)
-        given[cache] = output[cache]
-        tokens, log_probs = draw_tokens(
-            output.logits[:, -1],
-            randoms[:, number],
-            sampling.temperature,
-        )
-        for i, *token in zip(going, tokens.tolist(), log_probs.tolist(), strict=True):
+        logits = output.logits[:, -1]  # (B, V)
+        tokens, log_probs = draw_tokens(logits, randoms[:, number], sampling.temperature)
+        for i, *token in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
             drawn[i].append(token)
-        rows = [row for row, i in enumerate(going) if drawn[i][-1][0] not in sampling.end_ids]
+        rows = [row for row, i in enumerate(batch) if drawn[i][-1][0] not in sampling.end_ids]
         if not rows:
             break
+        given[cache] = output[cache]
         ids = tokens[:, None]  # (B, 1)
         positions = positions[:, -1:] + 1
         mask = F.pad(mask, (0, 1), value=1)
-        if len(rows) < len(going):
-            going = [going[row] for row in rows]
+        if len(rows) < len(batch):
+            batch = [batch[row] for row in rows]
             kept = torch.tensor(rows, device=world.device)
             given[cache].reorder_cache(kept)  # batch_select_indices forgets linear attention
             ids, positions, mask, randoms = (t[kept] for t in (ids, positions, mask, randoms))
-    completions = []
-    for pairs in drawn:
+    found = {}
+    for i, pairs in drawn.items():
         ids, log_probs = map(list, zip(*pairs, strict=True))
-        completions.append(Completion(ids, log_probs, ids[-1] not in sampling.end_ids))
-    return completions
+        found[i] = Completion(ids, log_probs, ids[-1] not in sampling.end_ids)
+    return found
 
 
 def draw_tokens(
