@@ -25,7 +25,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
-from utils.data.prompts import Prompt, encode_prompt, pad_left, read_prompts
+from utils.data.prompts import Prompt, encode_prompt, read_prompts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.loading import load_pieces
@@ -48,6 +48,7 @@ from utils.run.folder import releases_output
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
 from utils.run.units import GIB
+from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_weights, open_trained, shard_model
 
 

@@ -16,6 +16,8 @@ OPTIONAL = (
     "data/cache",
     "data/packing",
     "data/prompts",
+    "data/questions",
+    "data/rewards",
     "data/tables",
     "model/attention",
     "model/lora",
@@ -27,6 +29,7 @@ OPTIONAL = (
     "train/optim_8bit",
     "train/profiling",
     "train/resume",
+    "train/rollout",
     "train/trained_run",
 )  # what a plain run does without
 

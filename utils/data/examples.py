@@ -171,21 +171,6 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
             print0(f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {why}")
 
 
-def load_data(rows: Rows, tokenizer, progress: bool) -> tuple[Examples, Examples | None]:
-    """(examples, held-out ones or None); see load_examples."""
-    examples = load_examples(rows, tokenizer, progress)
-    if rows.eval_dataset:
-        held_out = load_examples(replace(rows, dataset=rows.eval_dataset), tokenizer, progress)
-        keys = held_out.of_rows(held_out.keys)
-        both = int(torch.isin(keys, examples.of_rows(examples.keys)).sum())
-        if both:
-            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
-        return examples, held_out
-    if rows.eval_share:
-        return split_by_hash(examples, rows.eval_share)
-    return examples, None
-
-
 def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
     """Tokens of the longest row of a batch, as collate pads it: of packs, whatever they hold, seq_len."""
     if packing:
@@ -258,6 +243,22 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
                 else None
             )
         )
+
+
+def load_data(
+    rows: Rows, tokenizer, progress: bool, load=load_examples
+) -> tuple[Examples, Examples | None]:
+    """(examples, held-out ones or None); see load_examples. load: what reads them in its place."""
+    examples = load(rows, tokenizer, progress)
+    if rows.eval_share:
+        return split_by_hash(examples, rows.eval_share)
+    held_out = None
+    if rows.eval_dataset:
+        held_out = load(replace(rows, dataset=rows.eval_dataset), tokenizer, progress)
+        both = torch.isin(held_out.of_rows(held_out.keys), examples.of_rows(examples.keys)).sum()
+        if both:
+            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
+    return examples, held_out
 
 
 def mapped(folder: Path, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -33,7 +33,8 @@ KNOWN = (
     " input_ids (tokens)"
 )
 COLUMNS = {*FORMS, "input", "output", "system", "history", "tools", "prompt", "labels"}
-PREFERENCES = {"chosen", "rejected", "label", "kto_tag"}  # see preferences.py
+# See preferences.py, and questions.py.
+PREFERENCES = {"chosen", "rejected", "label", "kto_tag", "answer"}
 ROLES = {  # role in a row -> ours
     "system": "system",
     "developer": "system",

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from ..run.errors import ConfigError, check
 from .chats import prompt_ids
-from .formats import to_messages
+from .formats import PICTURES, REFUSED, to_messages
 from .rows import Row, read_rows
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+# Keys of a row that belong to its prompt, and those of pictures, which to_messages refuses.
+BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
 
 
 class Prompt(NamedTuple):
@@ -72,36 +72,44 @@ def encode_prompt(
     return ids
 
 
-def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, attention mask), both (B, T): the rows of a batch, padded on the left."""
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    return ids, mask
+def turns_of(row: dict) -> tuple[str | list[dict], list | None, str | None]:
+    """(the text or the messages to answer, their tools, the answer that the row has) of a row.
+
+    {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, with system and tools as in formats.py. A
+    last turn of the assistant is the answer, and no part of the prompt. ValueError: what is wrong with the
+    row.
+    """
+    text, messages = row.get("prompt"), row.get("messages")
+    beside = {key: row[key] for key in BESIDE if row.get(key)}
+    if isinstance(text, str) and text and messages is None:
+        if not beside:
+            return text, None, None
+        text = [{"role": "user", "content": text}]
+    if isinstance(text, list) and messages is None:
+        text, messages = None, text
+    if not isinstance(messages, list) or text is not None:
+        raise ValueError(f"no prompt to answer; {FORMS}")
+    # to_messages asks for an answer
+    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    is_answered = last.get("role") == "assistant"
+    if not is_answered:
+        messages = [*messages, {"role": "assistant", "content": "to come"}]
+    if len(messages) == 1:
+        raise ValueError(f"no turn to answer; {FORMS}")
+    messages, tools = to_messages(beside | {"messages": messages}, "chat")
+    return messages[:-1], tools, messages[-1]["content"] if is_answered else None
 
 
 def _prompt_of_row(row: Row, raw: bool) -> Prompt:
     """A row's prompt. Messages and their tools are read as for training; a last answer is left out."""
-    text = row.data.get("prompt")
-    messages = row.data.get("messages")
-    if isinstance(text, str) and text and messages is None:
-        return Prompt(row.where, text)
-    has_messages = isinstance(messages, list) and text is None
-    check(has_messages, f"{row.where}: no prompt to answer; {FORMS}")
+    try:
+        content, tools, _ = turns_of(row.data)
+    except ValueError as error:
+        said = str(error)
+        forms = "" if FORMS in said else f"; {FORMS}"
+        raise ConfigError(f"{row.where}: {said}{forms}") from None
     check(
-        not raw,
+        not raw or isinstance(content, str),
         f"{row.where}: these are messages, and --raw completes texts (fix: without --raw)",
     )
-    # to_messages asks for an answer
-    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
-    if last.get("role") != "assistant":
-        messages = [*messages, {"role": "assistant", "content": "to come"}]
-    check(len(messages) > 1, f"{row.where}: no turn to answer; {FORMS}")
-    try:
-        messages, tools = to_messages(row.data | {"messages": messages}, "chat")
-    except ValueError as error:
-        raise ConfigError(f"{row.where}: {error}; {FORMS}") from None
-    return Prompt(row.where, messages[:-1], tools)
+    return Prompt(row.where, content, tools)

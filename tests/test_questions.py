@@ -1,0 +1,212 @@
+"""Prompts with columns: their ids are those that inference asks with, every column reaches the rewards, and
+what is asked in a step follows from the data, the seed and the step.
+
+python -m pytest tests/test_questions.py
+"""
+
+import json
+
+import pytest
+from datasets import Dataset
+from tiny import tiny_tokenizer
+
+from utils.data.batches import GlobalBatches
+from utils.data.encode import Rows
+from utils.data.examples import load_data, print_data
+from utils.data.questions import load_questions
+from utils.data.tokens import load_tokenizer
+from utils.run.errors import ConfigError
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "<|im_start|>{{ m['role'] + ':' + m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(path)
+    (path / "tools.jinja").write_text(WITH_TOOLS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(tokenizer, path, rows=None, **options):
+    name = write(path, rows) if rows is not None else str(path)
+    return load_questions(Rows(name, **{"seq_len": 200, "too_long": "drop"} | options), tokenizer)
+
+
+def asked(tokenizer, messages, tools=None):
+    options = {"add_generation_prompt": True, "tools": tools, "return_dict": True}
+    return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+
+
+def test_ids_are_those_of_the_template_with_its_generation_prompt(folder, tmp_path):
+    tokenizer = load_tokenizer(folder, str(folder / "tools.jinja"))
+    turns = [{"role": "system", "content": "Add."}, user("1 + 1"), answer("2"), user("2 + 2")]
+    rows = [
+        {"prompt": "one"},
+        {"prompt": turns, "tools": TOOLS},
+        {"messages": turns},
+        {"messages": [*turns, answer("4")], "tools": json.dumps(TOOLS)},
+        {"prompt": "1 + 1", "tools": TOOLS},
+    ]
+    found = load(tokenizer, tmp_path / "rows.jsonl", rows)
+    assert [found[i].ids for i in range(5)] == [
+        asked(tokenizer, [user("one")]),
+        asked(tokenizer, turns, TOOLS),
+        asked(tokenizer, turns),
+        asked(tokenizer, turns, TOOLS),
+        asked(tokenizer, [user("1 + 1")], TOOLS),
+    ]
+    assert [found[i].content for i in (0, 1, 3)] == ["one", turns, turns]
+    assert found[4].where == f"{tmp_path}/rows.jsonl:5"
+
+
+def test_text_stays_plain_without_a_template_or_with_format_completion(folder, tokenizer, tmp_path):
+    plain = load_tokenizer(folder)
+    plain.template_name = "built-in plain"
+    rows, ids = [{"prompt": "one </s>"}], [*tokenizer("one ")["input_ids"]]
+    for found in (
+        load(plain, tmp_path / "rows.jsonl", rows),
+        load(tokenizer, tmp_path / "rows.jsonl", rows, format="completion"),
+    ):
+        assert found[0].ids[: len(ids)] == ids
+        assert tokenizer.decode(found[0].ids) == "one </s>"
+        assert 2 not in found[0].ids  # text that spells a special token stays text
+
+
+def test_a_last_answer_becomes_a_column_and_columns_are_complete_lists(tokenizer, tmp_path):
+    rows = [
+        {"messages": [user("a"), answer("A")], "level": 3},
+        {"prompt": [user("b"), answer("B")], "answer": "own"},
+        {"prompt": "c", "label": True, "weight": 2, "chosen": "x"},
+    ]
+    found = load(tokenizer, tmp_path / "rows.jsonl", rows)
+    assert found.names == {"answer", "level", "label", "weight", "chosen"}
+    columns = found.columns_of([found[i] for i in (2, 0, 1)])
+    assert columns == {
+        "answer": [None, "A", "own"],
+        "level": [None, 3, None],
+        "label": [True, None, None],
+        "weight": [2, None, None],
+        "chosen": ["x", None, None],
+    }
+    assert found[0].content == [user("a")]
+
+
+def test_columns_are_renamed_in_any_kind_of_file_and_max_rows_is_of_each_source(
+    tokenizer, tmp_path
+):
+    data = Dataset.from_dict({"question": ["a", "b", "c"], "solution": ["1", "2", "3"]})
+    options = {"columns": "prompt=question,answer=solution", "max_rows": 2}
+    for kind, write_file in (("csv", data.to_csv), ("parquet", data.to_parquet)):
+        write_file(tmp_path / f"rows.{kind}")
+        found = load(tokenizer, tmp_path / f"rows.{kind}", **options)
+        assert [found[i].columns for i in range(len(found))] == [{"answer": "1"}, {"answer": "2"}]
+        assert found[1].content == "b"
+    both = load(tokenizer, f"{tmp_path}/rows.csv:0.5,{tmp_path}/rows.parquet:0.25", **options)
+    sources = [both[i].where.split("/")[-1].split(" ")[0] for i in range(len(both))]
+    assert sources == ["rows.csv", "rows.csv", "rows.parquet"]
+
+
+FAULTS = {
+    "nothing asked": ({"question": "?"}, "no prompt to answer; a row is"),
+    "two prompts": ({"prompt": "a", "messages": [user("b")]}, "no prompt to answer"),
+    "an answer alone": ({"messages": [answer("x")]}, "no turn to answer"),
+    "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\].content: missing"),
+    "a wrong role": ({"prompt": [{"role": "cook", "content": "x"}]}, "'cook' is not one of"),
+    "a picture": ({"prompt": "a", "image": "cat.png"}, "image: rows with pictures"),
+    "no object": ([1], "expected object, got list"),
+    "too long": ({"prompt": "x" * 300}, r"\d+ tokens, and a prompt may have 200"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_row_that_is_wrong_is_named_or_left_out_and_listed(name, tokenizer, tmp_path, capsys):
+    row, words = FAULTS[name]
+    rows = [{"prompt": "a"}, row]
+    with pytest.raises(ConfigError, match=rf"rows.jsonl:2: .*{words}"):
+        load(tokenizer, tmp_path / "rows.jsonl", rows, too_long="error")
+    found = load(tokenizer, tmp_path / "rows.jsonl", rows, too_long="error", bad_rows="drop")
+    assert len(found) == 1
+    assert found.bad[0][0].endswith("rows.jsonl:2")
+    print_data("rows.jsonl", found.summary(), found, None)
+    assert "1 bad rows are left out" in capsys.readouterr().out
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_counted_never_cut(tokenizer, tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "x" * 300}]
+    found = load(tokenizer, tmp_path / "rows.jsonl", rows)
+    assert len(found) == 1
+    assert "1 dropped: longer than a prompt may be" in found.summary()
+    with pytest.raises(ConfigError, match="too_long truncate: a prompt that is cut"):
+        load(tokenizer, tmp_path / "rows.jsonl", rows, too_long="truncate")
+    with pytest.raises(ConfigError, match="all 1 rows were dropped"):
+        load(tokenizer, tmp_path / "rows.jsonl", rows[1:])
+    with pytest.raises(ConfigError, match="--columns answer=solution: no row has 'solution'"):
+        load(tokenizer, tmp_path / "rows.jsonl", rows, columns="answer=solution")
+
+
+def test_the_fingerprint_holds_what_is_asked_and_what_is_right(tokenizer, tmp_path):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    other_answer = [rows[0], {"prompt": "b", "answer": "3"}]
+    found = {
+        load(tokenizer, tmp_path / f"{i}.jsonl", part).fingerprint
+        for i, part in enumerate((rows, rows, other_answer, rows[::-1], rows[:1]))
+    }
+    assert len(found) == 4
+
+
+def test_held_out_prompts_are_chosen_by_their_hash(tokenizer, tmp_path):
+    rows = [{"prompt": f"{i} + {i}", "answer": str(2 * i)} for i in range(60)]
+
+    def split(rows, **options):
+        options = {"seq_len": 200, "too_long": "drop"} | options
+        name = write(tmp_path / "rows.jsonl", rows)
+        return load_data(Rows(name, **options), tokenizer, False, load=load_questions)
+
+    trained, held_out = split(rows, eval_share=0.2)
+    assert len(trained) + len(held_out) == 60
+    held = {held_out[i].columns["answer"] for i in range(len(held_out))}
+    assert 4 < len(held) == len(held_out) < 24
+    assert not held & {trained[i].columns["answer"] for i in range(len(trained))}
+    again = split(rows[30:] + rows[:30], eval_share=0.2)[1]
+    assert held == {again[i].columns["answer"] for i in range(len(again))}
+    assert trained.fingerprint != held_out.fingerprint
+    named = split(rows[:40], eval_dataset=write(tmp_path / "held.jsonl", rows[40:]))
+    assert [len(part) for part in named] == [40, 20]
+    assert split(rows)[1] is None
+
+
+def test_global_batches_of_prompts_do_not_depend_on_the_ranks(tokenizer, tmp_path):
+    rows = [{"prompt": "x" * (1 + i % 7), "number": i} for i in range(10)]
+    found = load(tokenizer, tmp_path / "rows.jsonl", rows)
+    orders = []
+    for seed, ranks in ((0, 1), (0, 4), (1, 1)):
+        batches = GlobalBatches(found, seed, 4, 1, 0, ranks, 0)
+        orders.append([batches.rows_of(step) for step in range(batches.per_epoch)])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(sum(orders[0], [])) == [*range(10)]
+    numbers = {found[row].columns["number"] for row in sum(orders[0], [])}
+    assert numbers == {*range(10)}

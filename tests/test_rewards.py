@@ -1,0 +1,237 @@
+"""Rewards: what is given to functions and what they may give back; every fault is named.
+
+python -m pytest tests/test_rewards.py
+"""
+
+import math
+
+import pytest
+
+from utils.data.rewards import check_columns, parse_rewards, score
+from utils.run.errors import ConfigError
+
+RULES = """
+from dataclasses import dataclass
+
+seen = []
+not_a_function = 3
+
+
+@dataclass
+class Rule:
+    words: int
+
+
+def is_short(prompts, completions, **columns):
+    seen.append((prompts, completions, columns))
+    return [float(len(text) < 5) for text in completions]
+
+
+def length(completions, completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
+def only_some(completions, level, **kwargs):
+    return [None if one == "hard" else 2 for one in level]
+
+
+def needs(solution, **columns):
+    return solution
+
+
+def strict(completions):
+    return []
+
+
+def divides(completions, by, **columns):
+    return [1 / number for number in by]
+
+
+def gives(completions, value, **columns):
+    return value
+
+
+def too_few(completions, **columns):
+    return [1.0] * (len(completions) - 1 or 3)
+
+
+def one_number(completions, **columns):
+    return 1.0
+
+
+async def later(completions, **columns):
+    return [1.0]
+"""
+
+
+@pytest.fixture
+def rules(tmp_path):
+    path = tmp_path / "rules.py"
+    path.write_text(RULES)
+    return path
+
+
+def scores(flag, completions, prompts=None, **columns):
+    prompts = prompts or ["p"] * len(completions)
+    where = [f"rows.jsonl:{i + 1}" for i in range(len(completions))]
+    ids = [[*text.encode()] for text in completions]
+    return score(parse_rewards(flag), prompts, completions, columns, where, ids)
+
+
+def given(flag, completions, **columns):
+    """What a single reward gives."""
+    ((_, values),) = scores(flag, completions, **columns)[0].items()
+    return values
+
+
+def test_exact_ignores_white_space_around_and_rows_without_an_answer():
+    answers = ["cat", "dog", None, 7]
+    assert given("exact", [" cat\n", "Dog", "x", "7"], answer=answers) == [1, 0, None, 1]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("It is 1,234.", "so\n#### 1234", 1),
+        ("#### 18.0\n#### 18", "#### 18", 1),
+        ("#### 3 and then 18", "#### 18", 0),  # the first behind the mark
+        ("3 or 18", "#### 18", 1),  # without a mark the last
+        ("It is -2", 2, 0),
+        ("about .5", "0.50", 1),
+        ("ten", "10", 0),
+        ("####", "10", 0),
+        ("10", 10.0, 1),
+        ("$1,000,000", "1000000", 1),
+    ],
+)
+def test_number_compares_numbers(completion, answer, right):
+    assert given("number", [completion], answer=[answer]) == [right]
+
+
+def test_a_group_of_a_pattern_is_compared_and_a_pattern_without_one_is_searched():
+    texts = ["<answer> 3\n</answer>", "<answer>4</answer>", "3"]
+    assert given("regex:<answer>(.*)</answer>", texts, answer=["3"] * 3) == [1, 0, 0]
+    assert given("regex:<answer>.*</answer>", texts) == [1, 1, 0]
+    assert given("regex:^(a)?b", ["b"], answer=["a"]) == [0]
+
+
+def test_patterns_may_have_commas_and_colons_and_weights_are_behind_them():
+    flag = r"regex:\d{1,3}:.:0.5,exact:2,regex:a(b):-1e,number:.25,regex:x"
+    rewards = parse_rewards(flag)
+    assert [(one.name, one.weight) for one in rewards] == [
+        ("regex", 0.5),
+        ("exact", 2.0),
+        ("regex_2", 1.0),
+        ("number", 0.25),
+        ("regex_4", 1.0),
+    ]
+    found, sums = scores(r"regex:\d{1,3}:.:-0.5", ["12:a", "12"])
+    assert (found["regex"], sums) == ([1, 0], [-0.5, 0])
+
+
+def test_functions_get_what_trl_gives_them_and_sums_leave_out_none(rules):
+    flag = f"{rules}:is_short,{rules}:length:0.1,{rules}:only_some:-2"
+    prompts = ["p", [{"role": "user", "content": "q"}]]
+    found, sums = scores(flag, ["abc", "abcdef"], prompts, level=["easy", "hard"])
+    assert found == {"is_short": [1, 1], "length": [3, 6], "only_some": [2, None]}
+    assert sums == pytest.approx([1 + 0.3 - 4, 1 + 0.6])
+    from rewards_rules import seen
+
+    ((seen_prompts, completions, columns),) = seen
+    assert seen_prompts == prompts
+    assert completions == ["abc", [{"role": "assistant", "content": "abcdef"}]]
+    assert columns == {
+        "level": ["easy", "hard"],
+        "completion_ids": [[*b"abc"], [*b"abcdef"]],
+    }
+
+
+def test_messages_are_compared_by_their_text():
+    prompt = [[{"role": "user", "content": "?"}]]
+    for flag in ("exact", "number", "regex:(.*)"):
+        assert scores(flag, ["3"], prompt, answer=["3"])[1] == [1]
+
+
+def test_columns_that_functions_need_are_asked_for_before_anything_runs(rules):
+    rewards = parse_rewards(f"exact,{rules}:is_short,{rules}:length")
+    check_columns(rewards, {"answer"})
+    with pytest.raises(ConfigError, match=r"--rewards exact: .*'answer'; the columns are: level"):
+        check_columns(rewards, {"level"})
+    with pytest.raises(ConfigError, match=r"strict: .*unexpected.*\*\*columns as the last"):
+        check_columns(parse_rewards(f"{rules}:strict"), {"answer"})
+    with pytest.raises(ConfigError, match=r"needs: .*'solution'.* --columns"):
+        check_columns(parse_rewards(f"{rules}:needs"), {"answer"})
+
+
+MISTAKES = {
+    "an unknown name": ("exakt", "no function exakt.*regex:PATTERN, FILE.py:FUNCTION"),
+    "nothing": ("exact,", "--rewards exact,: rewards are exact"),
+    "no function": ("{}", "rewards are exact, number"),
+    "no column": ("{}:", "rewards are exact, number"),
+    "no pattern": ("regex:", "rewards are exact, number"),
+    "a weight of a built-in": ("exact:much", "--rewards exact:much: rewards are exact"),
+    "a weight of a function": (
+        "{}:length:much",
+        "rewards are exact, number, .* its weight",
+    ),
+    "a missing file": ("nowhere.py:length", "--rewards nowhere.py:length: no such file"),
+    "a missing function": ("{}:lenght", "rules.py:lenght: no function lenght"),
+    "a value": ("{}:not_a_function", "no function not_a_function"),
+    "a coroutine": ("{}:later", "or an async one"),
+    "a bad pattern": ("regex:(a", "--rewards regex:.a: .*missing \\)"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_flag_that_cannot_work_is_named(name, rules):
+    flag, words = MISTAKES[name]
+    with pytest.raises(ConfigError, match=words):
+        parse_rewards(flag.format(rules))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"), ("def", "SyntaxError")],
+)
+def test_a_file_that_cannot_be_imported_says_why_in_one_line(text, words, tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_rewards(f"{path}:f")
+    assert len(caught.value.lines) == 1
+
+
+FAULTS = {
+    "raises": ("divides", {"by": [1, 0, 2]}, r"ZeroDivisionError: .* \(.*rules.py:\d+\)"),
+    "nan": ("gives", {"value": [1.0, math.nan, 2.0]}, "not finite"),
+    "inf": ("gives", {"value": [1.0, math.inf, None]}, "not finite"),
+    "text": ("gives", {"value": [1.0, "good", 2.0]}, "could not convert"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_names_the_reward_the_row_and_the_completion(name, rules):
+    function, columns, words = FAULTS[name]
+    words = rf"--rewards {function}: .*{words}.*; rows.jsonl:2, completion 'two'"
+    with pytest.raises(ConfigError, match=words):
+        scores(f"{rules}:{function}", ["one", "two", "three"], **columns)
+
+
+def test_a_wrong_number_of_values_is_a_fault(rules):
+    with pytest.raises(ConfigError, match="3 values for 1 completions"):
+        scores(f"{rules}:too_few", ["one", "two"])
+    with pytest.raises(ConfigError, match="one_number: TypeError: 'float' object is not iterable"):
+        scores(f"{rules}:one_number", ["one", "two"])
+
+
+def test_a_fault_that_only_all_together_have_is_named_too(rules):
+    rules.write_text(
+        "def odd(completions, **columns):\n    return [1.0] * (1 + len(completions) // 2)\n"
+    )
+    with pytest.raises(ConfigError, match="odd: ValueError: 2 values for 3 .*rows.jsonl:1"):
+        scores(f"{rules}:odd", ["one", "two", "three"])
+
+
+def test_an_answer_without_a_number_is_a_fault_of_its_row():
+    with pytest.raises(ConfigError, match=r"no number in the answer 'cat'.*; rows.jsonl:2"):
+        scores("number", ["1", "2"], answer=["1", "cat"])

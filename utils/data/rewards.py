@@ -1,0 +1,181 @@
+"""Rewards of completions: functions in the user's own files, and three that are built in.
+
+--rewards exact,number:0.5,rules.py:is_short:-0.1,'regex:<answer>(.*)</answer>:2'
+
+Commas separate the rewards, and a number at the end of one is its weight, else 1. A comma before the name of
+another reward cannot be part of a pattern. Functions have the signature of TRL's,
+https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function: (prompts, completions, **columns)
+-> a number for each completion, or None where the reward does not apply. Each parameter is a list; prompts
+and completions are texts, or lists of messages where the row has messages.
+"""
+
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ..run.errors import ConfigError, check, others_code, reason_of_others
+from ..run.files import did_you_mean
+
+FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
+NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
+PART = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
+NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+
+
+class Reward(NamedTuple):
+    name: str  # in metrics: rewards/exact
+    function: Callable
+    weight: float
+
+
+def parse_rewards(text: str) -> list[Reward]:
+    """The rewards of the flag; the files that it names are run. ConfigError names the part that is wrong."""
+    rewards: list[Reward] = []
+    files = {None: BUILT_IN}
+    for part in NEXT.split(text):
+        flag = f"--rewards {part}"
+        match = PART.fullmatch(part.strip())
+        check(match, f"{flag}: {FORMS}")
+        pattern, file, name, weight = match.groups()
+        if pattern:
+            name = "regex"
+            with others_code(flag):
+                function = of_pattern(re.compile(pattern, re.S))
+        else:
+            if file not in files:
+                files[file] = run_file(Path(file), flag)
+            function = files[file].get(name)
+            usable = callable(function) and not inspect.iscoroutinefunction(function)
+            check(usable, f"{flag}: no function {name}, or an async one; {FORMS}")
+        if name in {reward.name for reward in rewards}:
+            name = f"{name}_{len(rewards)}"
+        rewards.append(Reward(name, function, float(weight or 1)))
+    return rewards
+
+
+def run_file(path: Path, flag: str) -> dict:
+    """What a user's file defines, by name. flag: how errors begin."""
+    check(path.is_file(), f"{flag}: no such file{did_you_mean(path)}")
+    spec = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    with others_code(flag):
+        spec.loader.exec_module(module)
+    return vars(module)
+
+
+def check_columns(rewards: list[Reward], names: set[str]) -> None:
+    """Raise ConfigError for a function that does not take the columns, or needs one that there is not."""
+    for reward in rewards:
+        given = {"prompts", "completions", "completion_ids"} | names
+        try:
+            inspect.signature(reward.function).bind(**dict.fromkeys(given))
+        except TypeError as error:
+            has = ", ".join(sorted(names)) or "none"
+            fix = "(fix: --columns answer=THEIRS, or **columns as the last parameter)"
+            text = f"--rewards {reward.name}: {error}; the columns are: {has} {fix}"
+            raise ConfigError(text) from None
+
+
+def score(
+    rewards: list[Reward],
+    prompts: list,
+    completions: list[str],
+    columns: dict[str, list],
+    where: list[str],
+    completion_ids: list[list[int]],
+) -> tuple[dict[str, list[float | None]], list[float]]:
+    """(what each reward gives, by its name; the weighted sums) for n completions.
+
+    prompts: texts, or messages, whose completions become messages too, as in TRL. where: the rows, for
+    errors. None counts as 0 in the sum. ConfigError names reward, row and completion where a function raises,
+    or gives NaN or another number of values.
+    """
+    shown = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    given = {"prompts": prompts, "completions": shown, "completion_ids": completion_ids}
+    found, sums = {}, [0.0] * len(prompts)
+    for reward in rewards:
+        values = values_of(reward, columns | given, where)
+        found[reward.name] = values
+        sums = [sums[i] + reward.weight * (value or 0) for i, value in enumerate(values)]
+    return found, sums
+
+
+def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[float | None]:
+    """What a reward gives for n completions."""
+    try:
+        values = [v if v is None else float(v) for v in reward.function(**given)]
+        if len(values) != len(where):
+            raise ValueError(f"{len(values)} values for {len(where)} completions")
+        if not all(value is None or math.isfinite(value) for value in values):
+            raise ValueError(f"not finite: {values}")
+    except Exception as error:
+        if len(where) > 1:
+            for i, row in enumerate(where):  # raises for the one that is wrong
+                values_of(reward, {name: given[name][i : i + 1] for name in given}, [row])
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        fault = f"{reason_of_others(error)} ({frame.filename}:{frame.lineno})"
+        shown = text_of(given["completions"][0])[:200]
+        text = f"--rewards {reward.name}: {fault}; {where[0]}, completion {shown!r}"
+        raise ConfigError(text) from error
+    return values
+
+
+def text_of(completion: str | list[dict]) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def compared(
+    is_right: Callable[[str, str], bool], completions: list, answer: list, **columns
+) -> list[float | None]:
+    """1 where is_right(completion, answer), both as texts; None where the row has no answer."""
+    return [
+        None if known is None else float(is_right(text_of(completion), str(known)))
+        for completion, known in zip(completions, answer, strict=True)
+    ]
+
+
+def is_same(text: str, known: str) -> bool:
+    """Equal but for white space around them."""
+    return text.strip() == known.strip()
+
+
+def is_same_number(text: str, known: str) -> bool:
+    """Equal numbers, as in GSM8K. ValueError where the answer has none."""
+    wanted = number_of(known)
+    if wanted is None:
+        raise ValueError(f"no number in the answer {known[-80:]!r}")
+    return number_of(text) == wanted
+
+
+def number_of(text: str) -> Decimal | None:
+    """The first number behind the last ####, else the last one of the text; commas do not count."""
+    _, mark, behind = text.rpartition("####")
+    found = NUMBER.findall(behind)
+    return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
+
+
+def of_pattern(pattern: re.Pattern) -> Callable:
+    """Whether the pattern is found; of one with a group, whether the first group is the answer."""
+
+    def is_right(text: str, known: str) -> bool:
+        match = pattern.search(text)
+        return bool(match) and (not pattern.groups or is_same(match[1] or "", known))
+
+    if pattern.groups:
+        return partial(compared, is_right)
+    return lambda completions, **columns: compared(is_right, completions, completions)
+
+
+BUILT_IN = {"exact": partial(compared, is_same), "number": partial(compared, is_same_number)}

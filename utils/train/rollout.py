@@ -1,0 +1,192 @@
+"""Completions drawn from the model that trains, for policy gradients.
+
+A completion is a pure function of the weights, its prompt, its key and the prompts that are drawn beside it,
+and those follow from the global batch alone: so on a CPU any number of ranks gives the same bits. Only the
+temperature shapes the distribution, because top-k, top-p and min-p bias the ratio of policies
+(https://github.com/huggingface/trl/issues/6789). Another engine would have to offer `generate`.
+
+B completions of a batch, T tokens, V vocabulary.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..model.sharding import Unit, reshard
+from ..run.distributed import World, all_reduce_sum
+
+# What families and versions of transformers call the cache that a forward takes and gives.
+CACHES = ("cache", "past_key_values", "cache_params")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    max_new_tokens: int
+    temperature: float  # divides the logits; 0: the likeliest token each time
+    end_ids: frozenset[int]  # tokens that end a completion
+    pad_id: int
+    batch_size: int  # completions that a rank draws at a time
+
+
+class Completion(NamedTuple):
+    ids: list[int]  # with the token that ends it
+    log_probs: list[float]  # of each token, in nats, under the distribution that it was drawn from
+    truncated: bool  # no token has ended it
+
+
+@contextmanager
+def gathered(found: list[Unit], reshard_after_forward: bool = True) -> Iterator[None]:
+    """Gather every unit of a model that fully_shard cut, and keep all gathered within the block: a forward
+    then has no collective, and ranks may have different numbers of them. Costs the whole model in the dtype
+    of compute.
+
+    found: what `units` gave; reshard_after_forward: as the recipe gave it to fully_shard. Both are restored
+    exactly, and the model is sharded again. Every rank calls it.
+    """
+    try:
+        for unit in found:
+            unit.modules[0].set_reshard_after_forward(False, recurse=False)
+            unit.modules[0].unshard()
+        yield
+    finally:
+        for unit in found:
+            after = reshard_after_forward and unit.reshard_after_forward
+            unit.modules[0].set_reshard_after_forward(after, recurse=False)
+            unit.modules[0].reshard()
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: list[list[int]],
+    keys: list[tuple[int, ...]],
+    sampling: Sampling,
+    world: World,
+    lockstep: bool = False,
+) -> dict[int, Completion]:
+    """This rank's completions of all ranks' prompts, each by its number in the list.
+
+    prompts: ids, the same list on every rank. keys: the random numbers of each, such as (seed, step, place of
+    the prompt, sample). Batches are cut by length from the whole list, so they do not depend on the number of
+    ranks; batch i is drawn by rank i % ranks. Nothing is exchanged: gather(world, found) gives all.
+
+    The attention has to heed masks: `varlen` does not. Memory: keys and values of one batch, and some copies
+    of (B, V) in fp32 and float64. The model is in evaluation mode meanwhile; torch's own random numbers stay.
+
+    lockstep: the layers are gathered in every forward, so all ranks have to have the same number of them; one
+    that is done takes part with one token. Without it the model is not sharded, or `gathered`.
+    """
+    was_training = model.training
+    model.eval()
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+    starts = range(0, len(order), sampling.batch_size)
+    found: dict[int, Completion] = {}
+    for start in starts[world.rank :: world.size]:
+        batch = order[start : start + sampling.batch_size]
+        found |= draw_batch(model, prompts, keys, batch, sampling, world, lockstep)
+    if lockstep:
+        filler = torch.tensor([[sampling.pad_id]], device=world.device)
+        while all_reduce_sum(0, world):
+            model(filler, use_cache=False)
+        reshard(model)
+    model.train(was_training)
+    return found
+
+
+def draw_batch(
+    model: nn.Module,
+    prompts: list[list[int]],
+    keys: list[tuple[int, ...]],
+    batch: list[int],
+    sampling: Sampling,
+    world: World,
+    lockstep: bool,
+) -> dict[int, Completion]:
+    """The completions of some prompts, padded on the left. One that is done leaves the batch."""
+    padded = pad_left([prompts[i] for i in batch], sampling.pad_id)
+    ids, mask = (tensor.to(world.device) for tensor in padded)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
+    randoms = [random_numbers(keys[i], sampling.max_new_tokens) for i in batch]
+    randoms = torch.stack(randoms).to(world.device)  # (B, new tokens)
+    takes = inspect.signature(type(model).forward).parameters
+    cache = next(name for name in CACHES if name in takes)
+    # The loss that balances experts takes no cache.
+    given = {"use_cache": True, "logits_to_keep": 1, "output_router_logits": False}
+    drawn = {i: [] for i in batch}  # (token, log-probability) of each completion
+    for number in range(sampling.max_new_tokens):
+        if lockstep:
+            all_reduce_sum(1, world)
+        given |= {"attention_mask": mask, "position_ids": positions}
+        # Families differ: states, for example, are masked in the first forward alone.
+        inputs = model.prepare_inputs_for_generation(
+            ids,
+            is_first_iteration=number == 0,
+            **{name: given[name] for name in given if name in takes},
+        )
+        output = model(**inputs)
+        logits = output.logits[:, -1]  # (B, V)
+        tokens, log_probs = draw_tokens(logits, randoms[:, number], sampling.temperature)
+        for i, *token in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
+            drawn[i].append(token)
+        rows = [row for row, i in enumerate(batch) if drawn[i][-1][0] not in sampling.end_ids]
+        if not rows:
+            break
+        given[cache] = output[cache]
+        ids = tokens[:, None]  # (B, 1)
+        positions = positions[:, -1:] + 1
+        mask = F.pad(mask, (0, 1), value=1)
+        if len(rows) < len(batch):
+            batch = [batch[row] for row in rows]
+            kept = torch.tensor(rows, device=world.device)
+            given[cache].reorder_cache(kept)  # batch_select_indices forgets linear attention
+            ids, positions, mask, randoms = (t[kept] for t in (ids, positions, mask, randoms))
+    found = {}
+    for i, pairs in drawn.items():
+        ids, log_probs = map(list, zip(*pairs, strict=True))
+        found[i] = Completion(ids, log_probs, ids[-1] not in sampling.end_ids)
+    return found
+
+
+def draw_tokens(
+    logits: torch.Tensor, randoms: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens (B,), their log-probabilities (B,) in fp32) from logits (B, V) and numbers (B,) in [0, 1).
+
+    A token is where the number falls in the cumulated distribution, so one number decides it whatever V is.
+    Temperature 0 takes the likeliest token, with its log-probability at temperature 1.
+    """
+    logits = logits.float()
+    if temperature:
+        logits = logits / temperature
+        cumulated = logits.softmax(1, dtype=torch.float64).cumsum(1)  # (B, V)
+        heights = randoms[:, None] * cumulated[:, -1:]  # the sum is not exactly 1
+        tokens = torch.searchsorted(cumulated, heights, right=True).flatten()
+        tokens = tokens.clamp(max=logits.shape[1] - 1)  # of logits that are not finite
+    else:
+        tokens = logits.argmax(1)
+    return tokens, -F.cross_entropy(logits, tokens, reduction="none")
+
+
+def random_numbers(key: tuple[int, ...], count: int) -> torch.Tensor:
+    """(count,) float64 in [0, 1) that follow from the key alone. More of them begin with the same ones."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.rand(count, dtype=torch.float64, generator=generator)
+
+
+def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, attention mask), both (B, T): the rows of a batch, padded on the left."""
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = [torch.tensor(row) for row in rows]
+    return padded(ids, padding_value=pad), padded([torch.ones_like(row) for row in ids])
