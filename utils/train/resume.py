@@ -208,8 +208,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
             was == now,
             f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)",
         )
-        # Earlier versions also saved the state of generators.
-        saved = {name: entry for name, entry in saved.items() if not name.startswith("rng.")}
         old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
         new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
         differ = [
