@@ -195,9 +195,9 @@ def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
     return min(seq_len, math.ceil(longest / 8) * 8)
 
 
-def check_positions(model: nn.Module, seq_len: int, *parts: Examples | None) -> None:
+def check_positions(model: nn.Module, *parts: Examples | None) -> None:
     """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than rotary
-    positions were trained for, and print a note where only --seq_len is.
+    positions were trained for.
 
     In a pack the positions of each document begin at 0, so the longest row decides.
     """
@@ -219,14 +219,8 @@ def check_positions(model: nn.Module, seq_len: int, *parts: Examples | None) -> 
         longest <= known or not table,
         f"{lengths}, learned ones ({table}) (fix: --seq_len {known})",
     )
-    if not rope and not table:
-        return
-    if longest > known:
+    if longest > known and rope:
         print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
-    elif seq_len > known:
-        print0(
-            f"positions the model has {known:,}, less than --seq_len; the longest row has {longest:,} tokens"
-        )
 
 
 def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
@@ -349,7 +343,6 @@ def draw(examples: Examples) -> Examples:
             order = permutation(origin.last - origin.first, origin.name)
             parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
         drawn = torch.cat(parts)
-        check(len(drawn), "of all sources nothing is drawn: one has almost no rows for its weight")
     examples = replace(examples, rows=drawn)
     keys = examples.of_rows(examples.keys)
     examples.notes[TWICE] = len(keys) - len(keys.unique())

@@ -57,8 +57,6 @@ def as_object(value: object) -> dict:
             value = json.loads(value.decode())
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8: {error}") from None
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected object, got {json_name(value)}")
     if None in value:  # by csv
