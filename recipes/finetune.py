@@ -244,7 +244,7 @@ def main(cfg: Config) -> Path:
     act("data")
     with together(world, patient=True):
         examples, held_out = load_data(rows_of(cfg), tokenizer, progress=world.rank == 0)
-        check_positions(model, cfg.seq_len, examples, held_out)
+        check_positions(model, examples, held_out)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")

@@ -283,7 +283,7 @@ def main(cfg: Config) -> Path:
     with together(world, patient=True):
         examples, held_out = load_data(rows_of(cfg), tokenizer, progress=world.rank == 0)
         answers = [sequences(part) for part in (examples, held_out) if part]
-        check_positions(model, cfg.seq_len, *answers)
+        check_positions(model, *answers)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")

@@ -168,7 +168,7 @@ def main(cfg: Config) -> bool:
             from utils.data.pairs import LabelBatches, PackedPairs, PairBatches, sequences
 
             parts = [sequences(part) for part in parts]
-        check_positions(model, cfg.seq_len, *parts)
+        check_positions(model, *parts)
     show = show_answers if cfg.loss else show_masks
     show(parts[0], tokenizer, cfg.show)
 

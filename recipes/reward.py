@@ -241,7 +241,7 @@ def main(cfg: Config) -> Path:
     with together(world, patient=True):
         examples, held_out = load_data(rows_of(cfg), tokenizer, progress=world.rank == 0)
         answers = [sequences(part) for part in (examples, held_out) if part]
-        check_positions(model, cfg.seq_len, *answers)
+        check_positions(model, *answers)
         last_ids = [part.ids[part.bounds[1:] - 1] for part in answers]
         settle_pad(tokenizer, {*torch.cat(last_ids).tolist()})
 

@@ -47,7 +47,13 @@ def wrap(checkpoint, errors, batches) -> None:
     before(checkpoint._Writer, "finish", "metadata", lambda writer, *_, **__: writer.step)
     before(checkpoint, "point_to", "pointer", lambda final: int(final.name[-8:]))
     before(os, "rename", "rename", lambda old, new, **_: step_of_folder(str(new)))
-    write = checkpoint._HashingFile.write
+    write_data, write = checkpoint._Writer.write_data, checkpoint._HashingFile.write
+
+    def note_step(writer, *args):
+        writer.fs.step = writer.step
+        return write_data(writer, *args)
+
+    checkpoint._Writer.write_data = note_step
 
     def write_and_break(file, data):
         written = write(file, data)

@@ -96,7 +96,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
     ),
     (4, "a.jsonl", json.dumps(CHAT, indent=1), "a.jsonl:1: not one object a line"),
     (5, "a.jsonl", json.dumps([CHAT]), "an array belongs in a .json file"),
-    (5, "a.json", lines(LINE, LINE), "a.json: cannot be read: Extra data"),
+    (5, "a.json", lines(LINE, LINE), "a.json: cannot be read: JSONDecodeError: Extra data"),
     (6, "a.jsonl", lines(LINE, "[]"), "a.jsonl:2: expected object, got list"),
     (6, "a.jsonl", lines(LINE, '"x"'), "a.jsonl:2: expected object, got text"),
     (6, "a.jsonl", lines(LINE, "5"), "a.jsonl:2: expected object, got number"),
@@ -127,7 +127,6 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         lines(chat(USER, {"role": "assistant", "content": "word " * 400_000})),
         Taken("1 cut at --seq_len"),
     ),
-    (16, "a.jsonl", lines(LINE, '{"x": ' + "[" * 100_000), "a.jsonl:2: nested too deeply"),
     (17, "a.jsonl", "", "a.jsonl: no rows"),
     (17, "a.jsonl", " \n\n", "a.jsonl: no rows"),
     (17, "a.json", "[]", "a.json: no rows"),
@@ -158,8 +157,13 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         parquet([{"question": "a", "answer": "b"}]),
         "a.parquet row 1: its keys are 'question', 'answer'; the rows that can be read have messages",
     ),
-    (26, "a.parquet", parquet([ALPACA] * 99)[:500], "a.parquet: cannot be read: Parquet"),
-    (26, "a.parquet", "a,b\n1,2\n", "a.parquet: cannot be read: Parquet"),
+    (
+        26,
+        "a.parquet",
+        parquet([ALPACA] * 99)[:500],
+        "a.parquet: cannot be read: ArrowInvalid: Parquet",
+    ),
+    (26, "a.parquet", "a,b\n1,2\n", "a.parquet: cannot be read: ArrowInvalid: Parquet"),
     (28, "a.jsonl", lines(LINE, LINE), Taken("1 the same as a row before")),
     (29, "a.jsonl", lines(ALPACA, alpaca(instruction=..., text_="x")), "a.jsonl:2: its keys are"),
     (30, "a.jsonl", lines(ALPACA, alpaca(output=...)), "a.jsonl:2: output: missing"),
@@ -364,7 +368,12 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)),
         "all 1 rows were dropped: 1 x no trained token in the first 256 tokens; raise --seq_len",
     ),
-    (63, "a.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "a.txt: cannot be read: 'utf-8' codec"),
+    (
+        63,
+        "a.txt",
+        b"\x89PNG\r\n\x1a\n\0\0\0",
+        "a.txt: cannot be read: UnicodeDecodeError: 'utf-8' codec",
+    ),
     (63, "a.txt", "word " * 2200, Taken(": 43 rows, 11,001 tokens, 100% trained")),
     (
         63,
@@ -469,7 +478,9 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
     user = os.geteuid()
     os.seteuid(user or 65534)  # root, whom no mode stops, becomes somebody else for a moment
     try:
-        with pytest.raises(ConfigError, match="^secret.jsonl: cannot be read: Permission denied"):
+        with pytest.raises(
+            ConfigError, match="^secret.jsonl: cannot be read: PermissionError: .*Permission denied"
+        ):
             read_rows("secret.jsonl")
     finally:
         os.seteuid(user)
@@ -640,18 +651,13 @@ def test_rows_beyond_the_models_positions_are_refused_or_told(
     examples = examples_of(part)
     if kind == "gpt2":
         with pytest.raises(ConfigError) as refused:
-            check_positions(model, 512, examples, None)
+            check_positions(model, examples, None)
         assert str(refused.value) == expected
     else:
-        check_positions(model, 512, examples, None)
+        check_positions(model, examples, None)
         out = capsys.readouterr().out
         assert out.startswith(expected)
         assert bool(out) == bool(expected)
     short = replace(examples, rows=torch.tensor([0]))
-    check_positions(model, 512, short, None)
-    said = capsys.readouterr().out
-    assert (
-        "positions the model has 256, less than --seq_len; the longest row has 20 tokens" in said
-    ) == bool(expected)
-    check_positions(model, 128, short, None)
+    check_positions(model, short, None)
     assert capsys.readouterr().out == ""

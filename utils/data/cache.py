@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -95,8 +95,8 @@ def make(folder: Path, encode: partial, write: Callable, files: list[Path], befo
     temp.mkdir()
     print0(f"tokens    are made, once on this machine, in {folder}")
     try:
-        with processes(encode) as run, ExitStack() as stack:
-            write(lambda name: stack.enter_context(open(temp / name, "wb")), run)
+        with processes(encode) as run:
+            write(temp, run)
         for file in (*temp.iterdir(), temp):
             sync_path(file)
         check(

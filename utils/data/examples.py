@@ -1,17 +1,18 @@
 """Rows -> examples: tokenized, mixed by weights, held out."""
 
 import hashlib
-import io
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Tokenized rows, back to back in memory or in files that are mapped."""
+    """Tokenized rows, back to back in files that are mapped."""
 
     ids: torch.Tensor  # (N,) int32, of all rows
     loss_mask: torch.Tensor  # (N,) uint8: 1 where the token is trained
@@ -179,9 +180,9 @@ def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
     return min(seq_len, math.ceil(longest / 8) * 8)
 
 
-def check_positions(model: nn.Module, seq_len: int, *parts: Examples | None) -> None:
+def check_positions(model: nn.Module, *parts: Examples | None) -> None:
     """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than rotary
-    positions were trained for, and print a note where only --seq_len is.
+    positions were trained for.
 
     In a pack the positions of each document begin at 0, so the longest row decides.
     """
@@ -203,14 +204,8 @@ def check_positions(model: nn.Module, seq_len: int, *parts: Examples | None) -> 
         longest <= known or not table,
         f"{lengths}, learned ones ({table}) (fix: --seq_len {known})",
     )
-    if not rope and not table:
-        return
-    if longest > known:
+    if longest > known and rope:
         print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
-    elif seq_len > known:
-        print0(
-            f"positions the model has {known:,}, less than --seq_len; the longest row has {longest:,} tokens"
-        )
 
 
 def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
@@ -230,19 +225,10 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
         if large:
             from .cache import cached_tokens
 
-            return read_tokens(partial(mapped, cached_tokens(sources, encode, write)))
-        files: dict[str, io.BytesIO] = {}
-        write(
-            lambda name: files.setdefault(name, io.BytesIO()),
-            lambda numbered: ((number, encode(rows)) for number, rows in numbered),
-        )
-        return read_tokens(
-            lambda name, dtype: (
-                torch.frombuffer(files[name].getbuffer(), dtype=dtype)
-                if files[name].tell()
-                else None
-            )
-        )
+            return read_tokens(cached_tokens(sources, encode, write))
+        with TemporaryDirectory() as folder:
+            write(folder, lambda numbered: ((number, encode(rows)) for number, rows in numbered))
+            return read_tokens(folder)
 
 
 def load_data(
@@ -261,63 +247,68 @@ def load_data(
     return examples, held_out
 
 
-def mapped(folder: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A file as a tensor of one axis; what is not looked at stays on the disk."""
-    file = folder / name
-    return torch.from_file(str(file), size=file.stat().st_size // dtype.itemsize, dtype=dtype)
-
-
 def write_tokens(
     sources: list[Source],
     rows: Rows,
     bar: tqdm,
-    open_file: Callable[[str], BinaryIO],
+    folder: Path | str,
     run: Callable[[Iterable], Iterator[tuple[int, Part]]],
 ) -> None:
-    """Write what read_tokens reads. run: tokenizes (number of a source, some rows). ConfigError: bad rows."""
-    total = Part()
-    ends = [0] * len(sources)
-    forms = [Counter() for _ in sources]
-    place_end = 0
-    last_row = math.inf
-    numbered = (
-        (number, found)
-        for number, source in enumerate(sources)
-        for found in chunks(islice(source.read(), rows.max_rows or None))
-    )
-    files = {name: open_file(name) for name in FILES}
-    for number, part in run(numbered):
-        total.join(part)
-        files["ids"].write(part.ids)
-        files["loss_mask"].write(part.loss_mask)
-        for where in part.where:
-            place_end += files["places"].write(where.encode("utf-8", "surrogateescape"))
-            files["place_ends"].write(place_end.to_bytes(8, "little"))
-        forms[number].update(part.forms)
-        ends[number] = len(total.lengths)
-        bar.update(part.rows)
-        if total.bad and rows.bad_rows == "error":
-            last_row = min(last_row, total.rows + MORE_ROWS)
-        if total.rows >= last_row:
-            break
-    total.close(rows)
-    bounds = torch.tensor([0, *total.lengths]).cumsum(0)
-    files["bounds"].write(memoryview(bounds.numpy()))
-    files["trained_tokens"].write(total.trained_tokens)
-    files["keys"].write(total.keys)
-    files["rejected_at"].write(total.rejected_at)
-    said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
-    said["unit"] = rows.task
-    said["origins"] = [
-        (source.name, source.weight, form, first, last)
-        for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
-    ]
-    files["said"].write(json.dumps(said).encode())
+    """Write the files that read_tokens reads. run: tokenizes (number of a source, some rows). ConfigError:
+    bad rows.
+    """
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(Path(folder, name), "wb")) for name in FILES}
+        total = Part()
+        ends = [0] * len(sources)
+        forms = [Counter() for _ in sources]
+        place_end = 0
+        last_row = math.inf
+        numbered = (
+            (number, found)
+            for number, source in enumerate(sources)
+            for found in chunks(islice(source.read(), rows.max_rows or None))
+        )
+        for number, part in run(numbered):
+            total.join(part)
+            files["ids"].write(part.ids)
+            files["loss_mask"].write(part.loss_mask)
+            for where in part.where:
+                place_end += files["places"].write(where.encode("utf-8", "surrogateescape"))
+                files["place_ends"].write(place_end.to_bytes(8, "little"))
+            forms[number].update(part.forms)
+            ends[number] = len(total.lengths)
+            bar.update(part.rows)
+            if total.bad and rows.bad_rows == "error":
+                last_row = min(last_row, total.rows + MORE_ROWS)
+            if total.rows >= last_row:
+                break
+        total.close(rows)
+        bounds = torch.tensor([0, *total.lengths]).cumsum(0)
+        files["bounds"].write(memoryview(bounds.numpy()))
+        files["trained_tokens"].write(total.trained_tokens)
+        files["keys"].write(total.keys)
+        files["rejected_at"].write(total.rejected_at)
+        said = {
+            name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")
+        }
+        said["unit"] = rows.task
+        said["origins"] = [
+            (source.name, source.weight, form, first, last)
+            for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
+        ]
+        files["said"].write(json.dumps(said).encode())
 
 
-def read_tokens(read: Callable[[str, torch.dtype], torch.Tensor]) -> Examples:
-    """The examples in the files that write_tokens wrote. read: one of them, by name, as a tensor (n,)."""
-    arrays = {name: read(name, dtype) for name, dtype in FILES.items()}
+def read_tokens(folder: Path | str) -> Examples:
+    """The examples in the files that write_tokens wrote, which are mapped: they may be removed, and what is
+    not looked at takes no memory.
+    """
+    arrays = {}
+    for name, dtype in FILES.items():
+        file = Path(folder, name)
+        size = file.stat().st_size // dtype.itemsize
+        arrays[name] = torch.from_file(str(file), size=size, dtype=dtype)
     said = json.loads(bytes(arrays.pop("said").numpy()))
     where = Places(arrays.pop("places"), arrays.pop("place_ends"))
     origins = [Origin(*origin) for origin in said.pop("origins")]
@@ -353,7 +344,6 @@ def draw(examples: Examples) -> Examples:
             order = permutation(origin.last - origin.first, origin.name)
             parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
         drawn = torch.cat(parts)
-        check(len(drawn), "of all sources nothing is drawn: one has almost no rows for its weight")
     examples = replace(examples, rows=drawn)
     keys = examples.of_rows(examples.keys)
     examples.notes[TWICE] = len(keys) - len(keys.unique())

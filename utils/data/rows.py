@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ..run.errors import ConfigError, check
+from ..run.errors import ConfigError, check, others_code
 from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
@@ -57,8 +57,6 @@ def as_object(value: object) -> dict:
             value = json.loads(value.decode())
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8: {error}") from None
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected object, got {json_name(value)}")
     if None in value:  # by csv
@@ -131,15 +129,10 @@ def read_files(name: str, files: list[Path]) -> Found:
     found = False
     for path in files:
         check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
-        try:
+        with others_code(f"{path}: cannot be read"):  # gzip, zlib, csv, json, pyarrow
             for row in read_file(path):
                 found = True
                 yield row
-        except ConfigError:
-            raise
-        except Exception as error:  # of gzip, zlib, csv, json, pyarrow
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"{path}: cannot be read: {reason[:200]}") from None
     check(found, f"{name}: {NO_ROWS}")
 
 

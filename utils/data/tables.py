@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..run.errors import ConfigError, check
+from ..run.errors import check, others_code
 from .formats import form_of
 
 
@@ -53,14 +53,9 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
     import datasets
 
     datasets.disable_progress_bars()
-    try:
+    with others_code(f"--dataset {name}: neither a file nor a data set that can be read"):
         is_folder = Path(name).is_dir()
         found = datasets.load_from_disk(name) if is_folder else datasets.load_dataset(name)
-    except Exception as error:  # files, network, repositories: anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ConfigError(
-            f"--dataset {name}: neither a file nor a data set that can be read: {reason}"
-        ) from None
     if isinstance(found, datasets.DatasetDict):
         check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
         found = found["train"]

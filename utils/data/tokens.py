@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..run.errors import ConfigError, check, print0
+from ..run.errors import ConfigError, check, others_code, print0
 from ..run.files import file_inside, impostor
 
 # A folder without any of these has no tokenizer.
@@ -151,19 +151,19 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     for pattern in OPENED:
         for path in folder.glob(pattern):
             file_inside(folder, str(path.relative_to(folder)))
+    what = f"{folder}: {', '.join(file.name for file in files)} cannot be read"
+    for file in files:
+        with open(file, "rb") as opened:
+            if reason := impostor(opened.read(100)):
+                what = f"{file}: {reason}"
     # Imported here because it imports torch, which the processes that tokenize do not need.
     from transformers import AutoTokenizer
 
-    try:
+    with others_code(what, "fetch it again; --trust_remote_code, if it is code that you have read"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
         usable = tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        # Damaged files make it raise anything; Rust's panics are no Exceptions.
-        raise ConfigError(tokenizer_damage(files, error)) from error
     check(
         usable,
         f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json",
@@ -175,25 +175,9 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     tokenizer.template_name = f"of {folder}"
     if chat_template or not tokenizer.chat_template:
         set_template(tokenizer, chat_template or "plain")
-    try:
+    with others_code(str(folder), "another --chat_template"):
         end_of_turn_ids(tokenizer)  # renders a conversation
-    except Exception as error:  # a template is a program from elsewhere
-        raise ConfigError(f"{folder}: {error} (fix: another --chat_template)") from error
     return tokenizer
-
-
-def tokenizer_damage(files: list[Path], error: BaseException) -> str:
-    """One line that names the damaged file, if that can be found out: transformers' errors name none."""
-    for file in files:
-        with suppress(OSError), open(file, "rb") as opened:
-            if reason := impostor(opened.read(100)):
-                return f"{file}: {reason}"
-    folder = files[0].parent
-    if "trust_remote_code" in str(error):
-        return f"{folder}: its tokenizer is Python code; read it, then add --trust_remote_code"
-    names = ", ".join(file.name for file in files)
-    reason = f"{type(error).__name__}: {error}"[:300]
-    return f"{folder}: {names} cannot be read, cut short or damaged ({reason}); fetch them again"
 
 
 def set_template(tokenizer, name: str) -> None:

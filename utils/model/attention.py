@@ -75,19 +75,13 @@ def attend_documents(
 
 @torch.compiler.disable
 def attend_one_by_one(query, key, value, cu_seq_lens, scaling, sliding_window) -> torch.Tensor:
-    """The same where there is no kernel for it: documents of one length are attended to together."""
+    """The same where there is no kernel for it."""
     lengths = cu_seq_lens.diff().tolist()
-    documents = list(zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True))
-    found: list[torch.Tensor] = [query] * len(lengths)  # of each document: (1, H, length, D)
-    for length in set(lengths):
-        alike = [i for i, other in enumerate(lengths) if other == length]
-        stacked = (
-            torch.cat(tensors) for tensors in zip(*(documents[i] for i in alike), strict=True)
-        )
-        attended = causal_attention(*stacked, scaling, sliding_window).split(1)
-        for i, document in zip(alike, attended, strict=True):
-            found[i] = document
-    return torch.cat(found, 2)
+    documents = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
+    attended = []
+    for document in documents:  # three of (1, H, length, D)
+        attended.append(causal_attention(*document, scaling, sliding_window))
+    return torch.cat(attended, 2)
 
 
 def causal_attention(query, key, value, scaling, sliding_window) -> torch.Tensor:

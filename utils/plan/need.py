@@ -81,6 +81,8 @@ class Room(NamedTuple):
 
 # --- what a setting needs
 
+cached_trace = lru_cache(maxsize=4096)(trace_step)
+
 
 class Sizes(NamedTuple):
     """What does not depend on the rows. stored: bytes of all weights as they are stored."""
@@ -100,10 +102,9 @@ def sizes_of(setting: Setting) -> Sizes:
     return Sizes(states, units_of(model, setting), stored, pinned(model, states, setting.shards))
 
 
-@lru_cache(maxsize=4096)
 def trace_of(setting: Setting) -> Trace:
-    """setting: with all at its default that no block sees."""
-    return trace_step(
+    """What the blocks of a setting hold."""
+    return cached_trace(
         planned_model(setting),
         setting.dtype,
         setting.batch_size,
@@ -128,27 +129,13 @@ def need_of(setting: Setting) -> Need:
             batch_size=1,
             rows=min(2, setting.grad_accum),
             seq_len=1,
-            local_ranks=1,
             reshard_after_forward=True,
             activation_checkpointing="none",
-            activation_offload=False,
         )
     )
     peak, why, inputs = None, "", 0
     try:
-        trace = trace_of(
-            replace(
-                setting,
-                shards=1,
-                replicate=1,
-                local_ranks=1,
-                rows=0,
-                optimizer="adamw",
-                cpu_offload=False,
-                reshard_after_forward=True,
-                compile=False,
-            )
-        )
+        trace = trace_of(setting)
         peak = step_peak(sizes.units, sizes.states, setting, trace)
         if setting.activation_offload:
             inputs = len(trace.kinds) * pinned_bytes(trace.input_bytes)

@@ -30,7 +30,6 @@ _less_memory: Callable[[], str] | None = None  # finds what needs less of it
 CONTROL = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-LONGEST_LINE = 4000  # characters of an error: names in error texts can be very long
 LOST = re.compile(
     "[Tt]imed? ?out|[Cc]onnection (closed|refused|reset)|[Bb]roken pipe|remote process|aborted"
 )
@@ -59,19 +58,12 @@ class ConfigError(Exception):
 
     def __init__(self, message: str | list[str], agreed: bool = False):
         messages = message if isinstance(message, list | tuple) else [message]
-        self.lines = [_not_too_long(escaped(line)) for line in messages]
+        self.lines = [escaped(line) for line in messages]
         super().__init__(self.lines)
         self.agreed = agreed
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
-
-
-def _not_too_long(line: str) -> str:
-    """The remedy stands at the end, so the middle goes."""
-    if len(line) <= LONGEST_LINE:
-        return line
-    return f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
 def check(condition: object, message: str | list[str]) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,14 +46,11 @@ def file_inside(folder: Path, name: str) -> Path:
     return Path(folder) / name
 
 
-def replace_file(path: Path, text: str, sync: Callable[[Path], None] = lambda _: None) -> None:
-    """Write a file in one go: it is complete, as it was, or absent. sync: called with the temporary file
-    before it is renamed.
-    """
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one go: it is complete, as it was, or absent."""
     temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
     try:
         temporary.write_text(text, "utf-8")
-        sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -75,11 +75,6 @@ def releases_output(main):
     return released
 
 
-def at_end(call: Callable[[], None]) -> None:
-    """Call something when the recipe's main ends, however it does; see releases_output."""
-    _claims.callback(call)
-
-
 def holds_run(out: Path | None) -> bool:
     """Whether a folder has anything of an earlier run."""
     return out is not None and any((out / name).exists() for name in RUN_FILES)

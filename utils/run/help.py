@@ -31,7 +31,7 @@ def help_text(cls: type, kinds: dict[str, tuple[type, str | None]]) -> str:
 
 
 def described(cls: type) -> dict[str, dict[str, str]]:
-    """The comment of each field of `cls` by group, read from its source."""
+    """The comment of each field that `cls` declares itself, by group, read from its source."""
     names = {field.name for field in dataclasses.fields(cls)}
     groups: dict[str, dict[str, str]] = {}
     group = "Flags"
@@ -51,6 +51,4 @@ def described(cls: type) -> dict[str, dict[str, str]]:
             groups.setdefault(group, {})[name] = " ".join([*above, comment])
             above = []
         previous = line
-    shown = {name for comments in groups.values() for name in comments}
-    inherited = [field.name for field in dataclasses.fields(cls) if field.name not in shown]
-    return groups | ({"Also": dict.fromkeys(inherited, "")} if inherited else {})
+    return groups

@@ -10,10 +10,8 @@ import dataclasses
 import difflib
 import importlib
 import math
-import re
 import sys
 import typing
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -81,7 +79,7 @@ def parse_cli(
 
 def split_words(argv: list[str]) -> dict[str, str]:
     """The text of each flag by name, as fire splits a command line. Of a flag that is given twice the last
-    one counts, as launch scripts expect that append theirs.
+    one counts, as launch scripts that append theirs expect, and a line says so.
     """
     form = "every setting is written --name value"
     for word in argv:
@@ -94,10 +92,9 @@ def split_words(argv: list[str]) -> dict[str, str]:
         texts.update(flags)
 
     fire.Fire(collect, command=list(argv))
-    flags = [word.partition("=")[0] for word in argv if re.match(r"--\w", word)]
-    for flag, times in Counter(flags).items():
-        if times > 1:
-            print0(f"{flag} is given {times} times: the last one counts")
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    for flag in sorted({flag for flag in flags if flags.count(flag) > 1}):
+        print0(f"{flag} is given twice: the last one counts")
     return texts
 
 

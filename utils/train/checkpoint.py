@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy
@@ -34,12 +33,11 @@ from torch.utils.serialization import config as serialization
 from ..model.pieces import local
 from ..run.distributed import World, all_reduce_sum, broadcast
 from ..run.errors import ConfigError, check, print0
-from ..run.files import sync_path
+from ..run.files import replace_file, sync_path
 from ..run.folder import check_space
 
 Optimizer = torch.optim.Optimizer
 DIGESTS = dcp.metadata.MetadataIndex("digests")
-VERSIONS = {"torch": str(torch.__version__), "transformers": version("transformers")}
 
 
 class CheckpointSaver:
@@ -76,7 +74,6 @@ class CheckpointSaver:
         self.wait()
         final = self.folder / f"step_{step:08d}"
         state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
-        state |= {"save_seconds": self.seconds, "ranks": self.world.size, "versions": VERSIONS}
         tensors = checkpoint_tensors(model, optimizer)
         if not self.needed_bytes:
             self.needed_bytes = all_reduce_sum(
@@ -169,11 +166,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def point_to(final: Path) -> None:
     """Let folder/latest name a checkpoint: for people and scripts, since a resume looks for itself."""
-    temporary = final.with_name(f".tmp_latest_{secrets.token_hex(4)}")
-    _write(temporary, final.name + "\n")
     # a link in its place goes; what it means stays
-    os.replace(temporary, final.with_name("latest"))
-    sync_path(final.parent)
+    replace_file(final.with_name("latest"), final.name + "\n")
 
 
 def reason_of(error: BaseException) -> str:
@@ -189,7 +183,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, temporary: Path, final: Path, state: dict, keep: int, needed_bytes: int):
         super().__init__(temporary)
-        self.fs = _HashingFiles(state["step"])
+        self.fs = _HashingFiles()
         self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
         self.started, self.seconds, self.step_seconds = (
@@ -233,8 +227,8 @@ class _Writer(dcp.FileSystemWriter):
         )
         sync_path(self.path)
         os.rename(self.path, self.final)
-        sync_path(self.final.parent)
         point_to(self.final)
+        sync_path(self.final.parent)
         self.seconds = time.monotonic() - self.started
         self.removal = threading.Thread(target=_retire, args=(self.final, self.keep), daemon=True)
         self.removal.start()
@@ -243,8 +237,8 @@ class _Writer(dcp.FileSystemWriter):
 class _HashingFiles(dcp.filesystem.FileSystem):
     """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
 
-    def __init__(self, step: int):
-        self.step, self.digests, self.failed = step, {}, None
+    def __init__(self):
+        self.digests, self.failed = {}, None
 
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:

@@ -78,11 +78,6 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         self.moments: dict[nn.Parameter, list[torch.Tensor]] = {}
         for parameter in parameters:
             self._add_state(parameter)
-        weights = sum(p.numel() for p in parameters)
-        of_8bit = sum(p.numel() for p in parameters if is_8bit(p))
-        if of_8bit < 0.9 * weights:
-            why = f"a row of the others is not whole blocks of {BLOCK}, or they are small"
-            print0(f"optimizer {of_8bit / weights:.0%} of the weights have 8-bit moments: {why}")
 
     @torch.no_grad()
     def step(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..run.distributed import World
-from ..run.errors import print0
+from ..run.errors import print0, reason_of_others
 
 SKIPPED = 3  # steps that allocate, compile and warm up
 PROFILED = 2
@@ -68,8 +68,7 @@ class Tracker:
             return call(*arguments)
         except Exception as error:  # of a package, a disk, a network
             self.service = None
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            print0(f"warning: the run goes on without {self.name}: {reason}")
+            print0(f"warning: the run goes on without {self.name}: {reason_of_others(error)}")
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         if self.service:
