@@ -31,9 +31,9 @@ from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.loading import load_pieces
 from utils.model.sharding import DTYPES, settle_dtype
 from utils.plan.fit import room_here
+from utils.plan.generation import estimate_generation
 from utils.plan.need import must_and_comfortable
-from utils.plan.replay import units_of
-from utils.plan.states import Setting, estimate_states, sum_of
+from utils.plan.states import sum_of
 from utils.run.distributed import (
     World,
     broadcast,
@@ -218,44 +218,6 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
     fix = "a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try"
     fits = force or must <= room.device
     check(fits, f"this does not fit: {why}; there is {room.text} (fix: {fix})")
-
-
-def estimate_generation(
-    model, shards: int, dtype: torch.dtype, rows: int, prompt: int, new: int
-) -> dict[str, int]:
-    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new` more.
-
-    Weights and what FSDP2 gathers are exact. The cache is that of plain attention, keys and values of every
-    layer, which none exceeds; activations are a block's largest, in its feed-forward part, and the mask of
-    padded rows.
-    """
-    config, size = model.config.get_text_config(), dtype.itemsize
-    width, heads = config.hidden_size, config.num_attention_heads
-    experts = [
-        getattr(config, name, None) or 0
-        for name in ("moe_intermediate_size", "num_experts_per_tok")
-    ]
-    inner = max(getattr(config, "intermediate_size", None) or 4 * width, math.prod(experts))
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    keys *= getattr(config, "head_dim", None) or width // heads
-    gathered = 0
-    activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
-    layer_cache = 2 * rows * (prompt + new) * keys * size
-    if shards > 1:
-        setting = Setting(config, dtype, dtype, prompt, shards)
-        rest, embedding, blocks, head = units_of(model, setting)
-        moving = 2 * max(unit.gathered for unit in blocks)  # one is in use, the next is coming
-        moving = max(moving, 2 * embedding.gathered - activations)  # before them, it and its buffer
-        gathered = rest.gathered + (head or embedding).gathered + moving
-    return {
-        "weights": estimate_states(model, shards).weights,
-        "gathered": gathered,
-        "cache": config.num_hidden_layers * layer_cache,
-        # The prompt's; or, when it is done, one layer's cache, which is copied to grow.
-        "activations": max(activations, layer_cache),
-        # In fp32 too, sorted, and their order.
-        "logits": rows * config.vocab_size * (size + 4 + 16),
-    }
 
 
 def answer(cfg: Config, model, tokenizer, encoded: list, settings: dict, world: World) -> list[str]:

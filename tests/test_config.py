@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import finetune
+import grpo
 import prefer
 import pytest
 import reward
@@ -542,7 +543,7 @@ def test_pure_bf16_is_the_dtype_of_weights_and_beside_adapters_that_of_compute()
 
 
 def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
-    configs = (finetune.Config, prefer.Config, reward.Config)
+    configs = (finetune.Config, prefer.Config, reward.Config, grpo.Config)
     names = {field.name for config in configs for field in dataclasses.fields(config)}
     for name, ours in foreign_flags.HINTS.items():
         assert ours in names or "(fix: " in ours, name

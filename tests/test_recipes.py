@@ -106,13 +106,17 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
         pair = {"prompt": "Count to 3", "chosen": "1 2 3", "rejected": "3 2 1"}
         values["--dataset"] = str(tmp_path / "pairs.jsonl")
         Path(values["--dataset"]).write_text(json.dumps(pair) + "\n")
+    if "grpo.py" in command:
+        words += ["--max_new_tokens", "4", "--global_batch_size", "2"]
+        values["--dataset"] = str(tmp_path / "math.jsonl")
+        Path(values["--dataset"]).write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 4)
     if "plan.py" in command:  # its names are known
         values.clear()
     for i, word in enumerate(words[:-1]):
         words[i + 1] = values.get(word, words[i + 1])
     if "--config" in words:
         words += ["--model", str(model), "--dataset", str(rows)]
-    if "--help" not in words and re.search("finetune.py|prefer.py|reward.py", command):
+    if "--help" not in words and re.search("finetune.py|prefer.py|reward.py|grpo.py", command):
         words += ["--steps", "2", "--save_every", "0"]
     if "generate.py" in command:
         words += ["--max_new_tokens", "8"]

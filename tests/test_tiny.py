@@ -167,3 +167,18 @@ def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
     score = shell(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
     assert score.returncode == 0, score.stdout
     assert "chosen scored above rejected" in score.stdout
+
+
+@pytest.mark.slow
+def test_rewards_alone_teach_a_model_that_has_seen_little_of_the_task(tmp_path):
+    """recipes/grpo.py with no other flag, and the score of what it saved by transformers alone."""
+    trained = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/grpo.py", tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    score = shell(f"python {TINY}/score.py {TINY}/started output/grpo-001/model", tmp_path)
+    before, after = (
+        int(line.split(":")[1].split()[0])
+        for line in score.stdout.splitlines()
+        if line.startswith("exact match")
+    )
+    assert before <= 70
+    assert after >= 220

@@ -11,6 +11,7 @@ and completions are texts, or lists of messages where the row has messages.
 
 import importlib.util
 import inspect
+import json
 import math
 import re
 import sys
@@ -21,8 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ..run.distributed import World, gather, together
 from ..run.errors import ConfigError, check, others_code, reason_of_others
-from ..run.files import did_you_mean
+from ..run.files import did_you_mean, disk_errors
+from .questions import Question, Questions
 
 FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
 NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
@@ -110,6 +113,64 @@ def score(
         found[reward.name] = values
         sums = [sums[i] + reward.weight * (value or 0) for i, value in enumerate(values)]
     return found, sums
+
+
+def reward_all(
+    rewards: list[Reward],
+    questions: Questions,
+    asked: list[Question],
+    completions: list[list[int]],
+    group_size: int,
+    tokenizer,
+    world: World,
+) -> list[dict]:
+    """For each completion its `text`, what each reward gives, and their weighted sum `reward`; on every rank.
+
+    asked: the question of each completion; those of a question are together, group_size of them. A rank
+    scores those of some questions, each question's in one call.
+    """
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    own: dict[int, dict] = {}
+    with together(world, patient=True):
+        starts = range(0, len(asked), group_size)
+        for start in starts[world.rank :: world.size]:
+            part = slice(start, start + group_size)
+            by_name, sums = score(
+                rewards,
+                [question.content for question in asked[part]],
+                texts[part],
+                questions.columns_of(asked[part]),
+                [question.where for question in asked[part]],
+                completions[part],
+            )
+            columns = {"text": texts[part], **by_name, "reward": sums}
+            for i, row in enumerate(zip(*columns.values(), strict=True), start):
+                own[i] = dict(zip(columns, row, strict=True))
+    for of_rank in gather(world, own):
+        own |= of_rank
+    return [own[i] for i in range(len(asked))]
+
+
+def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
+    """The mean of each reward over the completions to which it applies. found: of reward_all."""
+    means = {}
+    for name in found[0].keys() - {"text"}:
+        values = [one[name] for one in found if one[name] is not None]
+        key = name if name == "reward" else f"rewards/{name}"
+        if values:
+            means[prefix + key] = sum(values) / len(values)
+    return means
+
+
+def write_samples(
+    out: Path, step: int, asked: list[Question], found: list[dict], count: int
+) -> None:
+    """Add the first completions of a step to OUT/samples.jsonl."""
+    file = out / "samples.jsonl"
+    with disk_errors(file), open(file, "a") as samples:
+        for question, one in zip(asked[:count], found, strict=False):
+            row = {"step": step, "where": question.where, "prompt": question.content, **one}
+            samples.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[float | None]:

@@ -37,6 +37,7 @@ class Setting:
     attn: str = "auto"
     trust_remote_code: bool = False
     scores: bool = False  # a score of each sequence in place of logits
+    frozen_copy: bool = False  # beside the model what it was at the start, in the dtype of compute
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False

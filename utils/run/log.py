@@ -15,6 +15,10 @@ LINE = {
     "eval_loss": "eval_loss {:.4f}",
     "rewards/accuracies": "pairs {:.0%}",
     "eval_rewards/accuracies": "pairs {:.1%}",
+    "accuracy": "pairs {:.0%}",
+    "eval_accuracy": "pairs {:.1%}",
+    "reward": "reward {:.3f}",
+    "eval_reward": "eval_reward {:.3f}",
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -68,7 +72,11 @@ class RunLog:
         shown = [form.format(numbers[name]) for name, form in LINE.items() if name in numbers]
         try:
             self.bar.update(step - self.bar.n)
-            if step % self.log_every == 0 or step == self.total_steps or "eval_loss" in numbers:
+            if (
+                step % self.log_every == 0
+                or step == self.total_steps
+                or {"eval_loss", "eval_reward"} & numbers.keys()
+            ):
                 # above the bar, if any
                 tqdm.write("  ".join([f"step {step}/{self.total_steps}", *shown]))
                 sys.stdout.flush()

@@ -10,7 +10,7 @@ B completions of a batch, T tokens, V vocabulary.
 
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..model.log_probs import token_log_probs
 from ..model.sharding import Unit, reshard
-from ..run.distributed import World, all_reduce_sum
+from ..run.distributed import World, all_reduce_sum, gather
+from ..run.units import IGNORE
 
 # What families and versions of transformers call the cache that a forward takes and gives.
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -102,6 +104,23 @@ def generate(
         reshard(model)
     model.train(was_training)
     return found
+
+
+def draw_all(
+    prompts: list[list[int]],
+    keys: list[tuple[int, ...]],
+    sampling: Sampling,
+    model: nn.Module,
+    once: Callable,
+    lockstep: bool,
+    world: World,
+) -> list[Completion]:
+    """The completions of all prompts, on every rank; see generate. once: a context that gathers layers."""
+    with torch.compiler.set_stance("force_eager"), once():  # each length would compile again
+        drawn = generate(model, prompts, keys, sampling, world, lockstep)
+    for of_rank in gather(world, drawn):
+        drawn |= of_rank
+    return [drawn[i] for i in range(len(prompts))]
 
 
 def draw_batch(
@@ -190,3 +209,39 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = [torch.tensor(row) for row in rows]
     return padded(ids, padding_value=pad), padded([torch.ones_like(row) for row in ids])
+
+
+@torch.no_grad()
+def log_probs_at_start(
+    model: nn.Module, reference: nn.Module | None, batch, temperature: float
+) -> torch.Tensor:
+    """log pi of a RolloutBatch's tokens (B, T) under the model that the run began with: `reference`, or the
+    base without its adapters.
+    """
+    if reference:
+        return token_log_probs(reference, batch, temperature)
+    from ..model.lora import adapters_off
+
+    with adapters_off(model):
+        return token_log_probs(model, batch, temperature)
+
+
+def token_sums(
+    batch, old: torch.Tensor, losses: torch.Tensor, clipped: torch.Tensor, kl: torch.Tensor
+) -> torch.Tensor:
+    """(6,) sums over the trained tokens of a RolloutBatch: the losses, each with the weight of its
+    completion, which have gradients; whether they are clipped; the KL; -log pi, whose mean is the entropy;
+    how far log pi is from what it was when it was drawn; and 1. All are (B, T); old: log pi before the
+    update.
+    """
+    mask = batch.labels != IGNORE
+    apart = (old - batch.drawn).abs()
+    values = (losses * batch.weights, clipped, kl.detach(), -old, apart, mask)
+    return torch.stack([(value * mask).sum() for value in values])
+
+
+def token_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The means over the learned tokens by name, from the sums of token_sums over batches and ranks."""
+    names = ("clip_share", "kl", "entropy", "mismatch")
+    tokens = sums[-1].clamp(min=1)
+    return {name: value / tokens for name, value in zip(names, sums[1:-1], strict=True)}

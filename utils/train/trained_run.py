@@ -19,8 +19,10 @@ from torch.distributed.fsdp import (
 )
 
 from ..model.folder import Source, find_model, open_model
-from ..model.loading import build_model, plan_pieces
+from ..model.loading import build_model, load_pieces, plan_pieces
+from ..model.loss import add_chunked_loss, check_chunked_loss
 from ..model.options import Lora
+from ..model.pieces import Piece
 from ..model.sharding import (
     DTYPES,
     cast_to,
@@ -173,6 +175,23 @@ def shard_model(
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     return model
+
+
+def frozen_copy(
+    model: nn.Module,
+    pieces: list[Piece],
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    device: torch.device,
+    cpu_offload: bool,
+) -> nn.Module:
+    """A model on meta, of build_model, sharded and loaded in the dtype of compute, and never trained."""
+    compute_alone(model.requires_grad_(False), dtype)
+    shard_model(model, mesh, dtype, cpu_offload=cpu_offload)
+    load_pieces(model, pieces, device, cpu_offload)
+    add_chunked_loss(model)
+    check_chunked_loss(model, device)
+    return model.eval()
 
 
 def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:

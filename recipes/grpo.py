@@ -1,0 +1,781 @@
+"""
+Learning from rewards (GRPO, DAPO, Dr. GRPO): in each step the model answers some prompts several times, and
+learns from what the rewards say. The ranks draw the completions and then learn from them, by turns.
+
+    torchrun --nproc_per_node 2 recipes/grpo.py
+    torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --dataset math.jsonl --rewards number
+    torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --lora_rank 64 --rewards rules.py:is_short,exact:2
+
+Rows: {"prompt": TEXT or [turn, ...], ...columns}; a last turn of the assistant becomes the column `answer`.
+Without --model and --dataset the tiny model in recipes/tiny/started learns by reward alone. The run folder
+holds config.yaml, metrics.jsonl, samples.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
+"""
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+
+import torch
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from utils.data.batches import GlobalBatches
+from utils.data.examples import (
+    Rows,
+    check_positions,
+    load_data,
+    print_data,
+    write_bad_rows,
+)
+from utils.data.questions import Questions, load_questions
+from utils.data.rewards import (
+    Reward,
+    check_columns,
+    parse_rewards,
+    reward_all,
+    reward_means,
+    write_samples,
+)
+from utils.data.rollouts import Rollout, rollout_batches
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
+from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.log_probs import token_log_probs
+from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.options import Lora, Quant, check_adapter_flags
+from utils.model.saving import save_model
+from utils.model.sharding import (
+    DTYPES,
+    decoder_layers,
+    lacks_grouped_kernels,
+    recompute_activations,
+    reshard,
+    settle_dtype,
+    stored_as_computed,
+    units,
+)
+from utils.plan.fit import estimate_disk, plan_memory
+from utils.plan.generation import plan_rollout
+from utils.plan.states import Setting
+from utils.run.distributed import (
+    World,
+    agree,
+    all_reduce_sum,
+    build_mesh,
+    data_place,
+    init_distributed,
+    mesh_axes,
+    mesh_sentence,
+    set_timeout,
+    stop_distributed,
+    sum_on_device,
+    together,
+    use_all_cores,
+)
+from utils.run.errors import act, check, print0, report_errors
+from utils.run.folder import (
+    Resumed,
+    check_space,
+    claim_output,
+    holds_run,
+    releases_output,
+    start_run,
+    write_plan,
+)
+from utils.run.log import RunLog
+from utils.run.memory import peak_memory_bytes
+from utils.run.settings import check_least, parse_cli
+from utils.run.signals import stop_after_step, stop_asked, stop_at_once
+from utils.run.units import GIB
+from utils.train.checkpoint import CheckpointSaver, set_seed
+from utils.train.optim import UnreadSteps, check_packages, clip_gradients
+from utils.train.rollout import (
+    Completion,
+    Sampling,
+    draw_all,
+    gathered,
+    log_probs_at_start,
+    token_means,
+    token_sums,
+)
+from utils.train.trained_run import frozen_copy
+
+TINY = Path(__file__).resolve().parent / "tiny"
+# What stands for flags that are not given, where --model is not.
+TINY_VALUES = {
+    "model": str(TINY / "started"),
+    "steps": 100,
+    "global_batch_size": 16,
+    "batch_size": 64,
+    "max_new_tokens": 12,
+    "lr": 5e-4,
+    "log_every": 10,
+}
+BETAS = (0.9, 0.95)  # of AdamW
+
+
+@dataclass
+class Config:
+    # What
+    model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
+    tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
+    dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
+    format: Literal["auto", "completion"] = "auto"  # completion: texts are no turns of a chat
+    columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
+    bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
+    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    max_rows: int = 0  # read only the first rows of each source; 0: all
+    eval_dataset: str = ""  # held-out rows, named like --dataset
+    eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
+    eval_every: int = 0  # steps between held-out losses; 0: at the end only
+
+    # Rewards and loss
+    # exact, number, regex:PATTERN, FILE.py:FUNCTION, several with commas, each perhaps with a :weight
+    rewards: str = "exact"
+    group_size: int = 8  # completions of each prompt, which are compared with each other
+    max_new_tokens: int = 256  # longest completion
+    temperature: float = 1.0  # of the draws; at 0 all completions of a prompt are alike
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # how tokens are weighed: see weight_of
+    scale_rewards: Literal["auto", "group", "none"] = (
+        "auto"  # by their deviation; auto: by the loss
+    )
+    clip_low: float = 0.2  # a token's ratio to what it was drawn with counts from 1 - this
+    clip_high: float = 0.28  # to 1 + this
+    kl_beta: float = 0.0  # how strongly the model is held to what it was at the start
+    epochs_per_rollout: int = 1  # optimizer steps with each step's completions
+
+    # How much
+    epochs: int = 1  # times through the data
+    steps: int = 0  # optimizer steps; 0: whatever --epochs gives
+    global_batch_size: int = 8  # prompts of a step
+    batch_size: int = 1  # completions per rank and micro-batch
+    generate_batch_size: int = 64  # completions that a rank draws at a time
+    seq_len: int = 2048  # tokens of a prompt with its completion
+    too_long: Literal["drop", "error"] = "drop"  # what becomes of longer ones
+    lr: float = 1e-6  # peak learning rate
+    warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.01  # not on norms and biases
+    clip_norm: float = 1.0  # largest gradient norm; 0: no clipping
+    seed: int = 0  # order of the data, dropout
+
+    # How
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
+    # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
+    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
+    lora_dropout: float = 0.0  # dropout on the input of the adapters
+    use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+    use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
+    modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
+    adapter: str = ""  # peft folder of an adapter to continue
+    # frozen weights in int8 or nf4
+    quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
+    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
+    quantize_head: bool = False  # the head too; the loss then needs full logits
+    keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
+    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    activation_offload: bool = False  # inputs of recomputed layers wait on the host
+    compile: bool = False  # torch.compile for each layer
+    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    force: bool = False  # begin though the plan says that it does not fit
+    reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
+    replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
+    shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
+
+    # Where
+    output_dir: str = ""  # run folder; empty: the next free one in output/
+    resume: str = "auto"  # auto: continue what is in --output_dir; none: refuse to; or a checkpoint
+    save_every: int = 500  # steps between checkpoints; 0: none
+    keep: int = 2  # newest checkpoints that stay; 0: all
+    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
+    allow_new_data: bool = False  # resume though the data changed
+    timeout: int = 300  # seconds that ranks wait for each other in a step; twice as many in a save
+    save_model: bool = True  # write OUT/model at the end
+    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
+    log_every: int = 1  # steps between console lines; only there a GPU is waited for
+    profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
+    tensorboard: bool = False  # also log to OUT/tensorboard
+    wandb: bool = False  # also log to Weights & Biases
+
+    def __post_init__(self):
+        least = {"group_size": 2, "max_new_tokens": 1, "batch_size": 1, "generate_batch_size": 1}
+        least |= {"epochs_per_rollout": 1, "global_batch_size": 1, "kl_beta": 0}
+        check_least(self, epochs=1, seq_len=2, log_every=1, timeout=1, **least)
+        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 1e-6)")
+        check(
+            self.temperature > 0,
+            f"--temperature {self.temperature}: all completions would be alike (fix: 1)",
+        )
+        room = (
+            f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len}"
+        )
+        check(self.max_new_tokens < self.seq_len, f"{room} (fix: a longer --seq_len)")
+        onward = "--kl_beta: an --adapter that goes on has another start than its base"
+        fix = "merge it with export.py, and give the result as --model"
+        check(not (self.kl_beta and self.adapter), f"{onward} (fix: {fix})")
+        check(
+            self.activation_checkpointing != "none" or not self.activation_offload,
+            "--activation_offload has no inputs (fix: --activation_checkpointing full)",
+        )
+        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
+        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
+        both = self.eval_dataset and self.eval_share
+        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
+        given = (self.model and self.dataset) or (TINY / "config.json").exists()
+        check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
+
+
+@releases_output
+def main(cfg: Config) -> Path:
+    """Learn from rewards; returns the run folder."""
+    quiet_transformers()
+
+    # --- world: who am I, who are the others ------------------------------------------------------
+    act("world")
+    world = init_distributed()
+    with together(world):
+        axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
+        cfg = settle(cfg, world)
+    agree(world, asdict(cfg), "flags")
+
+    # --- folder: the model's, the run's, and what an earlier start left there ---------------------
+    act("folder")
+    trust = cfg.trust_remote_code
+    source = open_model(cfg.model, world, trust)
+    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
+    with together(world):
+        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+        check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
+        attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
+        model = build_model(*structure, attn, trust)  # on meta
+        pieces = plan_pieces(model, source.weights, source.folder)
+    out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
+    earlier = Resumed()
+    if holds_run(out) or cfg.resume not in ("auto", "none"):
+        from utils.train.resume import continue_run
+
+        earlier = continue_run(out, cfg.resume, cfg, world)
+    if earlier.finished:
+        print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
+        return out
+
+    # --- data: every row is read, checked and tokenized -------------------------------------------
+    act("data")
+    with together(world, patient=True):
+        rewards = parse_rewards(cfg.rewards)
+        examples, held_out = load_data(
+            rows_of(cfg), tokenizer, progress=world.rank == 0, load=load_questions
+        )
+        for part in filter(None, (examples, held_out)):
+            check_columns(rewards, part.names)
+        check_positions(model, examples, held_out)
+
+    # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
+    act("plan")
+    with together(world):
+        longest = max(int(part.lengths.max()) for part in (examples, held_out) if part)
+        completions = cfg.global_batch_size * cfg.group_size
+        micro_batches = math.ceil(math.ceil(completions / world.size) / cfg.batch_size)
+        setting = Setting(
+            config=source.config,
+            param_dtype=DTYPES[cfg.param_dtype],
+            dtype=DTYPES[cfg.dtype],
+            seq_len=longest + cfg.max_new_tokens,
+            shards=axes["shard"],
+            replicate=world.size // axes["shard"],
+            local_ranks=world.local_size,
+            gpu=world.device.type == "cuda",
+            batch_size=cfg.batch_size,
+            rows=micro_batches * cfg.batch_size,
+            activation_checkpointing=cfg.activation_checkpointing,
+            activation_offload=cfg.activation_offload,
+            cpu_offload=cfg.cpu_offload,
+            reshard_after_forward=cfg.reshard_after_forward,
+            lora=lora_of(cfg),
+            quant=quant_of(cfg),
+            attn=attn,
+            trust_remote_code=trust,
+            frozen_copy=bool(cfg.kl_beta and not lora_of(cfg)),
+            optimizer=cfg.optimizer,
+            sync_each_microbatch=cfg.sync_each_microbatch,
+            low_cpu_fsdp=cfg.low_cpu_fsdp,
+            async_save=cfg.async_save,
+            compile=cfg.compile,
+            repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
+        )
+        plan = plan_memory(setting, world, force=cfg.force)
+        rows = min(cfg.generate_batch_size, completions)
+        gathers, rollout_text = plan_rollout(
+            setting, plan, world, rows, longest, cfg.max_new_tokens, cfg.force
+        )
+    lora, quant = lora_of(cfg), quant_of(cfg)
+    facts = {
+        "seed": cfg.seed,
+        "param_dtype": cfg.param_dtype,
+        "global_batch_size": cfg.global_batch_size,
+        "group_size": cfg.group_size,
+        "optimizer": cfg.optimizer.removeprefix("paged_"),
+        **lora.flags(),
+        **run_facts(source.config, source.weights, examples.fingerprint),
+    }
+    agree(world, facts, "files")
+    with together(world):
+        if earlier.checkpoint:
+            from utils.train.resume import check_facts
+
+            check_facts(earlier.state, facts, cfg.allow_new_data)
+        data_rank, data_ranks = data_place(world, axes)
+        loader = GlobalBatches(examples, cfg.seed, cfg.global_batch_size, 1, 0, 1, 0)
+        multiple = 8
+        # On a GPU kernels are chosen, or compiled, for each length.
+        if world.gpu_name and cfg.seq_len % 64 == 0:
+            multiple = 64
+        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer), multiple)
+        steps = cfg.steps or cfg.epochs * loader.per_epoch
+        warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
+        disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+    check_space(out, 0 if lora else disk, world)
+    print0(f"model     {cfg.model}: {source.sentence()}")
+    print_template_notes(tokenizer)
+    print_data(cfg.dataset, loader.summary(), examples, held_out)
+    print0(f"ranks     {mesh_sentence(world, axes)}")
+    print0(
+        f"batch     {completions} = {cfg.global_batch_size} prompts x {cfg.group_size} completions, of"
+        f" {cfg.batch_size} x {data_ranks} ranks x {micro_batches} micro-batches; {steps} steps"
+    )
+    print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
+    print0(f"{plan.text}\n{rollout_text}", ready=True)
+
+    # --- build: the structure that is trained -----------------------------------------------------
+    act("build")
+    if not cfg.low_cpu_fsdp:
+        model = build_model(*structure, attn, trust, whole=source.folder)
+    token_mfu = 0.0  # of one token a second
+    if world.gpu_name:
+        from utils.train.profiling import flops_per_token, mfu
+
+        token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
+    if setting.repeats_keys:
+        from utils.model.attention import repeat_grouped_keys
+
+        repeat_grouped_keys(True)
+    names = None  # names of the parameters that adapters have changed
+    if lora:
+        from utils.model.lora import adapt, fill_adapters, save_adapter
+
+        with together(world):
+            adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
+    add_chunked_loss(model)
+    recompute_activations(model, cfg.activation_checkpointing)
+    if cfg.activation_offload:
+        from utils.model.activation_offload import offload_inputs
+
+        offload_inputs(model, world.device)
+    if cfg.compile:
+        for layer in decoder_layers(model):
+            layer.compile()  # in place; layers are alike, so one compilation serves all
+    checkpoint = earlier.checkpoint
+    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
+    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
+    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+
+    # --- shard: every parameter cut over the ranks ------------------------------------------------
+    act("shard")
+    mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
+    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
+    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
+    found = units(model, DTYPES[cfg.dtype])
+    offload = OffloadPolicy()
+    plain = set()  # parameters that are not sharded
+    if cfg.cpu_offload:
+        on_gpu = world.device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_gpu)
+        if on_gpu:
+            use_all_cores(world)  # the optimizer computes on the CPU
+    elif world.size == 1:  # to gather them would only copy them
+        plain = stored_as_computed(found, micro_batches > 1)
+    for unit in found:
+        fully_shard(
+            unit.modules,
+            mesh=mesh,
+            reshard_after_forward=cfg.reshard_after_forward and unit.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+            ignored_params=plain,
+        )
+        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
+
+    # --- load: the first act that costs memory ----------------------------------------------------
+    act("load")
+    started = time.monotonic()
+    with together(world):
+        if cfg.low_cpu_fsdp:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
+        elif plain:
+            model.to(world.device)  # FSDP2 moves what it shards
+        if lora:
+            fill_adapters(model, cfg.adapter, cfg.seed)
+    print0(f"weights   in place after {time.monotonic() - started:.1f} s")
+    if warning := check_chunked_loss(model, world.device):
+        print0(f"warning: {warning}")
+    reference = None  # what the model was at the start; beside adapters it is the base without them
+    if setting.frozen_copy:
+        plain = build_model(source.config, DTYPES[cfg.dtype], attn, trust)
+        where = (world.device, cfg.cpu_offload)
+        reference = frozen_copy(plain, pieces, mesh, DTYPES[cfg.dtype], *where)
+    sampling = Sampling(
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        end_ids=frozenset(end_of_turn_ids(tokenizer)),
+        pad_id=pad_id(tokenizer),
+        batch_size=cfg.generate_batch_size,
+    )
+    once = partial(gathered, found, cfg.reshard_after_forward) if gathers else nullcontext
+    draw = partial(draw_all, model=model, once=once, lockstep=not gathers, world=world)
+
+    # --- optimizer --------------------------------------------------------------------------------
+    act("optimizer")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},  # norms and biases
+    ]
+    if cfg.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)
+    else:
+        from utils.train.optim_8bit import ShardedAdamW8bit
+
+        paged = cfg.optimizer.startswith("paged")
+        optimizer = ShardedAdamW8bit(groups, lr=cfg.lr, betas=BETAS, paged=paged)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
+    if cfg.cpu_offload:
+        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+
+    # --- resume: weights, optimizer and position, exactly -----------------------------------------
+    act("resume")
+    first = 0
+    if checkpoint:
+        from utils.train.resume import load_checkpoint
+
+        first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+    print0(f"starting at step {first} of {steps}")
+
+    # --- train ------------------------------------------------------------------------------------
+    act("train")
+    model.train()
+    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
+    write_bad_rows(out, world.rank, examples, held_out)
+    profiler, trackers = None, []
+    if cfg.profile or cfg.tensorboard or cfg.wandb:
+        from utils.train.profiling import start_profiler, start_trackers
+
+        if world.rank == 0:
+            trackers = start_trackers(out, cfg.tensorboard, cfg.wandb, first)
+        if cfg.profile:
+            profiler = start_profiler(out / "profile", world, first, steps)
+    stop = ""
+    with (
+        CheckpointSaver(
+            out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
+        ) as saver,
+        RunLog(out, steps, cfg.log_every, trackers, first, run) as log,
+    ):
+        unread = UnreadSteps(log, world, cfg.dtype == "fp16")
+        stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
+        for step in range(first, steps):
+            if not unread.steps:
+                started = time.monotonic()
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            begun_at = time.monotonic()
+            questions = [examples[row] for row in loader.rows_of(step)]
+            keys = [
+                (cfg.seed, step, place, sample)
+                for place in range(len(questions))
+                for sample in range(cfg.group_size)
+            ]
+            asked = [q for q in questions for _ in range(cfg.group_size)]
+            completions = draw([q.ids for q in asked], keys, sampling)
+            drawn_at = time.monotonic()
+            given = [completion.ids for completion in completions]
+            rewarded = reward_all(rewards, examples, asked, given, cfg.group_size, tokenizer, world)
+            advantages = advantages_of(cfg, [one["reward"] for one in rewarded])
+            rollouts = [
+                Rollout(
+                    q.ids, c.ids, c.log_probs, a, weight_of(cfg, len(c.ids), completions), q.where
+                )
+                for q, c, a in zip(asked, completions, advantages, strict=True)
+                if a or cfg.kl_beta  # where all are alike there is nothing to learn
+            ]
+            batches = rollout_batches(rollouts, *shares)
+            rewarded_at = time.monotonic()
+            numbers = reward_means(rewarded) | {
+                "ties": advantages.count(0.0) / len(advantages),
+                "completion_length": sum(map(len, given)) / len(given),
+                "truncated": sum(c.truncated for c in completions) / len(completions),
+                "trained_tokens": sum(len(rollout.ids) for rollout in rollouts),
+                "seconds_drawing": drawn_at - begun_at,
+                "seconds_rewarding": rewarded_at - drawn_at,
+            }
+            if world.rank == 0:
+                write_samples(out, step + 1, asked, rewarded, cfg.group_size)
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            decay = {
+                "constant": 1.0,
+                "linear": 1 - done_share,
+                "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
+            }
+            lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            losses, norms, sums = [], [], []
+            old = [None] * len(batches)  # log-probabilities before the first update
+            if cfg.epochs_per_rollout > 1:
+                with torch.no_grad():
+                    old = [
+                        token_log_probs(model, batch.to(world.device), cfg.temperature)
+                        for batch in batches
+                    ]
+                reshard(model)
+            for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
+                last_of_update = number % len(batches) == 0
+                model.set_requires_gradient_sync(cfg.sync_each_microbatch or last_of_update)
+                batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
+                start = None
+                if cfg.kl_beta:
+                    start = log_probs_at_start(model, reference, batch, cfg.temperature)
+                now = token_log_probs(
+                    model, batch, cfg.temperature
+                )  # (B, T), log pi(token | before)
+                before = old[(number - 1) % len(batches)]
+                before = now.detach() if before is None else before
+                found = token_sums(
+                    batch, before, *policy_loss(cfg, now, before, start, batch.advantages)
+                )
+                # FSDP divides by the ranks; weights divide by what the global batch has
+                scaler.scale(found[0] * world.size).backward()
+                losses.append(found[0].detach())
+                sums.append(found.detach())
+                if last_of_update:
+                    scaler.unscale_(optimizer)
+                    grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device
+                    total_loss = sum_on_device(torch.stack(losses[-len(batches) :]).sum(), mesh)
+                    finite = (total_loss.to(grad_norm.device) + grad_norm).isfinite()
+                    optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
+                    scaler.step(optimizer)  # in fp16 all ranks leave it out where one overflows
+                    scaler.update()
+                    optimizer.zero_grad()
+                    norms.append(grad_norm)
+            sums = sum_on_device(torch.stack(sums).sum(0), mesh)
+            peak_bytes = peak_memory_bytes()  # where most is alive
+            done = step + 1
+            tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
+            unread.add(
+                sums[0] / cfg.epochs_per_rollout,
+                torch.stack(norms).max(),
+                losses,
+                batches * cfg.epochs_per_rollout,
+                token_means(sums),
+                step=done,
+                lr=lr,
+                **numbers,
+                tokens=int(tokens),
+                peak_memory_gib=peak_bytes / GIB,
+            )
+            stop = stop_asked()
+            last = stop or done == steps
+            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
+            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            if evals or saves or last or done % cfg.log_every == 0:
+                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
+            if profiler:
+                profiler.step()
+            if evals:
+                log.step(step=done, **evaluate(held_out, rewards, draw, sampling, tokenizer, world))
+            if step == first:
+                set_timeout(cfg.timeout)  # the first step may compile
+            if saves:
+                state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
+                state["scaler"] = scaler.state_dict()
+                path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
+            if stop:
+                break
+    if stop:
+        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
+        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
+        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        print0(f"stopped   by {stop} after step {done}: {path}")
+        print0(f"to go on  {shlex.join(words)}")
+        return out
+    set_timeout()
+
+    # --- save: each rank writes its own bytes of the final files ----------------------------------
+    act("save")
+    result = out / ("adapter" if lora else "model")
+    if cfg.save_model and lora:
+        print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
+    elif cfg.save_model:
+        save_model(
+            result,
+            model,
+            pieces,
+            world,
+            save_dtype=DTYPES[cfg.save_dtype],
+            tokenizer=tokenizer,
+            source=source.folder,
+            eos_ids=end_of_turn_ids(tokenizer),
+        )
+    measured = plan.compare(world) | {"steps": steps, "global_batch_size": cfg.global_batch_size}
+    write_plan(out, plan.planned, measured, world)
+    print0(f"finished  {steps} steps; {result if cfg.save_model else out}")
+    return out
+
+
+def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
+    """Of each completion beside the others of its prompt. https://arxiv.org/abs/2402.03300; without the
+    deviation: https://arxiv.org/abs/2503.20783.
+    """
+    groups = torch.tensor(rewards, dtype=torch.float64).view(-1, cfg.group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if cfg.scale_rewards == "group":
+        advantages /= groups.std(1, keepdim=True) + 1e-4
+    ties = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(ties, 0.0).flatten().tolist()
+
+
+def weight_of(cfg: Config, length: int, completions: list[Completion]) -> float:
+    """Of each token of a completion of this length, in the loss of all completions."""
+    if (
+        cfg.loss == "grpo"
+    ):  # the mean over completions of their means, https://arxiv.org/abs/2402.03300
+        return 1 / (length * len(completions))
+    if (
+        cfg.loss == "dr_grpo"
+    ):  # no completion counts more for its length, https://arxiv.org/abs/2503.20783
+        return 1 / (cfg.max_new_tokens * len(completions))
+    # dapo, the mean over all tokens: https://arxiv.org/abs/2503.14476
+    return 1 / sum(len(completion.ids) for completion in completions)
+
+
+def policy_loss(
+    cfg: Config,
+    now: torch.Tensor,
+    old: torch.Tensor,
+    start: torch.Tensor | None,
+    advantages: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(losses, whether they are clipped, KL) of tokens, all (B, T), from log pi(token) now, when it was drawn
+    and at the start of the run, (B, T), and advantages (B, 1). Other losses go here.
+    """
+    ratio = torch.exp(now - old)
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    losses = -torch.min(ratio * advantages, clipped * advantages)
+    is_clipped = -clipped * advantages > -ratio * advantages
+    kl = torch.zeros_like(now)
+    if start is not None:
+        # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556
+        kl = (torch.exp(start - now) - (start - now) - 1) * ratio
+    return losses + cfg.kl_beta * kl, is_clipped, kl
+
+
+def evaluate(
+    questions: Questions,
+    rewards: list[Reward],
+    draw: Callable,
+    sampling: Sampling,
+    tokenizer,
+    world: World,
+) -> dict[str, float]:
+    """The rewards of the likeliest completion of each held-out prompt."""
+    asked = [questions[i] for i in range(len(questions))]
+    keys = [(place,) for place in range(len(asked))]
+    completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
+    given = [completion.ids for completion in completions]
+    found = reward_all(rewards, questions, asked, given, 1, tokenizer, world)
+    return reward_means(found, "eval_")
+
+
+def settle(cfg: Config, world) -> Config:
+    """Replace what is left open by what it means here; check what depends on the device."""
+    scale = {"auto": "none" if cfg.loss == "dr_grpo" else "group"}
+    cfg = replace(
+        cfg,
+        dataset=cfg.dataset or str(TINY / "chat.jsonl"),
+        scale_rewards=scale.get(cfg.scale_rewards, cfg.scale_rewards),
+        dtype=settle_dtype(cfg.dtype, world.device),
+    )
+    packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
+    check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
+    return cfg
+
+
+def rows_of(cfg: Config) -> Rows:
+    """Which rows are read, and how."""
+    return Rows(
+        dataset=cfg.dataset,
+        seq_len=cfg.seq_len - cfg.max_new_tokens,  # of a prompt
+        format=cfg.format,
+        columns=cfg.columns,
+        bad_rows=cfg.bad_rows,
+        max_rows=cfg.max_rows,
+        too_long=cfg.too_long,
+        eval_dataset=cfg.eval_dataset,
+        eval_share=cfg.eval_share,
+    )
+
+
+def lora_of(cfg: Config) -> Lora:
+    """The adapters that train."""
+    return Lora(
+        lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        lora_targets=cfg.lora_targets,
+        lora_dropout=cfg.lora_dropout,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        modules_to_save=cfg.modules_to_save,
+        adapter=cfg.adapter,
+    )
+
+
+def quant_of(cfg: Config) -> Quant:
+    """How frozen weights are stored."""
+    return Quant(
+        quantization=cfg.quantization,
+        int8_mode=cfg.int8_mode,
+        quantize_head=cfg.quantize_head,
+        keep_experts_16bit=cfg.keep_experts_16bit,
+    )
+
+
+if __name__ == "__main__":
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
+    with report_errors():
+        stop_at_once()
+        main(parse_cli(Config, aliases="foreign_flags", unless={"model": TINY_VALUES}))
+        stop_distributed()

@@ -1,0 +1,261 @@
+"""recipes/grpo.py: what is drawn, rewarded and learned is the same on any number of ranks, and as a page of
+PyTorch does it.
+
+python -m pytest tests/test_grpo.py -m ""
+"""
+
+import json
+import shutil
+
+import grpo
+import pytest
+import torch
+from metrics import read_metrics
+from ranks import run_ranks
+from safetensors.torch import load_file
+from shell import ROOT, shell
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM
+
+from utils.data.batches import GlobalBatches
+from utils.data.examples import Rows
+from utils.data.questions import load_questions
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
+from utils.run.distributed import ALONE
+from utils.run.errors import ConfigError
+from utils.train.rollout import Sampling, generate
+
+slow = pytest.mark.slow
+STEPS = 3
+RULES = """
+def some_letters(completions, answer, **columns):
+    return [sum(c.isalpha() for c in completion) for completion in completions]
+
+def fails(completions, **columns):
+    raise KeyError("no such rule")
+"""
+RUN = {
+    "steps": STEPS,
+    "lr": 1e-4,
+    "warmup": 1,
+    "global_batch_size": 3,
+    "group_size": 4,
+    "max_new_tokens": 6,
+    "seq_len": 128,
+    "generate_batch_size": 5,
+    "seed": 3,
+    "save_every": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, prompts of unlike lengths, and a reward that differs within a group."""
+    root = tmp_path_factory.mktemp("grpo")
+    rows = [{"prompt": f"Say {i} " * (1 + i % 4), "answer": str(i)} for i in range(8)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "rules.py").write_text(RULES)
+    folder = tiny_model_folder(root / "model", vocab_size=271)
+    rules = f"{root}/rules.py:some_letters"
+    return {"model": str(folder), "dataset": str(root / "prompts.jsonl"), "rewards": rules}
+
+
+def train(world, flags):
+    return grpo.main(grpo.Config(**flags))
+
+
+def trained(ranks, out, files, **flags):
+    """(metrics by step, final weights, samples)."""
+    flags = RUN | files | {"output_dir": str(out)} | flags
+    out = run_ranks(train, ranks, flags)[0]
+    (result,) = out.glob("*/*model.safetensors")
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    return read_metrics(out / "metrics.jsonl"), load_file(result), samples
+
+
+def assert_alike(found, wanted, rtol=1e-5):
+    for name in ("reward", "completion_length", "entropy", "loss", "grad_norm"):
+        ours, theirs = ([numbers[name] for numbers in run[0]] for run in (found, wanted))
+        torch.testing.assert_close(ours, theirs, rtol=10 * rtol, atol=rtol)
+    assert [one["text"] for one in found[2]] == [one["text"] for one in wanted[2]]
+    for name, tensor in wanted[1].items():
+        assert (found[1][name] - tensor).norm() <= rtol * tensor.norm(), name
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ranks": 2, "batch_size": 2},
+        {"ranks": 2, "batch_size": 3, "loss": "grpo", "epochs_per_rollout": 2},
+        {"ranks": 2, "batch_size": 4, "loss": "dr_grpo", "kl_beta": 0.05},
+        {"ranks": 2, "batch_size": 4, "activation_checkpointing": "full", "cpu_offload": True},
+        pytest.param({"ranks": 4, "batch_size": 2, "kl_beta": 0.05, "replicate": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_any_ranks_and_micro_batches_draw_and_learn_the_same(files, tmp_path, how):
+    ranks, batch_size = how.pop("ranks"), how.pop("batch_size")
+    loss = {name: how[name] for name in ("loss", "epochs_per_rollout", "kl_beta") if name in how}
+    one = trained(1, tmp_path / "one", files, batch_size=12, **loss)
+    many = trained(ranks, tmp_path / "many", files, batch_size=batch_size, **how)
+    assert_alike(many, one)
+    metrics, _, _ = many
+    assert all(numbers["mismatch"] < 1e-5 for numbers in metrics)
+    assert metrics[0]["grad_norm"] > 0
+    if "epochs_per_rollout" not in loss:  # whose later epochs are no longer at the start
+        assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert (metrics[-1]["kl"] > 0) == ("kl_beta" in loss)
+
+
+def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
+    """Full logits, no FSDP, no chunks, no micro-batches; GRPO's loss with a KL to a second model."""
+    tokenizer = load_tokenizer(files["model"])
+    questions = load_questions(Rows(files["dataset"], 122, too_long="drop"), tokenizer)
+    order = GlobalBatches(questions, RUN["seed"], 3, 1, 0, 1, 0)
+    policy, start = (
+        AutoModelForCausalLM.from_pretrained(files["model"], dtype=torch.float32) for _ in range(2)
+    )
+    decaying = [p for p in policy.parameters() if p.ndim > 1]
+    others = [p for p in policy.parameters() if p.ndim == 1]
+    groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
+    ends = frozenset(end_of_turn_ids(tokenizer))
+    sampling = Sampling(6, 0.9, ends, pad_id(tokenizer), 5)
+
+    def log_probs(model, prompt, ids):
+        row = torch.tensor([prompt + ids])
+        all_log_probs = (model(row, use_cache=False).logits[0, :-1] / 0.9).log_softmax(-1)
+        return all_log_probs.gather(1, row[0, 1:, None])[len(prompt) - 1 :, 0]
+
+    losses, rewards = [], []
+    for step in range(STEPS):
+        asked = [questions[row] for row in order.rows_of(step) for _ in range(4)]
+        keys = [(RUN["seed"], step, place // 4, place % 4) for place in range(len(asked))]
+        drawn = generate(policy, [q.ids for q in asked], keys, sampling, ALONE)
+        texts = [
+            tokenizer.decode(drawn[i].ids, skip_special_tokens=True) for i in range(len(asked))
+        ]
+        found = torch.tensor([float(sum(c.isalpha() for c in text)) for text in texts]).view(-1, 4)
+        advantages = (found - found.mean(1, keepdim=True)) / (found.std(1, keepdim=True) + 1e-4)
+        loss = 0.0
+        for i, advantage in enumerate(advantages.flatten().tolist()):
+            now = log_probs(policy, asked[i].ids, drawn[i].ids)
+            with torch.no_grad():
+                lead = log_probs(start, asked[i].ids, drawn[i].ids) - now
+            ratio = torch.exp(now - now.detach())
+            lead = lead.detach() + now.detach() - now
+            kl = (torch.exp(lead) - lead - 1) * ratio
+            loss = loss + (-ratio * advantage + 0.1 * kl).mean() / len(asked)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        share = max(0.0, (step - RUN["warmup"]) / (STEPS - RUN["warmup"]))
+        for group in optimizer.param_groups:
+            group["lr"] = RUN["lr"] * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        rewards.append(found.mean().item())
+    flags = {"loss": "grpo", "kl_beta": 0.1, "temperature": 0.9, "batch_size": 3}
+    metrics, weights, _ = trained(2, tmp_path / "out", files, **flags)
+    assert [m["reward"] for m in metrics] == pytest.approx(rewards)
+    torch.testing.assert_close([m["loss"] for m in metrics], losses, rtol=1e-4, atol=1e-6)
+    for name, tensor in policy.state_dict().items():
+        if name in weights:
+            assert (weights[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("quantization", ["none", "8bit"])
+def test_adapters_learn_from_rewards_with_their_base_as_the_start(files, tmp_path, quantization):
+    lora = {"lora_rank": 4, "quantization": quantization, "kl_beta": 0.05, "lr": 1e-3}
+    one = trained(1, tmp_path / "one", files, **lora, batch_size=12)
+    two = trained(2, tmp_path / "two", files, **lora, batch_size=2)
+    assert_alike(two, one, rtol=1e-3)  # lora_B begins at 0, so it is all rounding's steps
+    assert two[0][0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert two[0][-1]["kl"] > 0
+    assert all(tensor.abs().sum() > 0 for name, tensor in two[1].items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("how", [{}, {"kl_beta": 0.05, "epochs_per_rollout": 2}], ids=str)
+def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
+    flags = {"save_every": 1, "keep": 0, "batch_size": 3, **how}
+    whole = trained(2, tmp_path / "out", files, **flags)
+    out = tmp_path / "out"
+    for step in (2, 3):
+        shutil.rmtree(out / "checkpoints" / f"step_0000000{step}")
+    shutil.rmtree(out / "model")
+    (out / "plan.json").unlink()
+    again = trained(2, out, files, **flags)
+    assert all(torch.equal(again[1][name], tensor) for name, tensor in whole[1].items())
+    assert again[2][-8:] == whole[2][-8:]
+
+
+def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
+    """Ranks without a completion to learn take part with fillers."""
+    metrics, weights, _ = trained(
+        2, tmp_path / "out", files, rewards="exact", batch_size=2, weight_decay=0.0
+    )
+    start = load_file(f"{files['model']}/model.safetensors")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in weights.items())
+    assert all(m["ties"] == 1 and m["loss"] == 0 and m["grad_norm"] == 0 for m in metrics)
+
+
+def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files, tmp_path):
+    once = trained(2, tmp_path / "once", files, batch_size=3)
+    each = run_ranks(train_in_lockstep, 2, RUN | files | {"output_dir": str(tmp_path / "each")})
+    (result,) = each[0].glob("model/*model.safetensors")
+    for name, tensor in load_file(result).items():
+        assert torch.equal(tensor, once[1][name])
+
+
+def train_in_lockstep(world, flags):
+    grpo.plan_rollout = lambda *args: (False, "rollout   gathered in each forward")
+    return grpo.main(grpo.Config(**flags, batch_size=3))
+
+
+def test_held_out_prompts_are_answered_with_the_likeliest_tokens(files, tmp_path):
+    flags = {"eval_share": 0.3, "eval_every": 2, "batch_size": 3}
+    out = tmp_path / "out"
+    one = trained(1, tmp_path / "one", files, **flags)
+    two = trained(2, out, files, **flags)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    held_out = [line for line in lines if "eval_reward" in line]
+    assert [line["step"] for line in held_out] == [2, 3]
+    assert held_out[0]["eval_reward"] == held_out[0]["eval_rewards/some_letters"]
+    ours, theirs = ([m.get("eval_reward") for m in run[0]] for run in (one, two))
+    assert ours == theirs
+
+
+def test_the_copy_of_the_start_is_planned_for(files, tmp_path):
+    plans = []
+    for beta in (0.0, 0.05):
+        out = tmp_path / str(beta)
+        trained(2, out, files, kl_beta=beta, steps=1, batch_size=3)
+        plans.append(json.loads((out / "plan.json").read_text())["planned"])
+    weights = [plan["weights"] for plan in plans]
+    assert weights[1] == 2 * weights[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"temperature": 0.0}, "--temperature 0.0: all completions"),
+        ({"group_size": 1}, "--group_size 1"),
+        ({"max_new_tokens": 200, "seq_len": 100}, "--max_new_tokens 200 leaves no prompt"),
+        ({"kl_beta": 0.1, "adapter": "a"}, "--kl_beta: an --adapter"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags, says):
+    with pytest.raises(ConfigError, match=f"{says}.* \\(fix: "):
+        grpo.Config(**flags)
+
+
+def test_a_reward_that_fails_is_named_with_its_row_and_completion(files, tmp_path):
+    rules = files["rewards"].replace("some_letters", "fails")
+    words = " ".join(f"--{name} {value}" for name, value in (RUN | files).items())
+    command = f"python {ROOT}/recipes/grpo.py {words} --rewards {rules} --output_dir out"
+    run = shell(command, tmp_path)
+    assert run.returncode == 2
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("error")]
+    assert "no such rule" in line
+    assert "prompts.jsonl:" in line
+    assert "completion '" in line

@@ -1,0 +1,103 @@
+"""Will the model's own answers fit: for generate.py, and for the completions that grpo.py draws."""
+
+import math
+
+import torch
+from torch import nn
+
+from ..run.distributed import World
+from ..run.errors import check
+from ..run.units import GIB
+from .fit import MemoryPlan, room_here
+from .need import HOST_BYTES, HOST_SLACK, must_and_comfortable
+from .replay import units_of
+from .states import Setting, estimate_states, planned_model, sum_of
+
+
+def estimate_generation(
+    model: nn.Module,
+    shards: int,
+    dtype: torch.dtype,
+    rows: int,
+    prompt: int,
+    new: int,
+    whole: bool = False,
+) -> dict[str, int]:
+    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new` more.
+    whole: all layers are gathered at a time, else two.
+
+    Weights and what FSDP2 gathers are exact. The cache is that of plain attention, keys and values of every
+    layer, which none exceeds; activations are a block's largest, in its feed-forward part, and the mask of
+    padded rows.
+    """
+    config, size = model.config.get_text_config(), dtype.itemsize
+    width, heads = config.hidden_size, config.num_attention_heads
+    experts = [
+        getattr(config, name, None) or 0
+        for name in ("moe_intermediate_size", "num_experts_per_tok")
+    ]
+    inner = max(getattr(config, "intermediate_size", None) or 4 * width, math.prod(experts))
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    keys *= getattr(config, "head_dim", None) or width // heads
+    gathered = 0
+    activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
+    layer_cache = 2 * rows * (prompt + new) * keys * size
+    if shards > 1:
+        setting = Setting(config, dtype, dtype, prompt, shards)
+        rest, embedding, blocks, head = units_of(model, setting)
+        moving = 2 * max(unit.gathered for unit in blocks)  # one is in use, the next is coming
+        moving = max(moving, 2 * embedding.gathered - activations)  # before them, it and its buffer
+        gathered = rest.gathered + (head or embedding).gathered + moving
+        if whole:
+            gathered = sum(unit.gathered for unit in (rest, embedding, *blocks, head) if unit)
+    return {
+        "weights": estimate_states(model, shards).weights,
+        "gathered": gathered,
+        "cache": config.num_hidden_layers * layer_cache,
+        # The prompt's; or, when it is done, one layer's cache, which is copied to grow.
+        "activations": max(activations, layer_cache),
+        # In fp32 too, sorted, and their order.
+        "logits": rows * config.vocab_size * (size + 4 + 16),
+    }
+
+
+def plan_rollout(
+    setting: Setting,
+    plan: MemoryPlan,
+    world: World,
+    rows: int,
+    prompt: int,
+    new: int,
+    force: bool,
+) -> tuple[bool, str]:
+    """(whether the layers are gathered once for all tokens, else in each forward; the line to print) for
+    completions of at most `new` tokens of `rows` prompts at a time, beside the states of a training run.
+
+    The plan's act train becomes what the larger of the two needs. ConfigError where neither fits.
+    """
+    room = room_here(world)
+    model, states = (
+        planned_model(setting),
+        estimate_states(planned_model(setting), setting.shards, optimizer=setting.optimizer),
+    )
+    for whole in (True, False):
+        parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new, whole)
+        if setting.cpu_offload and setting.gpu:
+            parts["weights"] = 0
+        else:
+            parts["optimizer"] = states.optimizer
+        alive = sum(parts.values())
+        if setting.gpu:
+            needed, _ = must_and_comfortable(alive, alive, world.size)
+        else:
+            needed = int(alive * HOST_SLACK) + HOST_BYTES
+        if needed <= room.device:
+            break
+    how = "gathered once" if whole else "gathered in each forward"
+    text = f"rollout   {sum_of(parts)} on the fullest rank, with layers {how}"
+    fix = "(fix: a smaller --generate_batch_size or --max_new_tokens; or --force to try)"
+    short = f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
+    check(force or needed <= room.device, f"{short} {fix}")
+    acts = plan.planned["acts"]
+    acts["train"] = max(acts["train"], alive)
+    return whole, text
