@@ -201,14 +201,18 @@ def lines(found: dict, depth: int) -> str:
     return "{\n" + ",\n".join(items) + "\n}"
 
 
+def made() -> dict[str, str]:
+    """With what, and when, it is recorded."""
+    packages = {"trl": trl, "transformers": transformers, "torch": torch}
+    versions = {name: package.__version__ for name, package in packages.items()}
+    return versions | {"date": str(datetime.date.today())}
+
+
 def main() -> None:
     policy, reference = oracle.policy_and_reference()
     models = {"policy": policy, "reference": reference, "reward": oracle.reward_model()}
-    packages = {"trl": trl, "transformers": transformers, "torch": torch}
-    made = {name: package.__version__ for name, package in packages.items()}
-    made["date"] = str(datetime.date.today())
     found = {
-        "made": made,
+        "made": made(),
         "seeds": oracle.SEEDS,
         "checksums": {name: oracle.checksum(model) for name, model in models.items()},
         "pairs": oracle.pairs(),

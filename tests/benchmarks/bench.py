@@ -1,7 +1,7 @@
 """
 Measure what the README claims, beside the peers: ratios within one run, median with min and max.
 
-    python tests/benchmarks/bench.py load    # also: save, step, loss, attention, quant, data, gpu, memory
+    python tests/benchmarks/bench.py load  # also: save, step, dpo, loss, attention, quant, data, gpu, memory
     python tests/benchmarks/bench.py save --ranks 2 --only ours,raw_write --json save.json
 
 Every contender runs in fresh processes, and they take turns (a b c, a b c, ...): a drift of the machine
@@ -36,7 +36,7 @@ from utils.run.errors import act, check, report_errors
 from utils.run.settings import parse_cli
 from utils.run.units import GIB, MIB
 
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "peft")
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "peft", "trl")
 LIMIT = 1800  # seconds until a run is killed and counts as failed
 QUIET = 0.05  # of the machine's CPU time may go to other processes in a run whose time is judged
 # of the units in which a table shows numbers; 1 for all other units
@@ -47,9 +47,9 @@ SCALE = {"MiB": MIB, "GiB": GIB, "MiB/s": MIB, "GiB/s": GIB, "ms": 1e-3, "%": 1e
 class Config:
     # What
     # also as the first word
-    what: Literal["load", "save", "step", "loss", "attention", "quant", "data", "gpu", "memory"] = (
-        "load"
-    )
+    what: Literal[
+        "load", "save", "step", "dpo", "loss", "attention", "quant", "data", "gpu", "memory"
+    ] = "load"
     only: str = ""  # its contenders, separated by commas; empty: all
 
     # How
