@@ -1,4 +1,4 @@
-"""The losses of policy gradients, their gradients and means are those of TRL's GRPOTrainer. Those are in
+"""The losses of recipes/grpo.py, their gradients and means are those of TRL's GRPOTrainer. Those are in
 trl_grpo.json; record_trl_grpo.py recorded them. To record again, in the environment that record_trl.py
 describes: PYTHONPATH=.:tests OMP_NUM_THREADS=1 python tests/record_trl_grpo.py
 
@@ -8,11 +8,17 @@ python -m pytest tests/test_trl_grpo.py
 import json
 from pathlib import Path
 
+import grpo
 import preference_oracle as oracle
 import pytest
 import rollout_oracle as rollouts
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from utils.data.rollouts import Rollout, rollout_batch
+from utils.model.log_probs import token_log_probs
+from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.train.rollout import Completion, token_means, token_sums
 
 RECORDED = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
 LOSSES = RECORDED["losses"]
@@ -28,77 +34,45 @@ def recorded(name: str) -> torch.Tensor:
     return padded(RECORDED["log_probs"][name])
 
 
-def learned(rows: list[rollouts.Drawn]) -> torch.Tensor:
-    """(B, T): where a completion has a token."""
-    return padded([[True] * len(row.ids) for row in rows])
+def ready(model):
+    """A model whose log-probabilities are taken in chunks."""
+    add_chunked_loss(model, 16)
+    assert check_chunked_loss(model, torch.device("cpu")) == ""
+    return model
 
 
-def token_log_probs(model, rows: list[rollouts.Drawn]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens of each completion: (log-probabilities, entropies of what they are drawn from), (B, T),
-    by full logits of one completion at a time.
-    """
+def batch_of(rows: list[rollouts.Drawn], log_probs: list[list[float]], weights: list[float]):
+    """Completions as a micro-batch, with log-probabilities as those with which they were drawn."""
     found = []
-    for row in rows:
-        logits = model(torch.tensor([row.prompt + row.ids])).logits[0, len(row.prompt) - 1 : -1]
-        logs = torch.log_softmax(logits.float() / rollouts.TEMPERATURE, -1)
-        log_probs = logs.gather(1, torch.tensor(row.ids)[:, None]).squeeze(1)
-        found.append((log_probs, -(logs.exp() * logs).sum(1)))
-    return tuple(pad_sequence(part, batch_first=True) for part in zip(*found, strict=True))
-
-
-def policy_loss(
-    beta: float,
-    now: torch.Tensor,
-    old: torch.Tensor,
-    start: torch.Tensor,
-    advantages: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses, whether they are clipped, KL) of tokens, all (B, T), from their log-probabilities now, when
-    they were drawn and at the start of the run, (B, T), and advantages (B, 1).
-    """
-    ratio = torch.exp(now - old)
-    clipped = ratio.clamp(1 - rollouts.CLIP_LOW, 1 + rollouts.CLIP_HIGH)
-    losses = -torch.min(ratio * advantages, clipped * advantages)
-    kl = (torch.exp(start - now) - (start - now) - 1) * ratio
-    return losses + beta * kl, clipped * advantages < ratio * advantages, kl
-
-
-def weights_of(loss: str, lengths: list[int]) -> torch.Tensor:
-    """(B, 1): the weight of each token of a completion in the loss of all completions."""
-    of_lengths = {
-        "dapo": [1 / sum(lengths) for _ in lengths],
-        "grpo": [1 / (length * len(lengths)) for length in lengths],
-        "dr_grpo": [1 / (rollouts.MAX_NEW_TOKENS * len(lengths)) for _ in lengths],
-    }
-    return torch.tensor(of_lengths[loss])[:, None]
+    for row, values, weight in zip(rows, log_probs, weights, strict=True):
+        found.append(Rollout(row.prompt, row.ids, values, row.advantage, weight, "row"))
+    return rollout_batch(found, oracle.PAD, 8)
 
 
 def step(name: str, batch_size: int):
     """(loss, metrics, gradients) of all completions in micro-batches."""
     loss_name, beta = rollouts.SETTINGS[name]
+    sizes = {"max_new_tokens": rollouts.MAX_NEW_TOKENS, "temperature": rollouts.TEMPERATURE}
+    clips = {"clip_low": rollouts.CLIP_LOW, "clip_high": rollouts.CLIP_HIGH}
+    cfg = grpo.Config(loss=loss_name, kl_beta=beta, **sizes, **clips)
     rows = rollouts.completions()
-    policy, _ = oracle.policy_and_reference()
-    weights = weights_of(loss_name, [len(row.ids) for row in rows])
-    advantages = torch.tensor([[row.advantage] for row in rows])
-    old, start = recorded("old"), recorded("reference")
-    total, sums = 0.0, torch.zeros(5)
+    all_of_step = [Completion(row.ids, [], False) for row in rows]
+    weights = [grpo.weight_of(cfg, len(row.ids), all_of_step) for row in rows]
+    policy = ready(oracle.policy_and_reference()[0])
+    old, start = RECORDED["log_probs"]["old"], RECORDED["log_probs"]["reference"]
+    sums = torch.zeros(6)
     for first in range(0, len(rows), batch_size):
         part = slice(first, first + batch_size)
-        mask = learned(rows[part])
-        width = mask.size(1)
-        now, entropies = token_log_probs(policy, rows[part])
-        losses, clipped, kl = policy_loss(
-            beta, now, old[part, :width], start[part, :width], advantages[part]
-        )
-        loss = (losses * weights[part] * mask).sum()
-        loss.backward()
-        total += loss.item()
-        is_low = clipped & (advantages[part] < 0)
-        means = [kl, entropies, is_low, clipped & ~is_low, clipped]
-        sums += torch.stack([(values.detach() * mask).sum() for values in means])
-    names = ["kl", "entropy", *(f"clip_ratio/{side}_mean" for side in ("low", "high", "region"))]
-    tokens = sum(len(row.ids) for row in rows)
-    return total, dict(zip(names, (sums / tokens).tolist(), strict=True)), oracle.gradients(policy)
+        batch = batch_of(rows[part], old[part], weights[part])
+        at_start = batch_of(rows[part], start[part], weights[part]).drawn if beta else None
+        now = token_log_probs(policy, batch, cfg.temperature)
+        losses = grpo.policy_loss(cfg, now, batch.drawn, at_start, batch.advantages)
+        found = token_sums(batch, batch.drawn, *losses)
+        found[0].backward()
+        sums += found.detach()
+    means = token_means(sums)
+    metrics = {"kl": means["kl"], "clip_ratio/region_mean": means["clip_share"]}
+    return sums[0].item(), metrics, oracle.gradients(policy)
 
 
 # --- the claims
@@ -112,10 +86,12 @@ def test_the_completions_are_those_of_the_recording():
 
 
 def test_tempered_log_probabilities_equal_those_of_trl_whose_prompts_are_padded_on_the_left():
+    rows = rollouts.completions()
     for name, model in zip(("policy", "reference"), oracle.policy_and_reference(), strict=True):
+        batch = batch_of(rows, RECORDED["log_probs"][name], [1.0] * len(rows))
         with torch.no_grad():
-            found, _ = token_log_probs(model, rollouts.completions())
-        torch.testing.assert_close(found, recorded(name), rtol=0, atol=1e-5)
+            found = token_log_probs(ready(model), batch, rollouts.TEMPERATURE)
+        torch.testing.assert_close(found, batch.drawn, rtol=0, atol=1e-5)
 
 
 def test_tokens_drifted_to_where_some_are_clipped_on_either_side_and_most_are_not():
@@ -150,9 +126,10 @@ def test_losses_means_and_gradients_equal_those_of_trl_in_any_micro_batches(name
     loss, metrics, gradients = step(name, batch_size)
     expected = LOSSES[name]
     assert loss == pytest.approx(expected["loss"], rel=0, abs=1e-6)
-    for key, value in expected["metrics"].items():
-        if key.endswith(("_mean", "kl", "entropy")):
-            assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    for key, value in metrics.items():
+        assert float(value) == pytest.approx(expected["metrics"].get(key, 0), rel=1e-5, abs=1e-6), (
+            key
+        )
     assert gradients.keys() == expected["gradients"].keys()
     for parameter, values in gradients.items():
         norm, *_ = of_trl = expected["gradients"][parameter]
