@@ -31,6 +31,7 @@ OPTIONAL = (
     "train/resume",
     "train/rollout",
     "train/trained_run",
+    "train/weight_sync",
 )  # what a plain run does without
 
 

@@ -33,18 +33,24 @@ PATIENT_SECONDS = 7 * 24 * 3600
 # torch 2.13; before 2.9 the second alone): names of variables.
 CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
+# Of groups that move tensors, by device: gloo also beside GPUs, for objects and what --cpu_offload keeps on
+# the host.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 NVIDIA = Path("/dev/nvidia0")  # of the first GPU, made by its driver
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the others; `device` is where it computes."""
+    """Who this process is among the others; `device` is where it computes. local_rank, local_size: among all
+    processes of this machine, whatever the group.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # of these ranks; None: the default group, of all
 
     @property
     def gpu_name(self) -> str:
@@ -163,12 +169,12 @@ def stop_distributed() -> None:
         time.sleep(0.1)
 
 
-def set_timeout(seconds: float = START_SECONDS) -> None:
+def set_timeout(seconds: float = START_SECONDS, group: dist.ProcessGroup | None = None) -> None:
     """How long ranks wait for each other from now on, in every group that there is by now but the saver's.
 
-    Every rank calls it. As torchtitan does: distributed/utils.py, set_pg_timeouts.
+    Every rank of the group calls it. As torchtitan does: distributed/utils.py, set_pg_timeouts.
     """
-    dist.barrier()  # nobody is in an earlier collective
+    dist.barrier(group)  # nobody is in an earlier collective
     _set_timeouts(seconds)
 
 
@@ -182,7 +188,7 @@ def gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
     if world.size > 1 and dist.is_initialized():
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, world.group)
     return values
 
 
@@ -190,14 +196,14 @@ def broadcast(world: World, value: object, source: int = 0) -> object:
     """`value` of rank `source`, on every rank."""
     box = [value if world.rank == source else None]
     if world.size > 1 and dist.is_initialized():
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box, group=world.group, group_src=source)
     return box[0]
 
 
 def all_reduce_sum(value: torch.Tensor | float, world: World) -> float:
     """Sum of a scalar over all ranks, in double precision on the CPU (exact for counts below 2**53)."""
     total = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=world.group)
     return total.item()
 
 
@@ -303,20 +309,22 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
 
 def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
-    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL begins here."""
+    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL begins here.
+
+    A world with a group of its own has one axis.
+    """
     axes = axes or mesh_axes(world.size)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    if world.group:
+        return DeviceMesh.from_group(world.group, world.device.type, mesh_dim_names=tuple(axes))
     return _mesh_of(dist.group.WORLD, world.device.type, tuple(axes), tuple(axes.values()))
 
 
 @cache  # each group has threads that wake 100 times a second
 def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
-    # gloo also beside GPUs, for what --cpu_offload keeps on the host
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    mesh = init_device_mesh(
-        device_type, sizes, mesh_dim_names=names, backend_override=dict.fromkeys(names, backend)
-    )
+    backend = dict.fromkeys(names, BACKENDS[device_type])
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backend)
     _set_timeouts(START_SECONDS)  # torch gives new groups 30 minutes
     return mesh
 

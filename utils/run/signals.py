@@ -43,13 +43,15 @@ def stop_after_step() -> None:
             signal.signal(number, lambda number, _: _received.append(number))
 
 
-def stop_asked() -> str:
-    """The name of a signal that any rank has received, or "". Every rank calls it."""
+def stop_asked(group=None) -> str:
+    """The name of a signal that any rank of a group has received, or "". Every rank of it calls it. None: all
+    ranks.
+    """
     import torch
     import torch.distributed as dist
 
     number = torch.tensor(_received[0] if _received else 0)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group)
     return signal.Signals(number.item()).name if number else ""
 
 

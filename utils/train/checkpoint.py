@@ -55,7 +55,13 @@ class CheckpointSaver:
     ):
         self.folder, self.keep, self.world = folder, keep, world
         wait = timedelta(seconds=timeout)
-        self.group = dist.new_group(backend="gloo", timeout=wait, group_desc="saver")
+        self.group = dist.new_group(
+            dist.get_process_group_ranks(world.group),
+            backend="gloo",
+            timeout=wait,
+            use_local_synchronization=world.group is not None,
+            group_desc="saver",
+        )
         self.pending = self.writer = self.background = None
         if background:
             from .background import Background

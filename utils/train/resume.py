@@ -210,7 +210,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
         )
         check(not differ, f"{path} is of another model, then -> now: {first} (fix: --resume none)")
     try:
-        dcp.load(tensors, storage_reader=reader)
+        dcp.load(tensors, storage_reader=reader, process_group=world.group)
     except CheckpointException as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}", agreed=True) from error
     return state

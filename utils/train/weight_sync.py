@@ -1,0 +1,147 @@
+"""Of the ranks of one torchrun some learn and the others generate: who is what, and how the weights that
+train travel from those to these.
+
+They travel parameter by parameter, in the dtype that the generators store. Each learner sends the rows that
+its shard and a generator's have in common straight to that generator, so nothing travels twice, and no rank
+gathers a parameter. With adapters only these travel. Another engine would take `receive_weights`, with all
+rows of each parameter as its part, in place of `load_weights`.
+
+Between GPUs NCCL carries the rows, over one communicator of all ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..model.pieces import Piece, is_writer, local, local_box
+from ..run.distributed import BACKENDS, World, all_reduce_sum, gather, set_timeout
+from ..run.errors import check
+
+
+class Roles(NamedTuple):
+    """The ranks of a job: the learners come first, then the generators."""
+
+    learns: bool  # this rank; else it generates
+    own: World  # the ranks that do the same as this one
+    joint: World  # all ranks
+    learners: int  # how many
+
+
+class Weight(NamedTuple):
+    """A parameter that travels."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype  # of the generators
+    rows: list[slice]  # of each rank: what a learner sends, and what a generator stores
+
+
+def divide_world(world: World, generate_ranks: int) -> Roles:
+    """The last `generate_ranks` ranks generate, the others learn. Every rank calls it, once.
+
+    Errors within `own` name ranks of it, and only rank 0 of all prints what ranks agree on: what may fail on
+    a generator belongs in `together(joint)`. Raises ConfigError where nobody would learn or generate.
+    """
+    learners = world.size - generate_ranks
+    text = f"--generate_ranks {generate_ranks} of {world.size} ranks: each rank learns or generates"
+    check(0 < generate_ranks < world.size, f"{text} (fix: 1 to {world.size - 1}, or more ranks)")
+    backend = BACKENDS[world.device.type]
+    if world.device.type == "cuda":  # the default group cannot move tensors of GPUs
+        torch.cuda.set_device(world.device)
+        world = replace(world, group=dist.new_group(backend=backend))
+    kinds = [[*range(learners)], [*range(learners, world.size)]]
+    group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
+    set_timeout()  # torch gives new groups 30 minutes
+    learns = world.rank < learners
+    size = learners if learns else generate_ranks
+    own = replace(world, rank=dist.get_rank(group), size=size, group=group)
+    return Roles(learns, own, world, learners)
+
+
+def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
+    """What travels from now on: the parameters that train on the learners, a tied one once, copies of HSDP
+    once. The generators' model is of the same source, with the same adapters: names and shapes are equal.
+
+    Every rank calls it, with its model sharded, before the first weights travel.
+    """
+    held = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or not roles.learns:
+            held[name] = (parameter.shape, parameter.dtype, rows_of(parameter, roles))
+    # Where only some ranks move tensors, NCCL wants a collective of all ranks to have been first.
+    dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
+    of_ranks = gather(roles.joint, held)
+    weights = []
+    for name, (shape, *_) in of_ranks[0].items():
+        stored_shape, dtype, _ = of_ranks[-1][name]
+        assert shape == stored_shape, f"{name}: {shape} is sent and {stored_shape} stored"
+        weights.append(Weight(name, shape, dtype, [of_rank[name][-1] for of_rank in of_ranks]))
+    return weights
+
+
+def rows_of(parameter: torch.Tensor, roles: Roles) -> slice:
+    """The rows that this rank stores, and none where another learner sends the same."""
+    whole = Piece("", None, "", (0,) * parameter.ndim, parameter.shape)
+    boxes = local_box(parameter, whole)
+    sends = is_writer(parameter, roles.own)
+    return boxes[1][0] if boxes and (sends or not roles.learns) else slice(0, 0)
+
+
+@torch.no_grad()
+def send_weights(model: nn.Module, weights: list[Weight], roles: Roles) -> None:
+    """Send this learner's rows, which all generators receive meanwhile. No forward has left a unit gathered.
+
+    Memory: one shard, in the generators' dtype.
+    """
+    all_reduce_sum(0, roles.joint)  # see receive_weights
+    parameters = dict(model.named_parameters())
+    for weight in weights:
+        shard = local(parameters[weight.name]).to(roles.joint.device, weight.dtype)
+        move_rows(dist.isend, shard, weight, range(roles.learners, roles.joint.size), roles.joint)
+        del shard
+
+
+def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, this generator's rows) of each parameter, as the learners send them. All are to be taken.
+    The first comes when the learners send, however long that takes within set_timeout.
+
+    Memory: one of them, if who takes it lets go of it before the next.
+    """
+    joint = roles.joint
+    all_reduce_sum(0, joint)  # wait for the learners; in irecv set_timeout would have no effect
+    for weight in weights:
+        stored = weight.rows[joint.rank]
+        shape = (stored.stop - stored.start, *weight.shape[1:])
+        rows = torch.empty(shape, dtype=weight.dtype, device=joint.device)
+        move_rows(dist.irecv, rows, weight, range(roles.learners), joint)
+        yield weight.name, rows
+        del rows
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy rows into this generator's model, whole or sharded, in the dtypes that it stores."""
+    parameters = dict(model.named_parameters())
+    for name, rows in weights:
+        local(parameters[name]).copy_(rows)
+        del rows
+
+
+def move_rows(
+    operation: Callable, tensor: torch.Tensor, weight: Weight, peers: range, joint: World
+) -> None:
+    """Send peers the rows that they want of this rank's, or receive those that they have for it."""
+    own = weight.rows[joint.rank]
+    transfers = []
+    for peer in peers:
+        begin = max(own.start, weight.rows[peer].start)
+        end = min(own.stop, weight.rows[peer].stop)
+        if begin < end:
+            part = tensor[begin - own.start : end - own.start]
+            transfers.append(dist.P2POp(operation, part, group=joint.group, group_peer=peer))
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()
