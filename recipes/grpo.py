@@ -1,10 +1,11 @@
 """
 Learning from rewards (GRPO, DAPO, Dr. GRPO): in each step the model answers some prompts several times, and
-learns from what the rewards say. The ranks draw the completions and then learn from them, by turns.
+learns from what the rewards say. The ranks draw the completions and learn from them by turns, or, with
+--generate_ranks, some of them draw and the others learn.
 
     torchrun --nproc_per_node 2 recipes/grpo.py
     torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --dataset math.jsonl --rewards number
-    torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --lora_rank 64 --rewards rules.py:is_short,exact:2
+    torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --lora_rank 64 --generate_ranks 4 --rewards a.py:f
 
 Rows: {"prompt": TEXT or [turn, ...], ...columns}; a last turn of the assistant becomes the column `answer`.
 Without --model and --dataset the tiny model in recipes/tiny/started learns by reward alone. The run folder
@@ -45,6 +46,7 @@ from utils.data.rewards import (
     Reward,
     check_columns,
     parse_rewards,
+    evaluate,
     reward_all,
     reward_means,
     write_samples,
@@ -75,7 +77,6 @@ from utils.run.distributed import (
     agree,
     all_reduce_sum,
     build_mesh,
-    data_place,
     init_distributed,
     mesh_axes,
     mesh_sentence,
@@ -108,6 +109,7 @@ from utils.train.rollout import (
     draw_all,
     gathered,
     log_probs_at_start,
+    log_probs_of_all,
     token_means,
     token_sums,
 )
@@ -158,6 +160,7 @@ class Config:
     clip_high: float = 0.28  # to 1 + this
     kl_beta: float = 0.0  # how strongly the model is held to what it was at the start
     epochs_per_rollout: int = 1  # optimizer steps with each step's completions
+    generate_ranks: int = 0  # so many of the ranks only draw, the others learn; 0: all do both
 
     # How much
     epochs: int = 1  # times through the data
@@ -255,9 +258,16 @@ def main(cfg: Config) -> Path:
     act("world")
     world = init_distributed()
     with together(world):
-        axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
+        learners = world.size - cfg.generate_ranks
+        axes = mesh_axes(max(1, learners), cfg.replicate, cfg.shard)
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
+    everyone, roles, learns = world, None, True
+    if cfg.generate_ranks:
+        from utils.train.weight_sync import ask, divide_world, plan_weights, serve
+
+        roles = divide_world(world, cfg.generate_ranks)
+        learns = roles.learns
 
     # --- folder: the model's, the run's, and what an earlier start left there ---------------------
     act("folder")
@@ -267,7 +277,8 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
+        stored = cfg.param_dtype if learns else cfg.dtype  # who only draws trains no weight
+        attn, structure = cfg.attn, (source.config, DTYPES[stored])
         model = build_model(*structure, attn, trust)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
@@ -296,14 +307,14 @@ def main(cfg: Config) -> Path:
     with together(world):
         longest = max(int(part.lengths.max()) for part in (examples, held_out) if part)
         completions = cfg.global_batch_size * cfg.group_size
-        micro_batches = math.ceil(math.ceil(completions / world.size) / cfg.batch_size)
+        micro_batches = math.ceil(math.ceil(completions / learners) / cfg.batch_size)
         setting = Setting(
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
             seq_len=longest + cfg.max_new_tokens,
             shards=axes["shard"],
-            replicate=world.size // axes["shard"],
+            replicate=learners // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
             batch_size=cfg.batch_size,
@@ -327,7 +338,7 @@ def main(cfg: Config) -> Path:
         plan = plan_memory(setting, world, force=cfg.force)
         rows = min(cfg.generate_batch_size, completions)
         gathers, rollout_text = plan_rollout(
-            setting, plan, world, rows, longest, cfg.max_new_tokens, cfg.force
+            setting, plan, world, rows, longest, cfg.max_new_tokens, cfg.force, cfg.generate_ranks
         )
     lora, quant = lora_of(cfg), quant_of(cfg)
     facts = {
@@ -345,7 +356,7 @@ def main(cfg: Config) -> Path:
             from utils.train.resume import check_facts
 
             check_facts(earlier.state, facts, cfg.allow_new_data)
-        data_rank, data_ranks = data_place(world, axes)
+        data_rank, data_ranks = world.rank, learners
         loader = GlobalBatches(examples, cfg.seed, cfg.global_batch_size, 1, 0, 1, 0)
         multiple = 8
         # On a GPU kernels are chosen, or compiled, for each length.
@@ -359,13 +370,18 @@ def main(cfg: Config) -> Path:
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
-    print0(f"ranks     {mesh_sentence(world, axes)}")
+    drawers = f"; the last {cfg.generate_ranks} draw" if roles else ""
+    print0(f"ranks     {mesh_sentence(world, axes)}{drawers}")
     print0(
         f"batch     {completions} = {cfg.global_batch_size} prompts x {cfg.group_size} completions, of"
         f" {cfg.batch_size} x {data_ranks} ranks x {micro_batches} micro-batches; {steps} steps"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(f"{plan.text}\n{rollout_text}", ready=True)
+
+    if roles:
+        world = roles.own  # from here on learners and generators are among themselves
+        axes = axes if learns else mesh_axes(world.size)
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
@@ -433,7 +449,7 @@ def main(cfg: Config) -> Path:
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
     started = time.monotonic()
-    with together(world):
+    with together(everyone):
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
         elif plain:
@@ -444,7 +460,7 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     reference = None  # what the model was at the start; beside adapters it is the base without them
-    if setting.frozen_copy:
+    if setting.frozen_copy and learns:
         plain = build_model(source.config, DTYPES[cfg.dtype], attn, trust)
         where = (world.device, cfg.cpu_offload)
         reference = frozen_copy(plain, pieces, mesh, DTYPES[cfg.dtype], *where)
@@ -457,6 +473,13 @@ def main(cfg: Config) -> Path:
     )
     once = partial(gathered, found, cfg.reshard_after_forward) if gathers else nullcontext
     draw = partial(draw_all, model=model, once=once, lockstep=not gathers, world=world)
+    if roles:
+        weights = plan_weights(model, roles)
+        draw = partial(ask, model=model, weights=weights, roles=roles)
+    if not learns:
+        stop_after_step()  # a signal stops the learners, and they end this
+        serve(model, weights, once, not gathers, roles)
+        return out
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
@@ -556,12 +579,7 @@ def main(cfg: Config) -> Path:
             losses, norms, sums = [], [], []
             old = [None] * len(batches)  # log-probabilities before the first update
             if cfg.epochs_per_rollout > 1:
-                with torch.no_grad():
-                    old = [
-                        token_log_probs(model, batch.to(world.device), cfg.temperature)
-                        for batch in batches
-                    ]
-                reshard(model)
+                old = log_probs_of_all(model, batches, cfg.temperature, world.device)
             for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
                 last_of_update = number % len(batches) == 0
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or last_of_update)
@@ -607,7 +625,7 @@ def main(cfg: Config) -> Path:
                 tokens=int(tokens),
                 peak_memory_gib=peak_bytes / GIB,
             )
-            stop = stop_asked()
+            stop = stop_asked(world.group)
             last = stop or done == steps
             evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
             saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
@@ -618,21 +636,23 @@ def main(cfg: Config) -> Path:
             if evals:
                 log.step(step=done, **evaluate(held_out, rewards, draw, sampling, tokenizer, world))
             if step == first:
-                set_timeout(cfg.timeout)  # the first step may compile
+                set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves:
                 state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
                 state["scaler"] = scaler.state_dict()
                 path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
             if stop:
                 break
+    if roles:
+        ask(None, roles=roles)  # the generators end
     if stop:
         torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
-        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
+        words = [*(torchrun if everyone.size > 1 else ["python"]), *sys.argv]
         words += [] if cfg.output_dir else ["--output_dir", str(out)]
         print0(f"stopped   by {stop} after step {done}: {path}")
         print0(f"to go on  {shlex.join(words)}")
         return out
-    set_timeout()
+    set_timeout(group=world.group)
 
     # --- save: each rank writes its own bytes of the final files ----------------------------------
     act("save")
@@ -701,23 +721,6 @@ def policy_loss(
         # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556
         kl = (torch.exp(start - now) - (start - now) - 1) * ratio
     return losses + cfg.kl_beta * kl, is_clipped, kl
-
-
-def evaluate(
-    questions: Questions,
-    rewards: list[Reward],
-    draw: Callable,
-    sampling: Sampling,
-    tokenizer,
-    world: World,
-) -> dict[str, float]:
-    """The rewards of the likeliest completion of each held-out prompt."""
-    asked = [questions[i] for i in range(len(questions))]
-    keys = [(place,) for place in range(len(asked))]
-    completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
-    given = [completion.ids for completion in completions]
-    found = reward_all(rewards, questions, asked, given, 1, tokenizer, world)
-    return reward_means(found, "eval_")
 
 
 def settle(cfg: Config, world) -> Config:

@@ -189,6 +189,40 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
     assert again[2][-8:] == whole[2][-8:]
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ranks": 2, "generate_ranks": 1},
+        {"ranks": 3, "generate_ranks": 1, "kl_beta": 0.05, "epochs_per_rollout": 2},
+        {"ranks": 3, "generate_ranks": 2, "lora_rank": 4, "quantization": "8bit"},
+        pytest.param({"ranks": 4, "generate_ranks": 2, "cpu_offload": True}, marks=slow),
+    ],
+    ids=str,
+)
+def test_ranks_that_only_draw_change_nothing(files, tmp_path, how):
+    """Nor does a start that goes on from a checkpoint."""
+    loss = {name: how[name] for name in how if name not in ("ranks", "generate_ranks")}
+    saves = {"save_every": 1, "keep": 0, "eval_dataset": files["dataset"]}
+    one = trained(1, tmp_path / "one", files, batch_size=12, **loss, **saves)
+    out = tmp_path / "apart"
+    apart = trained(how.pop("ranks"), out, files, batch_size=3, **how, **saves)
+    for metrics in (one[0], apart[0]):
+        assert "eval_reward" in metrics.pop()
+    assert_alike(apart, one, rtol=1e-3 if "lora_rank" in how else 1e-5)
+    for step in (2, 3):
+        shutil.rmtree(out / "checkpoints" / f"step_0000000{step}")
+    shutil.rmtree(out / ("adapter" if "lora_rank" in how else "model"))
+    (out / "plan.json").unlink()
+    again = trained(how["generate_ranks"] + 1, out, files, batch_size=3, **how, **saves)
+    for name, tensor in apart[1].items():
+        assert (again[1][name] - tensor).norm() <= 1e-3 * tensor.norm()
+
+
+def test_all_ranks_drawing_is_refused(files, tmp_path):
+    with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: 1 to 1"):
+        trained(2, tmp_path / "out", files, generate_ranks=2)
+
+
 def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
     """Ranks without a completion to learn take part with fillers."""
     metrics, weights, _ = trained(

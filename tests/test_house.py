@@ -46,7 +46,7 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
 # 3,500 to utils, of which 200 are loaded; rewards 4,000, of which a World with a group 95. One rank without
 # copies may add 200.
 LOADED_BUDGET = 46_960  # what the promised command has loaded after two steps
-UTILS_BUDGET = 72_830  # all of utils
+UTILS_BUDGET = 73_200  # all of utils
 SLACK = 500  # tokens that a budget may stand above what there is
 OTHERS = {  # tokens loaded by comparable commands, counted in the same way
     "nanochat, scripts/chat_sft.py": "20,800 (https://github.com/karpathy/nanochat)",
@@ -70,7 +70,7 @@ OWN_ACTS = {  # (recipe, act) with a text of its own
         for act in ("folder", "data", "plan", "build", "load", "train", "save", "parse")
     ),
     # prompts in place of rows, and completions that are drawn and rewarded
-    *(("grpo", act) for act in ("folder", "data", "plan", "load", "optimizer", "train")),
+    *(("grpo", act) for act in ("world", "folder", "data", "plan", "load", "optimizer", "train")),
     *(("grpo", act) for act in ("save", "parse")),
     *(("preview", act) for act in ("world", "folder", "data", "plan", "parse")),
 }
@@ -248,7 +248,7 @@ def test_a_sibling_of_finetune_has_at_most_150_lines_of_code_of_its_own(name):
             has_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             if has_one and ast.get_docstring(node) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
-        return ast.unparse(tree).splitlines()
+        return [line.strip() for line in ast.unparse(tree).splitlines()]
 
     known = set(lines(ROOT / "recipes" / "finetune.py"))
     own = [line for line in lines(ROOT / "recipes" / f"{name}.py") if line not in known]

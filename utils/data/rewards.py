@@ -17,6 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -160,6 +161,23 @@ def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
         if values:
             means[prefix + key] = sum(values) / len(values)
     return means
+
+
+def evaluate(
+    questions: Questions,
+    rewards: list[Reward],
+    draw: Callable,
+    sampling: object,
+    tokenizer,
+    world: World,
+) -> dict[str, float]:
+    """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see train/rollout.py."""
+    asked = [questions[i] for i in range(len(questions))]
+    keys = [(place,) for place in range(len(asked))]
+    completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
+    given = [completion.ids for completion in completions]
+    found = reward_all(rewards, questions, asked, given, 1, tokenizer, world)
+    return reward_means(found, "eval_")
 
 
 def write_samples(

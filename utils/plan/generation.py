@@ -1,6 +1,7 @@
 """Will the model's own answers fit: for generate.py, and for the completions that grpo.py draws."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,10 +22,8 @@ def estimate_generation(
     rows: int,
     prompt: int,
     new: int,
-    whole: bool = False,
 ) -> dict[str, int]:
     """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new` more.
-    whole: all layers are gathered at a time, else two.
 
     Weights and what FSDP2 gathers are exact. The cache is that of plain attention, keys and values of every
     layer, which none exceeds; activations are a block's largest, in its feed-forward part, and the mask of
@@ -48,8 +47,6 @@ def estimate_generation(
         moving = 2 * max(unit.gathered for unit in blocks)  # one is in use, the next is coming
         moving = max(moving, 2 * embedding.gathered - activations)  # before them, it and its buffer
         gathered = rest.gathered + (head or embedding).gathered + moving
-        if whole:
-            gathered = sum(unit.gathered for unit in (rest, embedding, *blocks, head) if unit)
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
@@ -69,23 +66,33 @@ def plan_rollout(
     prompt: int,
     new: int,
     force: bool,
+    generate_ranks: int = 0,
 ) -> tuple[bool, str]:
     """(whether the layers are gathered once for all tokens, else in each forward; the line to print) for
-    completions of at most `new` tokens of `rows` prompts at a time, beside the states of a training run.
+    completions of at most `new` tokens of `rows` prompts at a time, beside the states of a training run, or
+    on ranks that do nothing else.
 
     The plan's act train becomes what the larger of the two needs. ConfigError where neither fits.
     """
     room = room_here(world)
-    model, states = (
-        planned_model(setting),
-        estimate_states(planned_model(setting), setting.shards, optimizer=setting.optimizer),
-    )
+    if generate_ranks:
+        setting = replace(
+            setting,
+            param_dtype=setting.dtype,
+            shards=generate_ranks,
+            replicate=1,
+        )
+    model = planned_model(setting)
+    states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
+    on_host = setting.cpu_offload and setting.gpu
     for whole in (True, False):
-        parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new, whole)
-        if setting.cpu_offload and setting.gpu:
-            parts["weights"] = 0
-        else:
-            parts["optimizer"] = states.optimizer
+        parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)
+        if whole:
+            rest, embedding, blocks, head = units_of(model, setting)
+            units = [rest, embedding, *blocks, *([head] if head else [])]
+            parts["gathered"] = sum(unit.gathered for unit in units)
+        parts["weights"] *= not on_host
+        parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
         alive = sum(parts.values())
         if setting.gpu:
             needed, _ = must_and_comfortable(alive, alive, world.size)
@@ -98,6 +105,7 @@ def plan_rollout(
     fix = "(fix: a smaller --generate_batch_size or --max_new_tokens; or --force to try)"
     short = f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
     check(force or needed <= room.device, f"{short} {fix}")
-    acts = plan.planned["acts"]
-    acts["train"] = max(acts["train"], alive)
+    if not generate_ranks:
+        acts = plan.planned["acts"]
+        acts["train"] = max(acts["train"], alive)
     return whole, text

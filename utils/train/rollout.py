@@ -212,6 +212,16 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 @torch.no_grad()
+def log_probs_of_all(
+    model: nn.Module, batches: list, temperature: float, device: torch.device
+) -> list[torch.Tensor]:
+    """log pi of the tokens (B, T) of each RolloutBatch, on the device."""
+    found = [token_log_probs(model, batch.to(device), temperature) for batch in batches]
+    reshard(model)
+    return found
+
+
+@torch.no_grad()
 def log_probs_at_start(
     model: nn.Module, reference: nn.Module | None, batch, temperature: float
 ) -> torch.Tensor:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..model.pieces import Piece, is_writer, local, local_box
-from ..run.distributed import BACKENDS, World, all_reduce_sum, gather, set_timeout
+from ..run.distributed import BACKENDS, World, all_reduce_sum, broadcast, gather, set_timeout
 from ..run.errors import check
+from .rollout import Completion, generate
 
 
 class Roles(NamedTuple):
@@ -145,3 +146,33 @@ def move_rows(
             transfers.append(dist.P2POp(operation, part, group=joint.group, group_peer=peer))
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait()
+
+
+def ask(
+    *request, model: nn.Module | None = None, weights: list[Weight] = (), roles: Roles
+) -> list[Completion]:
+    """The completions that the generators draw with this learner's weights: request is (prompts, keys,
+    sampling), see rollout.generate; None: they end. All learners call it alike.
+    """
+    broadcast(roles.joint, request)
+    if request == (None,):
+        return []
+    send_weights(model, weights, roles)
+    drawn = {}
+    for of_rank in gather(roles.joint, drawn):
+        drawn |= of_rank
+    return [drawn[i] for i in range(len(drawn))]
+
+
+def serve(
+    model: nn.Module, weights: list[Weight], once: Callable, lockstep: bool, roles: Roles
+) -> None:
+    """Draw what the learners ask for, with their weights, until they end. once, lockstep: see draw_all."""
+    while True:
+        request = broadcast(roles.joint, None)
+        if request == (None,):
+            return
+        load_weights(model, receive_weights(weights, roles))
+        with torch.compiler.set_stance("force_eager"), once():
+            drawn = generate(model, *request, roles.own, lockstep)
+        gather(roles.joint, drawn)
