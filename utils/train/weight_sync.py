@@ -41,7 +41,8 @@ class Weight(NamedTuple):
 
 
 def divide_world(world: World, generate_ranks: int) -> Roles:
-    """The last `generate_ranks` ranks generate, the others learn. Every rank calls it, once.
+    """The last `generate_ranks` ranks generate, the others learn. Every rank calls it, once. NCCL begins with
+    the first tensors.
 
     Errors within `own` name ranks of it, and only rank 0 of all prints what ranks agree on: what may fail on
     a generator belongs in `together(joint)`. Raises ConfigError where nobody would learn or generate.
@@ -51,7 +52,6 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     check(0 < generate_ranks < world.size, f"{text} (fix: 1 to {world.size - 1}, or more ranks)")
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group cannot move tensors of GPUs
-        torch.cuda.set_device(world.device)
         world = replace(world, group=dist.new_group(backend=backend))
     kinds = [[*range(learners)], [*range(learners, world.size)]]
     group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
@@ -72,6 +72,8 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not roles.learns:
             held[name] = (parameter.shape, parameter.dtype, rows_of(parameter, roles))
+    if roles.joint.device.type == "cuda":
+        torch.cuda.set_device(roles.joint.device)
     # Where only some ranks move tensors, NCCL wants a collective of all ranks to have been first.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
     of_ranks = gather(roles.joint, held)
