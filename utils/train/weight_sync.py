@@ -6,6 +6,9 @@ its shard and a generator's have in common straight to that generator, so nothin
 gathers a parameter. With adapters only these travel. Another engine would take `receive_weights`, with all
 rows of each parameter as its part, in place of `load_weights`.
 
+A generator that is not sharded stores its adapters in the dtype of compute, in which FSDP gathers those of
+the learners: then both compute the same log-probabilities, and the ratio of policies is 1.
+
 Between GPUs NCCL carries the rows, over one communicator of all ranks.
 """
 
