@@ -13,19 +13,21 @@ import torch
 import torch.distributed as dist
 from ranks import gathered as full
 from ranks import run_ranks
-from test_lora import build
 from test_rollout import SAMPLING, asked
 from tiny import build_optimizer, tiny_model, tiny_model_folder
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from utils.data.batches import collate
 from utils.data.examples import Example
-from utils.model.loading import load_pieces
-from utils.model.lora import base_names, init_lora
+from utils.model.folder import open_weights
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.lora import adapt, init_lora
 from utils.model.loss import add_chunked_loss, summed_cross_entropy
-from utils.model.sharding import units
+from utils.model.options import Lora, Quant
+from utils.model.sharding import cast_to, units
 from utils.run.distributed import (
     ALONE,
     agree,
@@ -200,54 +202,68 @@ def test_generators_have_the_learners_weights_in_bf16(kind, learners, generators
         assert rank["wire"]["alive"] == 0
 
 
-def adapted(roles, folder):
-    """A model with adapters beside an 8-bit base: sharded where it learns, whole where it generates."""
-    model, pieces, _ = build(folder, {"lora_targets": "all-linear"}, "8bit")
-    names = base_names(model)
-    if roles is None or not roles.learns:
-        compute_alone(model, torch.float32)
+def adapted(folder, dtype, mesh=None):
+    """A model with adapters beside an 8-bit base; it learns, or, without a mesh, it generates as a whole: its
+    adapters are stored in the dtype in which FSDP gathers those that learn.
+    """
+    model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
+    pieces = plan_pieces(model, open_weights(folder), folder)
+    lora = Lora(lora_rank=4, lora_alpha=8, lora_targets="all-linear")
+    _, names = adapt(model, lora, Quant("8bit"), dtype)
+    if mesh:
+        shard_model(add_chunked_loss(model), mesh, dtype)
     else:
-        add_chunked_loss(model)
-        shard_model(model, build_mesh(roles.own), torch.float32)
+        compute_alone(model, dtype)
+        for parameter in model.parameters():
+            cast_to(parameter, dtype if parameter.requires_grad else None)
     load_pieces(model, pieces, torch.device("cpu"), names=names)
     init_lora(model, seed=3)
     return model
 
 
-def travel_adapters(world, folder):
-    roles = divided(world, 1)
+def travel_adapters(world, folder, dtype):
+    """(adapters, wire, completions before and after, logits after) of each rank."""
+    roles, wire = divided(world, 1), Wire()
     prompts, keys = asked(4, vocabulary=271)
-    model = adapted(roles, folder)
+    ids = torch.tensor([prompts[0]])
+    model = adapted(folder, dtype, build_mesh(roles.own) if roles.learns else None)
     weights = plan_weights(model, roles)
-    wire = Wire()
     if roles.learns:
         learn(model.train(), build_optimizer(model, 3e-2, 0.0), 271)
         with wire:
             send_weights(model, weights, roles)
-        trained = trained_weights(model)
-        plain = adapted(None, folder)
-        before = generate(plain, prompts, keys, SAMPLING, ALONE)
+        trained = {name: weight.to(dtype) for name, weight in trained_weights(model).items()}
         with torch.no_grad():
-            for name, weight in trained.items():
-                plain.get_parameter(name).copy_(weight)
+            logits = model.eval()(ids).logits
+        model = adapted(folder, dtype)  # of one process
+        before = generate(model, prompts, keys, SAMPLING, ALONE)
+        load_weights(model, trained.items())
     else:
         before = generate(model, prompts, keys, SAMPLING, roles.own)
         with wire:
             load_weights(model, receive_weights(weights, roles))
-        trained, plain = trained_weights(model), model
-    after = generate(plain, prompts, keys, SAMPLING, ALONE)
-    return trained, vars(wire), before, after
+        trained = trained_weights(model)
+        with torch.no_grad():
+            logits = model.eval()(ids).logits
+    after = generate(model, prompts, keys, SAMPLING, ALONE)
+    return trained, vars(wire), (before, after), logits
 
 
 @pytest.mark.parametrize("learners", [1, 2])
-def test_of_adapters_on_an_8_bit_base_only_these_travel(tmp_path, learners):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_adapters_on_an_8_bit_base_only_these_travel(tmp_path, learners, dtype):
     folder = tiny_model_folder(tmp_path / "model", vocab_size=271, intermediate_size=128)
-    *senders, (loaded, received, before, after) = run_ranks(travel_adapters, learners + 1, folder)
-    for trained, _, expected_before, expected_after in senders:
+    ranks = run_ranks(travel_adapters, learners + 1, folder, dtype)
+    *senders, (loaded, received, completions, logits) = ranks
+    for trained, _, expected_completions, learned_logits in senders:
         assert all(".lora_" in name for name in trained)
         assert trained.keys() == loaded.keys()
-        assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
-        assert (before, after) == (expected_before, expected_after)
+        for name, weight in loaded.items():
+            assert weight.dtype == dtype
+            assert torch.equal(weight, trained[name])
+        assert completions == expected_completions
+        assert torch.equal(logits, learned_logits)  # so the ratio of policies is 1
+    before, after = completions
     assert before != after
     adapter_bytes = sum(weight.nbytes for weight in loaded.values())
     assert received["received"] == sum(wire["sent"] for _, wire, *_ in senders) == adapter_bytes

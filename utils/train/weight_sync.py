@@ -6,6 +6,9 @@ its shard and a generator's have in common straight to that generator, so nothin
 gathers a parameter. With adapters only these travel. Another engine would take `receive_weights`, with all
 rows of each parameter as its part, in place of `load_weights`.
 
+A generator that is not sharded stores its adapters in the dtype of compute, in which FSDP gathers those of
+the learners: then both compute the same log-probabilities, and the ratio of policies is 1.
+
 Between GPUs NCCL carries the rows, over one communicator of all ranks.
 """
 
@@ -42,7 +45,8 @@ class Weight(NamedTuple):
 
 
 def divide_world(world: World, generate_ranks: int) -> Roles:
-    """The last `generate_ranks` ranks generate, the others learn. Every rank calls it, once.
+    """The last `generate_ranks` ranks generate, the others learn. Every rank calls it, once. NCCL begins with
+    the first tensors.
 
     Errors within `own` name ranks of it, and only rank 0 of all prints what ranks agree on: what may fail on
     a generator belongs in `together(joint)`. Raises ConfigError where nobody would learn or generate.
@@ -52,7 +56,6 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     check(0 < generate_ranks < world.size, f"{text} (fix: 1 to {world.size - 1}, or more ranks)")
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group cannot move tensors of GPUs
-        torch.cuda.set_device(world.device)
         world = replace(world, group=dist.new_group(backend=backend))
     kinds = [[*range(learners)], [*range(learners, world.size)]]
     group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
@@ -73,6 +76,8 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not roles.learns:
             held[name] = (parameter.shape, parameter.dtype, rows_of(parameter, roles))
+    if roles.joint.device.type == "cuda":
+        torch.cuda.set_device(roles.joint.device)
     # Where only some ranks move tensors, NCCL wants a collective of all ranks to have been first.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
     of_ranks = gather(roles.joint, held)
