@@ -16,7 +16,6 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -41,12 +40,11 @@ from utils.data.examples import (
     print_data,
     write_bad_rows,
 )
-from utils.data.questions import Questions, load_questions
+from utils.data.questions import load_questions
 from utils.data.rewards import (
-    Reward,
     check_columns,
-    parse_rewards,
     evaluate,
+    parse_rewards,
     reward_all,
     reward_means,
     write_samples,
@@ -64,7 +62,6 @@ from utils.model.sharding import (
     decoder_layers,
     lacks_grouped_kernels,
     recompute_activations,
-    reshard,
     settle_dtype,
     stored_as_computed,
     units,
@@ -73,7 +70,6 @@ from utils.plan.fit import estimate_disk, plan_memory
 from utils.plan.generation import plan_rollout
 from utils.plan.states import Setting
 from utils.run.distributed import (
-    World,
     agree,
     all_reduce_sum,
     build_mesh,
@@ -222,21 +218,40 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        least = {"group_size": 2, "max_new_tokens": 1, "batch_size": 1, "generate_batch_size": 1}
-        least |= {"epochs_per_rollout": 1, "global_batch_size": 1, "kl_beta": 0}
-        check_least(self, epochs=1, seq_len=2, log_every=1, timeout=1, **least)
+        check_least(
+            self,
+            epochs=1,
+            seq_len=2,
+            log_every=1,
+            timeout=1,
+            group_size=2,
+            max_new_tokens=1,
+            batch_size=1,
+            generate_batch_size=1,
+            global_batch_size=1,
+            epochs_per_rollout=1,
+            kl_beta=0,
+            generate_ranks=0,
+        )
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 1e-6)")
         check(
             self.temperature > 0,
             f"--temperature {self.temperature}: all completions would be alike (fix: 1)",
         )
-        room = (
-            f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len}"
+        check(
+            self.max_new_tokens < self.seq_len,
+            f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len} (fix:"
+            " a longer --seq_len)",
         )
-        check(self.max_new_tokens < self.seq_len, f"{room} (fix: a longer --seq_len)")
-        onward = "--kl_beta: an --adapter that goes on has another start than its base"
-        fix = "merge it with export.py, and give the result as --model"
-        check(not (self.kl_beta and self.adapter), f"{onward} (fix: {fix})")
+        check(
+            not (self.kl_beta and self.adapter),
+            "--kl_beta: an --adapter that goes on has another start than its base (fix: merge it with"
+            " export.py, and give the result as --model)",
+        )
+        check(
+            not (self.generate_ranks and self.replicate > 1),
+            "--replicate: learners beside generators share one copy (fix: leave it out)",
+        )
         check(
             self.activation_checkpointing != "none" or not self.activation_offload,
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
@@ -336,9 +351,15 @@ def main(cfg: Config) -> Path:
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, force=cfg.force)
-        rows = min(cfg.generate_batch_size, completions)
         gathers, rollout_text = plan_rollout(
-            setting, plan, world, rows, longest, cfg.max_new_tokens, cfg.force, cfg.generate_ranks
+            setting,
+            plan,
+            world,
+            min(cfg.generate_batch_size, completions),
+            longest,
+            cfg.max_new_tokens,
+            cfg.force,
+            cfg.generate_ranks,
         )
     lora, quant = lora_of(cfg), quant_of(cfg)
     facts = {
@@ -356,13 +377,10 @@ def main(cfg: Config) -> Path:
             from utils.train.resume import check_facts
 
             check_facts(earlier.state, facts, cfg.allow_new_data)
-        data_rank, data_ranks = world.rank, learners
         loader = GlobalBatches(examples, cfg.seed, cfg.global_batch_size, 1, 0, 1, 0)
-        multiple = 8
         # On a GPU kernels are chosen, or compiled, for each length.
-        if world.gpu_name and cfg.seq_len % 64 == 0:
-            multiple = 64
-        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer), multiple)
+        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
+        shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer), multiple)
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -370,16 +388,16 @@ def main(cfg: Config) -> Path:
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
-    drawers = f"; the last {cfg.generate_ranks} draw" if roles else ""
-    print0(f"ranks     {mesh_sentence(world, axes)}{drawers}")
+    print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
         f"batch     {completions} = {cfg.global_batch_size} prompts x {cfg.group_size} completions, of"
-        f" {cfg.batch_size} x {data_ranks} ranks x {micro_batches} micro-batches; {steps} steps"
+        f" {cfg.batch_size} x {learners} ranks x {micro_batches} micro-batches; {steps} steps"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(f"{plan.text}\n{rollout_text}", ready=True)
 
     if roles:
+        print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on learners and generators are among themselves
         axes = axes if learns else mesh_axes(world.size)
 
@@ -461,9 +479,10 @@ def main(cfg: Config) -> Path:
         print0(f"warning: {warning}")
     reference = None  # what the model was at the start; beside adapters it is the base without them
     if setting.frozen_copy and learns:
-        plain = build_model(source.config, DTYPES[cfg.dtype], attn, trust)
-        where = (world.device, cfg.cpu_offload)
-        reference = frozen_copy(plain, pieces, mesh, DTYPES[cfg.dtype], *where)
+        copied = build_model(source.config, DTYPES[cfg.dtype], attn, trust)
+        reference = frozen_copy(
+            copied, pieces, mesh, DTYPES[cfg.dtype], world.device, cfg.cpu_offload
+        )
     sampling = Sampling(
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
@@ -478,7 +497,7 @@ def main(cfg: Config) -> Path:
         draw = partial(ask, model=model, weights=weights, roles=roles)
     if not learns:
         stop_after_step()  # a signal stops the learners, and they end this
-        serve(model, weights, once, not gathers, roles)
+        serve(model, weights, once, not gathers, roles, cfg.timeout)
         return out
 
     # --- optimizer --------------------------------------------------------------------------------
@@ -577,7 +596,7 @@ def main(cfg: Config) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             losses, norms, sums = [], [], []
-            old = [None] * len(batches)  # log-probabilities before the first update
+            old = None  # log-probabilities before the first update
             if cfg.epochs_per_rollout > 1:
                 old = log_probs_of_all(model, batches, cfg.temperature, world.device)
             for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
@@ -590,8 +609,7 @@ def main(cfg: Config) -> Path:
                 now = token_log_probs(
                     model, batch, cfg.temperature
                 )  # (B, T), log pi(token | before)
-                before = old[(number - 1) % len(batches)]
-                before = now.detach() if before is None else before
+                before = now.detach() if old is None else old[(number - 1) % len(batches)]
                 found = token_sums(
                     batch, before, *policy_loss(cfg, now, before, start, batch.advantages)
                 )

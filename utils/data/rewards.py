@@ -171,7 +171,7 @@ def evaluate(
     tokenizer,
     world: World,
 ) -> dict[str, float]:
-    """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see train/rollout.py."""
+    """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see rollout.py."""
     asked = [questions[i] for i in range(len(questions))]
     keys = [(place,) for place in range(len(asked))]
     completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))

@@ -21,7 +21,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ..model.pieces import Piece, is_writer, local, local_box
-from ..run.distributed import BACKENDS, World, all_reduce_sum, broadcast, gather, set_timeout
+from ..run.distributed import (
+    BACKENDS,
+    START_SECONDS,
+    World,
+    all_reduce_sum,
+    broadcast,
+    gather,
+    set_timeout,
+)
 from ..run.errors import check
 from .rollout import Completion, generate
 
@@ -170,9 +178,17 @@ def ask(
 
 
 def serve(
-    model: nn.Module, weights: list[Weight], once: Callable, lockstep: bool, roles: Roles
+    model: nn.Module,
+    weights: list[Weight],
+    once: Callable,
+    lockstep: bool,
+    roles: Roles,
+    timeout: float,
 ) -> None:
-    """Draw what the learners ask for, with their weights, until they end. once, lockstep: see draw_all."""
+    """Draw what the learners ask for, with their weights, until they end. once, lockstep: see draw_all.
+    timeout: seconds of a step of the learners, of which the first may take longer.
+    """
+    set_timeout(max(timeout, START_SECONDS), roles.own.group)
     while True:
         request = broadcast(roles.joint, None)
         if request == (None,):
