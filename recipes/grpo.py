@@ -68,7 +68,7 @@ from utils.model.sharding import (
 )
 from utils.plan.fit import estimate_disk, plan_memory
 from utils.plan.generation import plan_rollout
-from utils.plan.states import Setting
+from utils.plan.states import Setting, share_bytes
 from utils.run.distributed import (
     agree,
     all_reduce_sum,
@@ -143,8 +143,11 @@ class Config:
     eval_every: int = 0  # steps between held-out losses; 0: at the end only
 
     # Rewards and loss
-    # exact, number, regex:PATTERN, FILE.py:FUNCTION, several with commas, each perhaps with a :weight
-    rewards: str = "exact"
+    # exact, number, regex:PATTERN, FILE.py:FUNCTION, several with commas, each perhaps with a :weight;
+    # empty: the reward model alone, or exact
+    rewards: str = ""
+    reward_model: str = ""  # folder or id of a reward model, such as OUT/model of reward.py
+    reward_model_weight: float = 1.0  # of its scores beside the other rewards
     group_size: int = 8  # completions of each prompt, which are compared with each other
     max_new_tokens: int = 256  # longest completion
     temperature: float = 1.0  # of the draws; at 0 all completions of a prompt are alike
@@ -296,6 +299,14 @@ def main(cfg: Config) -> Path:
         attn, structure = cfg.attn, (source.config, DTYPES[stored])
         model = build_model(*structure, attn, trust)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
+    judge, frozen = None, []  # models that do not train
+    if cfg.reward_model:
+        from utils.train.reward_model import open_reward_model
+
+        judge = open_reward_model(cfg.reward_model, DTYPES[cfg.dtype], world, trust)
+        frozen.append(judge.model)
+    if cfg.kl_beta and not lora_of(cfg):
+        frozen.append(model)  # as it is at the start
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -342,7 +353,7 @@ def main(cfg: Config) -> Path:
             quant=quant_of(cfg),
             attn=attn,
             trust_remote_code=trust,
-            frozen_copy=bool(cfg.kl_beta and not lora_of(cfg)),
+            frozen_bytes=sum(share_bytes(m, axes["shard"], DTYPES[cfg.dtype]) for m in frozen),
             optimizer=cfg.optimizer,
             sync_each_microbatch=cfg.sync_each_microbatch,
             low_cpu_fsdp=cfg.low_cpu_fsdp,
@@ -368,6 +379,7 @@ def main(cfg: Config) -> Path:
         "global_batch_size": cfg.global_batch_size,
         "group_size": cfg.group_size,
         "optimizer": cfg.optimizer.removeprefix("paged_"),
+        "reward_model": judge.digest if judge else "",
         **lora.flags(),
         **run_facts(source.config, source.weights, examples.fingerprint),
     }
@@ -478,7 +490,9 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     reference = None  # what the model was at the start; beside adapters it is the base without them
-    if setting.frozen_copy and learns:
+    if judge and learns:
+        judge.load(mesh, world, cfg.cpu_offload)
+    if cfg.kl_beta and not lora and learns:
         copied = build_model(source.config, DTYPES[cfg.dtype], attn, trust)
         reference = frozen_copy(
             copied, pieces, mesh, DTYPES[cfg.dtype], world.device, cfg.cpu_offload
@@ -490,6 +504,9 @@ def main(cfg: Config) -> Path:
         pad_id=pad_id(tokenizer),
         batch_size=cfg.generate_batch_size,
     )
+    scores = None
+    if judge:
+        scores = partial(judge.scores, cfg.batch_size, cfg.reward_model_weight, world)
     once = partial(gathered, found, cfg.reshard_after_forward) if gathers else nullcontext
     draw = partial(draw_all, model=model, once=once, lockstep=not gathers, world=world)
     if roles:
@@ -565,7 +582,9 @@ def main(cfg: Config) -> Path:
             completions = draw([q.ids for q in asked], keys, sampling)
             drawn_at = time.monotonic()
             given = [completion.ids for completion in completions]
-            rewarded = reward_all(rewards, examples, asked, given, cfg.group_size, tokenizer, world)
+            rewarded = reward_all(
+                rewards, examples, asked, given, cfg.group_size, tokenizer, world, scores
+            )
             advantages = advantages_of(cfg, [one["reward"] for one in rewarded])
             rollouts = [
                 Rollout(
@@ -652,7 +671,10 @@ def main(cfg: Config) -> Path:
             if profiler:
                 profiler.step()
             if evals:
-                log.step(step=done, **evaluate(held_out, rewards, draw, sampling, tokenizer, world))
+                log.step(
+                    step=done,
+                    **evaluate(held_out, rewards, draw, sampling, tokenizer, world, scores),
+                )
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves:
@@ -747,6 +769,7 @@ def settle(cfg: Config, world) -> Config:
     cfg = replace(
         cfg,
         dataset=cfg.dataset or str(TINY / "chat.jsonl"),
+        rewards=cfg.rewards or ("" if cfg.reward_model else "exact"),
         scale_rewards=scale.get(cfg.scale_rewards, cfg.scale_rewards),
         dtype=settle_dtype(cfg.dtype, world.device),
     )

@@ -6,6 +6,7 @@ python -m pytest tests/test_configs.py
 import re
 
 import finetune
+import grpo
 import prefer
 import pytest
 from shell import ROOT
@@ -33,7 +34,8 @@ SHAPES = {  # from the models' public config.json files: the sizes by NAMES, and
 
 
 def recipe_of(path):
-    return prefer if "dpo" in path.name else finetune
+    named = {"dpo": prefer, "grpo": grpo}
+    return next((named[word] for word in path.stem.split("_") if word in named), finetune)
 
 
 def header_of(path):
@@ -61,6 +63,10 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     kind, sizes, others = SHAPES[cfg.model]
     config = AutoConfig.for_model(kind, **dict(zip(NAMES.split(), sizes, strict=True)), **others)
     gib = int(re.search(r"GPUs: +\d+ x (\d+) GB", header)[1])
+    rows = 0
+    if recipe_of(path) is grpo:  # of those that learn
+        ranks -= cfg.generate_ranks
+        rows = cfg.global_batch_size * cfg.group_size // ranks
     shards = mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]
     setting = Setting(
         config=config,
@@ -71,14 +77,14 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
         replicate=ranks // shards,
         local_ranks=processes,
         batch_size=cfg.batch_size,
-        rows=cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
+        rows=rows or cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
         activation_checkpointing=cfg.activation_checkpointing,
         cpu_offload=cfg.cpu_offload,
         reshard_after_forward=cfg.reshard_after_forward,
         lora=Lora(cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets),
         quant=Quant(cfg.quantization),
         attn=cfg.attn,
-        masked=cfg.packing,
+        masked=getattr(cfg, "packing", False),
         optimizer=cfg.optimizer,
         sync_each_microbatch=cfg.sync_each_microbatch,
         repeats_keys="V100" in header,

@@ -9,13 +9,18 @@ import shutil
 
 import grpo
 import pytest
+import reward
 import torch
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
 from shell import ROOT, shell
 from tiny import tiny_model_folder
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from utils.data.batches import GlobalBatches
 from utils.data.examples import Rows
@@ -257,6 +262,47 @@ def test_held_out_prompts_are_answered_with_the_likeliest_tokens(files, tmp_path
     assert held_out[0]["eval_reward"] == held_out[0]["eval_rewards/some_letters"]
     ours, theirs = ([m.get("eval_reward") for m in run[0]] for run in (one, two))
     assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def judge(files, tmp_path_factory):
+    """A reward model that nobody has trained."""
+    out = tmp_path_factory.mktemp("judge") / "out"
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    pairs = out.parent / "pairs.jsonl"
+    pairs.write_text(json.dumps(pair) + "\n")
+    flags = {"dataset": str(pairs), "output_dir": str(out), "steps": 1, "lr": 1e-30}
+    run_ranks(train_reward_model, 1, flags | {"model": files["model"]})
+    return str(out / "model")
+
+
+def train_reward_model(world, flags):
+    return reward.main(reward.Config(**flags))
+
+
+@pytest.mark.parametrize("how", [{"ranks": 2}, {"ranks": 3, "generate_ranks": 1}], ids=str)
+def test_a_reward_model_scores_as_plain_transformers_does(files, tmp_path, judge, how):
+    flags = {"reward_model": judge, "reward_model_weight": 2.0, "eval_dataset": files["dataset"]}
+    one = trained(1, tmp_path / "one", files, batch_size=12, **flags)
+    many = trained(how.pop("ranks"), tmp_path / "many", files, batch_size=2, **flags, **how)
+    for metrics in (one[0], many[0]):
+        assert "eval_rewards/model" in metrics.pop()
+    assert_alike(many, one, rtol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+    for sample in many[2]:
+        question = {"role": "user", "content": sample["prompt"]}
+        chat = [question, {"role": "assistant", "content": sample["text"]}]
+        ids = tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")
+        with torch.no_grad():
+            score = 2 * model(**ids).logits.item()
+        assert sample["model"] == pytest.approx(score, abs=1e-4)
+        assert sample["reward"] == pytest.approx(score + sample["some_letters"], abs=1e-4)
+
+
+def test_what_is_no_reward_model_is_refused(files, tmp_path):
+    with pytest.raises(AssertionError, match=r"--reward_model .* has 2 labels.*\(fix: "):
+        trained(1, tmp_path / "out", files, reward_model=files["model"])
 
 
 def test_the_copy_of_the_start_is_planned_for(files, tmp_path):

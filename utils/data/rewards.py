@@ -44,7 +44,7 @@ def parse_rewards(text: str) -> list[Reward]:
     """The rewards of the flag; the files that it names are run. ConfigError names the part that is wrong."""
     rewards: list[Reward] = []
     files = {None: BUILT_IN}
-    for part in NEXT.split(text):
+    for part in NEXT.split(text) if text else ():
         flag = f"--rewards {part}"
         match = PART.fullmatch(part.strip())
         check(match, f"{flag}: {FORMS}")
@@ -124,11 +124,13 @@ def reward_all(
     group_size: int,
     tokenizer,
     world: World,
+    scores: Callable | None = None,
 ) -> list[dict]:
     """For each completion its `text`, what each reward gives, and their weighted sum `reward`; on every rank.
 
     asked: the question of each completion; those of a question are together, group_size of them. A rank
-    scores those of some questions, each question's in one call.
+    scores those of some questions, each question's in one call. scores: (prompts, texts) -> the weighted
+    score of each by a reward model, for which all ranks work together.
     """
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     own: dict[int, dict] = {}
@@ -149,7 +151,11 @@ def reward_all(
                 own[i] = dict(zip(columns, row, strict=True))
     for of_rank in gather(world, own):
         own |= of_rank
-    return [own[i] for i in range(len(asked))]
+    found = [own[i] for i in range(len(asked))]
+    if scores:
+        for one, value in zip(found, scores([q.content for q in asked], texts), strict=True):
+            one |= {"model": value, "reward": one["reward"] + value}
+    return found
 
 
 def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
@@ -170,13 +176,14 @@ def evaluate(
     sampling: object,
     tokenizer,
     world: World,
+    scores: Callable | None = None,
 ) -> dict[str, float]:
     """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see rollout.py."""
     asked = [questions[i] for i in range(len(questions))]
     keys = [(place,) for place in range(len(asked))]
     completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
     given = [completion.ids for completion in completions]
-    found = reward_all(rewards, questions, asked, given, 1, tokenizer, world)
+    found = reward_all(rewards, questions, asked, given, 1, tokenizer, world, scores)
     return reward_means(found, "eval_")
 
 

@@ -98,12 +98,7 @@ def sizes_of(setting: Setting) -> Sizes:
     """setting: of at most two rows of one token, with all else at its default that does not matter."""
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
-    if setting.frozen_copy:
-        shares = [
-            rows_of_full_shard(len(p), setting.shards) * p[0].numel() for p in model.parameters()
-        ]
-        copy = sum(shares) * setting.dtype.itemsize
-        states = replace(states, weights=states.weights + copy)
+    states = replace(states, weights=states.weights + setting.frozen_bytes)
     stored = sum(p.numel() * p.element_size() for p in model.parameters())
     return Sizes(states, units_of(model, setting), stored, pinned(model, states, setting.shards))
 

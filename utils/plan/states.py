@@ -37,7 +37,7 @@ class Setting:
     attn: str = "auto"
     trust_remote_code: bool = False
     scores: bool = False  # a score of each sequence in place of logits
-    frozen_copy: bool = False  # beside the model what it was at the start, in the dtype of compute
+    frozen_bytes: int = 0  # of a rank's shards of other models, which do not train
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False
@@ -153,3 +153,9 @@ def estimate_states(
             elements = own_rows * parameter[0].numel()
             moments += adamw if optimizer == "adamw" else state_bytes(parameter, elements)
     return States(weights, gradients, moments)
+
+
+def share_bytes(model: nn.Module, shards: int, dtype: torch.dtype) -> int:
+    """Of a rank's shards of a model that does not train, stored in `dtype`."""
+    shares = [rows_of_full_shard(len(p), shards) * p[0].numel() for p in model.parameters()]
+    return sum(shares) * dtype.itemsize

@@ -23,6 +23,7 @@ from ..model.loading import build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, check_chunked_loss
 from ..model.options import Lora
 from ..model.pieces import Piece
+from ..model.scores import add_scores
 from ..model.sharding import (
     DTYPES,
     cast_to,
@@ -189,8 +190,10 @@ def frozen_copy(
     compute_alone(model.requires_grad_(False), dtype)
     shard_model(model, mesh, dtype, cpu_offload=cpu_offload)
     load_pieces(model, pieces, device, cpu_offload)
-    add_chunked_loss(model)
-    check_chunked_loss(model, device)
+    if hasattr(model, "score"):
+        add_scores(model, model.config.get_text_config().pad_token_id)
+    else:
+        check_chunked_loss(add_chunked_loss(model), device)
     return model.eval()
 
 

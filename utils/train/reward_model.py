@@ -1,0 +1,82 @@
+"""A reward model, such as reward.py makes, that scores completions: sharded, and never trained."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer
+
+from ..model.folder import open_model, run_facts
+from ..model.loading import build_model, plan_pieces
+from ..run.distributed import World, gather, together
+from ..run.errors import check, others_code
+from .trained_run import frozen_copy
+
+
+@dataclass
+class RewardModel:
+    """model: on meta until it is loaded. digest: of its weights."""
+
+    model: nn.Module
+    pieces: list
+    dtype: torch.dtype
+    tokenizer: object
+    digest: str
+
+    def load(self, mesh: DeviceMesh, world: World, cpu_offload: bool) -> None:
+        """Shard it over the mesh, and read this rank's slices."""
+        place = (mesh, self.dtype, world.device, cpu_offload)
+        self.model = frozen_copy(self.model, self.pieces, *place)
+
+    @torch.no_grad()
+    def scores(
+        self, batch_size: int, weight: float, world: World, prompts: list, texts: list[str]
+    ) -> list[float]:
+        """The weighted score of each text as the answer to its prompt, a text or messages; on every rank. All
+        ranks call it alike, and each scores a share, batch_size at a time.
+        """
+        count = len(texts)
+        turns = -(-count // world.size)  # equally many on each rank, some of them twice
+        share = [(i * world.size + world.rank) % count for i in range(turns)]
+        own: dict[int, float] = {}
+        for start in range(0, turns, batch_size):
+            part = share[start : start + batch_size]
+            rows = [torch.tensor(self.ids_of(prompts[i], texts[i])) for i in part]
+            ids = pad_sequence(rows, batch_first=True)  # (B, T), on the right: causal attention
+            places = [k * ids.shape[1] + len(row) - 1 for k, row in enumerate(rows)]
+            ends = torch.tensor(places, device=world.device)
+            values = self.model(ids.to(world.device), ends=ends)
+            own |= zip(part, (weight * values).tolist(), strict=True)
+        for of_rank in gather(world, own):
+            own |= of_rank
+        return [own[i] for i in range(count)]
+
+    def ids_of(self, prompt: str | list[dict], text: str) -> list[int]:
+        """A whole conversation, as the model was trained to see it, cut to the positions that it has."""
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        turns = [*asked, {"role": "assistant", "content": text}]
+        ids = self.tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]
+
+
+def open_reward_model(
+    name: str, dtype: torch.dtype, world: World, trust_remote_code: bool
+) -> RewardModel:
+    """A folder or Hugging Face id with a model of one score, and its tokenizer. Every rank calls it. Raises
+    ConfigError where it is something else.
+    """
+    source = open_model(name, world, trust_remote_code)
+    with together(world):
+        labels = source.config.num_labels
+        fix = "a folder that reward.py has made"
+        check(labels == 1, f"--reward_model {name} has {labels} labels, not one (fix: {fix})")
+        model = build_model(source.config, dtype, trust_remote_code=trust_remote_code, scores=True)
+        pieces = plan_pieces(model, source.weights, source.folder)
+        with others_code(f"--reward_model {name}: its tokenizer", fix):
+            tokenizer = AutoTokenizer.from_pretrained(Path(source.folder), local_files_only=True)
+            tokenizer.get_chat_template()
+        digest = run_facts(source.config, source.weights, "")["weights"]
+    return RewardModel(model, pieces, dtype, tokenizer, digest)
