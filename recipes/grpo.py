@@ -35,7 +35,6 @@ from torch.distributed.fsdp import (
 from utils.data.batches import GlobalBatches
 from utils.data.examples import (
     Rows,
-    check_positions,
     load_data,
     print_data,
     write_bad_rows,
@@ -326,12 +325,17 @@ def main(cfg: Config) -> Path:
         )
         for part in filter(None, (examples, held_out)):
             check_columns(rewards, part.names)
-        check_positions(model, examples, held_out)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
         longest = max(int(part.lengths.max()) for part in (examples, held_out) if part)
+        positions = getattr(source.config.get_text_config(), "max_position_embeddings", math.inf)
+        check(
+            longest + cfg.max_new_tokens <= positions,
+            f"the longest prompt has {longest:,} tokens, and with --max_new_tokens {cfg.max_new_tokens}"
+            f" more than the model's {positions:,} positions (fix: less of --max_new_tokens or --seq_len)",
+        )
         completions = cfg.global_batch_size * cfg.group_size
         micro_batches = math.ceil(math.ceil(completions / learners) / cfg.batch_size)
         setting = Setting(

@@ -329,6 +329,11 @@ def test_flags_that_cannot_work_are_refused(flags, says):
         grpo.Config(**flags)
 
 
+def test_prompts_and_completions_beyond_the_positions_are_refused(files, tmp_path):
+    with pytest.raises(AssertionError, match=r"more than the model's 256 positions \(fix: "):
+        trained(1, tmp_path / "out", files, max_new_tokens=250, seq_len=2048)
+
+
 def test_a_reward_that_fails_is_named_with_its_row_and_completion(files, tmp_path):
     rules = files["rewards"].replace("some_letters", "fails")
     words = " ".join(f"--{name} {value}" for name, value in (RUN | files).items())

@@ -134,7 +134,7 @@ def reward_all(
     """
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     own: dict[int, dict] = {}
-    with together(world, patient=True):
+    with together(world):
         starts = range(0, len(asked), group_size)
         for start in starts[world.rank :: world.size]:
             part = slice(start, start + group_size)
