@@ -411,7 +411,6 @@ def main(cfg: Config) -> Path:
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(f"{plan.text}\n{rollout_text}", ready=True)
-
     if roles:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on learners and generators are among themselves
@@ -508,9 +507,7 @@ def main(cfg: Config) -> Path:
         pad_id=pad_id(tokenizer),
         batch_size=cfg.generate_batch_size,
     )
-    scores = None
-    if judge:
-        scores = partial(judge.scores, cfg.batch_size, cfg.reward_model_weight, world)
+    scores = judge and partial(judge.scores, cfg.batch_size, cfg.reward_model_weight, world)
     once = partial(gathered, found, cfg.reshard_after_forward) if gathers else nullcontext
     draw = partial(draw_all, model=model, once=once, lockstep=not gathers, world=world)
     if roles:
@@ -629,17 +626,16 @@ def main(cfg: Config) -> Path:
                 start = None
                 if cfg.kl_beta:
                     start = log_probs_at_start(model, reference, batch, cfg.temperature)
-                now = token_log_probs(
-                    model, batch, cfg.temperature
-                )  # (B, T), log pi(token | before)
+                # (B, T): log pi of each token now, and when it was drawn
+                now = token_log_probs(model, batch, cfg.temperature)
                 before = now.detach() if old is None else old[(number - 1) % len(batches)]
-                found = token_sums(
+                summed = token_sums(
                     batch, before, *policy_loss(cfg, now, before, start, batch.advantages)
                 )
                 # FSDP divides by the ranks; weights divide by what the global batch has
-                scaler.scale(found[0] * world.size).backward()
-                losses.append(found[0].detach())
-                sums.append(found.detach())
+                scaler.scale(summed[0] * world.size).backward()
+                losses.append(summed[0].detach())
+                sums.append(summed.detach())
                 if last_of_update:
                     scaler.unscale_(optimizer)
                     grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device
