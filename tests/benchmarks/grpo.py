@@ -16,7 +16,7 @@ import time
 
 import torch
 from measure import Bound, Worker, measured, run_worker
-from step import MODEL, TINY, WARM_UP, median_step, step_ends
+from step import MODEL, TINY, median_step, step_ends
 from torch.distributed.tensor import DTensor
 
 from utils.run.errors import check
@@ -44,10 +44,10 @@ BOUNDS = (
     Bound("peak_bytes", 1.0, "peak, over TRL's with FSDP2", over="trl"),
 )
 RANKS = (2,)
-LR, TEMPERATURE = 1e-5, 1.0
+LR, TEMPERATURE, WARM_UP = 1e-5, 1.0, 1
 TIMED = {False: 4, True: 2}  # by --small: steps; tokens of a completion
-NEW_TOKENS = {False: 64, True: 8}
-PROMPTS, GROUP_SIZE, PROMPT_LETTERS = 4, 4, 128
+NEW_TOKENS = {False: 32, True: 8}
+PROMPTS, GROUP_SIZE, PROMPT_LETTERS = 4, 4, 64
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
