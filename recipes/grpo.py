@@ -496,7 +496,6 @@ def main(cfg: Config) -> Path:
         weights = plan_weights(model, roles)
         draw = partial(ask, model=model, weights=weights, roles=roles)
     if not learns:
-        stop_after_step()  # a signal stops the learners, and they end this
         serve(model, weights, once, not gathers, roles, cfg.timeout)
         return out
 

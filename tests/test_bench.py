@@ -357,3 +357,24 @@ def test_steps_of_dpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_wi
     assert verdicts == {"not judged: trl is missing", "not judged: trl_lora is missing"}
     last = "TRL is not installed here, so it has no rows (fix: pip install trl)"
     assert done.stdout.splitlines()[-1] == last
+
+
+@pytest.mark.slow
+def test_steps_of_grpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_with_a_line(
+    tmp_path,
+):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['trl'] = None  # as if absent\n"
+    )
+    done, results = ran(tmp_path, "grpo --repeats 1", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["contender"]: row["values"] for row in results["tables"][0]["rows"]}
+    assert list(rows) == ["ours"]
+    values = {name: found[0] for name, found in rows["ours"].items()}
+    tokens = 4 * 4 * 8  # prompts, completions of each, tokens of each
+    assert values["tokens_per_second"] == pytest.approx(tokens / values["seconds"])
+    assert 0 < values["drawing_seconds"] < values["seconds"]
+    assert values["completion_length"] > 0.9 * 8
+    assert {bound["verdict"] for bound in results["bounds"]} == {"not judged: trl is missing"}
+    last = "TRL is not installed here, so it has no rows (fix: pip install trl)"
+    assert done.stdout.splitlines()[-1] == last

@@ -32,6 +32,7 @@ from ..run.distributed import (
     set_timeout,
 )
 from ..run.errors import ConfigError, check
+from ..run.signals import stop_after_step
 from .rollout import Completion, generate
 
 
@@ -209,6 +210,7 @@ def serve(
     set_timeout(max(timeout, START_SECONDS), roles.own.group)
     while True:
         request = broadcast(roles.joint, None)
+        stop_after_step()  # from now on a signal stops the learners, and they end this
         if request == (None,):
             return
         load_weights(model, receive_weights(weights, roles))
