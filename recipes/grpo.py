@@ -281,7 +281,7 @@ def main(cfg: Config) -> Path:
     agree(world, asdict(cfg), "flags")
     everyone, roles, learns = world, None, True
     if cfg.generate_ranks:
-        from utils.train.weight_sync import ask, divide_world, plan_weights, serve
+        from utils.train.weight_sync import ask, divide_world, generators_end, plan_weights, serve
 
         roles = divide_world(world, cfg.generate_ranks)
         learns = roles.learns
@@ -514,7 +514,6 @@ def main(cfg: Config) -> Path:
         weights = plan_weights(model, roles)
         draw = partial(ask, model=model, weights=weights, roles=roles)
     if not learns:
-        stop_after_step()  # a signal stops the learners, and they end this
         serve(model, weights, once, not gathers, roles, cfg.timeout)
         return out
 
@@ -561,6 +560,7 @@ def main(cfg: Config) -> Path:
             profiler = start_profiler(out / "profile", world, first, steps)
     stop = ""
     with (
+        generators_end(roles) if roles else nullcontext(),
         CheckpointSaver(
             out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
         ) as saver,
@@ -683,8 +683,6 @@ def main(cfg: Config) -> Path:
                 path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
             if stop:
                 break
-    if roles:
-        ask(None, roles=roles)  # the generators end
     if stop:
         torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
         words = [*(torchrun if everyone.size > 1 else ["python"]), *sys.argv]

@@ -219,7 +219,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
 def test_a_mistyped_benchmark_is_named(tmp_path):
     done = shell(f"{BENCH} laod")
     assert done.returncode == 2
-    names = "load, save, step, dpo, loss, attention, quant, data, gpu, memory"
+    names = "load, save, step, dpo, grpo, loss, attention, quant, data, gpu, memory"
     assert done.stderr == f"error: --what takes one of {names}; not 'laod'\n"
 
 
@@ -355,5 +355,26 @@ def test_steps_of_dpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_wi
         assert values["peak_bytes"][0] > 0
     verdicts = {bound["verdict"] for bound in results["bounds"]}
     assert verdicts == {"not judged: trl is missing", "not judged: trl_lora is missing"}
+    last = "TRL is not installed here, so it has no rows (fix: pip install trl)"
+    assert done.stdout.splitlines()[-1] == last
+
+
+@pytest.mark.slow
+def test_steps_of_grpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_with_a_line(
+    tmp_path,
+):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['trl'] = None  # as if absent\n"
+    )
+    done, results = ran(tmp_path, "grpo --repeats 1", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["contender"]: row["values"] for row in results["tables"][0]["rows"]}
+    assert list(rows) == ["ours"]
+    values = {name: found[0] for name, found in rows["ours"].items()}
+    tokens = 4 * 4 * 8  # prompts, completions of each, tokens of each
+    assert values["tokens_per_second"] == pytest.approx(tokens / values["seconds"])
+    assert 0 < values["drawing_seconds"] < values["seconds"]
+    assert values["completion_length"] > 0.9 * 8
+    assert {bound["verdict"] for bound in results["bounds"]} == {"not judged: trl is missing"}
     last = "TRL is not installed here, so it has no rows (fix: pip install trl)"
     assert done.stdout.splitlines()[-1] == last

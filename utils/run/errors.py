@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from pathlib import Path
 from .memory import note_peak
 
 _act = "parse"
+_leaving = threading.Lock()
 _planned = ""  # memory, as the plan has it
 _less_memory: Callable[[], str] | None = None  # finds what needs less of it
 
@@ -207,12 +209,18 @@ def explain(error: Exception) -> None:
 
 
 def say_who_is_gone() -> None:
-    """Where ranks of this machine are gone, the first of the others says so; and the process ends."""
+    """Where ranks of this machine are gone, the first of the others says so; and the process ends. It stays a
+    moment where there are more, which would else take one that has said so, or is silent, for one more lost.
+    """
     if gone := ranks_gone():
-        if rank() == min(ranks_present()):
+        _leaving.acquire()  # for good: another thread that comes here too waits for the end
+        present = ranks_present()
+        if rank() == min(present):
             names = ", ".join(map(str, gone[:5]))
             killed = "if it said nothing itself, it was killed, most likely by the kernel for lack of memory"
             write_errors([f"rank {names} is gone in act '{_act}': {killed}{_planned}"])
+        if len(present) > 1:
+            time.sleep(3)
         _leave()
 
 

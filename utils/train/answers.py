@@ -55,8 +55,9 @@ class Reference:
         """Know all answers of PairBatches, in so many steps of each, by the model as it is now.
 
         They are kept by a hash of each sequence, in a file that is named by `facts`, JSON of all else that
-        they follow from, so that a resume and another run with the same start read them. Where the file knows all, those of the first batch are computed again: ConfigError where they
-        are others. Else all are computed.
+        they follow from, so that a resume and another run with the same start read them. Where the file knows
+        all, those of the first batch are computed again: ConfigError where they are others. Else all are
+        computed.
         """
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         file = cache_folder("reference") / f"{digest.hexdigest()[:32]}.json"

@@ -13,6 +13,7 @@ Between GPUs NCCL carries the rows, over one communicator of all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ from ..run.distributed import (
     gather,
     set_timeout,
 )
-from ..run.errors import check
+from ..run.errors import ConfigError, check
+from ..run.signals import stop_after_step
 from .rollout import Completion, generate
 
 
@@ -61,7 +63,10 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     """
     learners = world.size - generate_ranks
     text = f"--generate_ranks {generate_ranks} of {world.size} ranks: each rank learns or generates"
-    check(0 < generate_ranks < world.size, f"{text} (fix: 1 to {world.size - 1}, or more ranks)")
+    fix = (
+        f"1 to {world.size - 1}, or more ranks" if world.size > 1 else "torchrun --nproc_per_node 2"
+    )
+    check(0 < generate_ranks < world.size, f"{text} (fix: {fix})")
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group cannot move tensors of GPUs
         world = replace(world, group=dist.new_group(backend=backend))
@@ -177,6 +182,20 @@ def ask(
     return [drawn[i] for i in range(len(drawn))]
 
 
+@contextmanager
+def generators_end(roles: Roles) -> Iterator[None]:
+    """At the end of the block the generators end, also where the learners agree on an error. Where one of
+    them is lost, or fails alone, torchrun ends all.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if error.agreed:
+            ask(None, roles=roles)
+        raise
+    ask(None, roles=roles)
+
+
 def serve(
     model: nn.Module,
     weights: list[Weight],
@@ -191,6 +210,7 @@ def serve(
     set_timeout(max(timeout, START_SECONDS), roles.own.group)
     while True:
         request = broadcast(roles.joint, None)
+        stop_after_step()  # from now on a signal stops the learners, and they end this
         if request == (None,):
             return
         load_weights(model, receive_weights(weights, roles))
