@@ -38,7 +38,7 @@ format: $(READY) ## let ruff format everything
 	$(BIN)/ruff format .
 
 bench: $(READY) ## ratios against other ways, about 30 minutes on 2 cores
-	set -e; for what in load step dpo grpo save loss attention quant; do $(BIN)/python tests/benchmarks/bench.py $$what; done
+	set -e; for what in load step dpo rollouts save loss attention quant; do $(BIN)/python tests/benchmarks/bench.py $$what; done
 
 # make gpu PYTHON=python3 takes the packages of that Python, where none can be installed.
 OWN := $(findstring command line,$(origin PYTHON))

@@ -219,7 +219,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
 def test_a_mistyped_benchmark_is_named(tmp_path):
     done = shell(f"{BENCH} laod")
     assert done.returncode == 2
-    names = "load, save, step, dpo, grpo, loss, attention, quant, data, gpu, memory"
+    names = "load, save, step, dpo, rollouts, loss, attention, quant, data, gpu, memory"
     assert done.stderr == f"error: --what takes one of {names}; not 'laod'\n"
 
 
@@ -366,7 +366,7 @@ def test_steps_of_grpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_w
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules['trl'] = None  # as if absent\n"
     )
-    done, results = ran(tmp_path, "grpo --repeats 1", PYTHONPATH=str(tmp_path))
+    done, results = ran(tmp_path, "rollouts --repeats 1", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["contender"]: row["values"] for row in results["tables"][0]["rows"]}
     assert list(rows) == ["ours"]
