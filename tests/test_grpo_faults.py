@@ -86,9 +86,8 @@ def command(flags, out, ranks=3):
 # --- kills
 
 
-@pytest.mark.parametrize(
-    "who", [who if who == "a generator" else pytest.param(who, marks=slow) for who in RANKS]
-)
+@slow
+@pytest.mark.parametrize("who", RANKS)
 def test_a_killed_rank_is_named_and_the_same_command_goes_on_bit_for_bit(
     flags, undisturbed, tmp_path, who
 ):
@@ -185,7 +184,8 @@ def test_sigterm_before_the_first_step_is_one_line(flags, tmp_path):
 # --- errors
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
+@slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_reward_that_fails_ends_the_generators_too_in_one_line(flags, tmp_path, ranks):
     failing = flags | {"rewards": flags["rewards"].replace("late_letters", "fails")}
     begun = time.monotonic()
