@@ -26,8 +26,9 @@ from utils.data.batches import GlobalBatches
 from utils.data.examples import Rows
 from utils.data.questions import load_questions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
-from utils.run.distributed import ALONE
+from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
+from utils.train.reward_model import open_reward_model
 from utils.train.rollout import Sampling, generate
 
 slow = pytest.mark.slow
@@ -301,6 +302,19 @@ def test_a_reward_model_scores_as_plain_transformers_does(files, tmp_path, judge
             score = 2 * model(**ids).logits.item()
         assert sample["model"] == pytest.approx(score, abs=1e-4)
         assert sample["reward"] == pytest.approx(score + sample["some_letters"], abs=1e-4)
+
+
+def test_models_that_do_not_train_hold_only_their_shards_between_two_uses(judge):
+    """No backward follows their forwards, which would free what these have gathered."""
+    assert run_ranks(kinds_of_parameters, 2, judge) == [{"DTensor"}, {"DTensor"}]
+
+
+def kinds_of_parameters(world, folder):
+    found = open_reward_model(folder, torch.float32, world, False)
+    mesh = build_mesh(world)
+    found.load(mesh, world, False)
+    assert len(found.scores(2, 1.0, world, ["a", "b", "c"], ["d", "e f", ""])) == 3
+    return {type(p.data).__name__ for p in found.model.parameters()}
 
 
 def test_what_is_no_reward_model_is_refused(files, tmp_path):

@@ -81,6 +81,7 @@ def plan_rollout(
             param_dtype=setting.dtype,
             shards=generate_ranks,
             replicate=1,
+            frozen_bytes=0,
         )
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
@@ -89,9 +90,9 @@ def plan_rollout(
         parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)
         if whole:
             rest, embedding, blocks, head = units_of(model, setting)
-            units = [rest, embedding, *blocks, *([head] if head else [])]
-            parts["gathered"] = sum(unit.gathered for unit in units)
-        parts["weights"] *= not on_host
+            units = (rest, embedding, *blocks, head)
+            parts["gathered"] = sum(unit.gathered for unit in units if unit)
+        parts["weights"] = (parts["weights"] + setting.frozen_bytes) * (not on_host)
         parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
         alive = sum(parts.values())
         if setting.gpu:

@@ -158,7 +158,7 @@ def need_of(setting: Setting) -> Need:
     )
     host = PROCESS_BYTES + copy + inputs
     if setting.cpu_offload:
-        host += sizes.pinned
+        host += sizes.pinned + setting.frozen_bytes
     if not setting.low_cpu_fsdp:
         host += sizes.stored
     return Need(sizes.states, peak, why, must, comfortable, host, acts)

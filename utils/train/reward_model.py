@@ -1,7 +1,7 @@
 """A reward model, such as reward.py makes, that scores completions: sharded, and never trained."""
 
+import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from ..model.folder import open_model, run_facts
 from ..model.loading import build_model, plan_pieces
+from ..model.sharding import reshard
 from ..run.distributed import World, gather, together
 from ..run.errors import check, others_code
 from .trained_run import frozen_copy
@@ -28,8 +29,9 @@ class RewardModel:
 
     def load(self, mesh: DeviceMesh, world: World, cpu_offload: bool) -> None:
         """Shard it over the mesh, and read this rank's slices."""
-        place = (mesh, self.dtype, world.device, cpu_offload)
-        self.model = frozen_copy(self.model, self.pieces, *place)
+        self.model = frozen_copy(
+            self.model, self.pieces, mesh, self.dtype, world.device, cpu_offload
+        )
 
     @torch.no_grad()
     def scores(
@@ -39,7 +41,7 @@ class RewardModel:
         ranks call it alike, and each scores a share, batch_size at a time.
         """
         count = len(texts)
-        turns = -(-count // world.size)  # equally many on each rank, some of them twice
+        turns = math.ceil(count / world.size)  # equally many on each rank, some of them twice
         share = [(i * world.size + world.rank) % count for i in range(turns)]
         own: dict[int, float] = {}
         for start in range(0, turns, batch_size):
@@ -50,6 +52,7 @@ class RewardModel:
             ends = torch.tensor(places, device=world.device)
             values = self.model(ids.to(world.device), ends=ends)
             own |= zip(part, (weight * values).tolist(), strict=True)
+        reshard(self.model)  # no backward follows, which would free what it has gathered
         for of_rank in gather(world, own):
             own |= of_rank
         return [own[i] for i in range(count)]
@@ -76,7 +79,7 @@ def open_reward_model(
         model = build_model(source.config, dtype, trust_remote_code=trust_remote_code, scores=True)
         pieces = plan_pieces(model, source.weights, source.folder)
         with others_code(f"--reward_model {name}: its tokenizer", fix):
-            tokenizer = AutoTokenizer.from_pretrained(Path(source.folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
             tokenizer.get_chat_template()
         digest = run_facts(source.config, source.weights, "")["weights"]
     return RewardModel(model, pieces, dtype, tokenizer, digest)

@@ -69,6 +69,7 @@ def gathered(found: list[Unit], reshard_after_forward: bool = True) -> Iterator[
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # each length would compile again
 def generate(
     model: nn.Module,
     prompts: list[list[int]],
@@ -116,7 +117,7 @@ def draw_all(
     world: World,
 ) -> list[Completion]:
     """The completions of all prompts, on every rank; see generate. once: a context that gathers layers."""
-    with torch.compiler.set_stance("force_eager"), once():  # each length would compile again
+    with once():
         drawn = generate(model, prompts, keys, sampling, world, lockstep)
     for of_rank in gather(world, drawn):
         drawn |= of_rank
@@ -229,7 +230,9 @@ def log_probs_at_start(
     base without its adapters.
     """
     if reference:
-        return token_log_probs(reference, batch, temperature)
+        found = token_log_probs(reference, batch, temperature)
+        reshard(reference)  # no backward follows, which would free what it has gathered
+        return found
     from ..model.lora import adapters_off
 
     with adapters_off(model):

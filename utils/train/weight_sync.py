@@ -6,8 +6,8 @@ its shard and a generator's have in common straight to that generator, so nothin
 gathers a parameter. With adapters only these travel. Another engine would take `receive_weights`, with all
 rows of each parameter as its part, in place of `load_weights`.
 
-A generator that is not sharded stores its adapters in the dtype of compute, in which FSDP gathers those of
-the learners: then both compute the same log-probabilities, and the ratio of policies is 1.
+A generator has its adapters in the dtype of compute, in which FSDP gathers those of the learners: then both
+compute the same log-probabilities, and the ratio of policies is 1.
 
 Between GPUs NCCL carries the rows, over one communicator of all ranks.
 """
@@ -214,6 +214,6 @@ def serve(
         if request == (None,):
             return
         load_weights(model, receive_weights(weights, roles))
-        with torch.compiler.set_stance("force_eager"), once():
+        with once():
             drawn = generate(model, *request, roles.own, lockstep)
         gather(roles.joint, drawn)
