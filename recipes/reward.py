@@ -217,7 +217,7 @@ def main(cfg: Config) -> Path:
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
-        model = build_model(*structure, attn, trust, scores=True)  # on meta
+        model = build_model(*structure, attn, trust, kind="scores")  # on meta
         pieces = plan_pieces(model, source.weights, source.folder, SCORE)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     fitted = {}
@@ -268,7 +268,7 @@ def main(cfg: Config) -> Path:
             quant=quant_of(cfg),
             attn=attn,
             trust_remote_code=trust,
-            scores=True,
+            kind="scores",
             optimizer=cfg.optimizer,
             optimizer_in_backward=cfg.optimizer_in_backward,
             sync_each_microbatch=cfg.sync_each_microbatch,
@@ -330,7 +330,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, source.folder, scores=True)
+        model = build_model(*structure, attn, trust, source.folder, kind="scores")
     token_mfu = 0.0  # of one token a second
     if world.gpu_name:
         from utils.train.profiling import flops_per_token, mfu

@@ -156,7 +156,7 @@ FAMILIES: dict[str, dict] = {
     },
     "qwen3_vl_moe": {
         "text": QWEN3_TEXT
-        | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+        | {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
     },
     "llava": {
         "tokens": {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "more": ["<image>"]},

@@ -64,7 +64,7 @@ def scoring(folder):
     """A model with a score, on meta."""
     config = read_config(Path(folder))
     config.num_labels = 1
-    return build_model(config, torch.float32, scores=True)
+    return build_model(config, torch.float32, kind="scores")
 
 
 def assert_alike(found, wanted, rtol=1e-5):

@@ -184,6 +184,9 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
     Comes before transformers sees the folder. Raises ConfigError naming the file and the field.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as PICTURES,
+    )
 
     file = file_inside(folder, "config.json")
     config = read_json(file)
@@ -203,16 +206,15 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
         why = f"{file}: with use_bidirectional_attention tokens see what they are to predict"
         check(not both, f"{why} (fix: another --model, or false there)")
     kind = config.get("model_type")
-    known = config.get("auto_map") or str(kind) in MODELS
+    known = config.get("auto_map") or str(kind) in MODELS or str(kind) in PICTURES
     what = f"transformers has no causal language model {kind!r}"
     check(known, f"{file}: model_type: {what} (fix: another --model, or a newer transformers)")
-    check_family(str(kind), str(file))
 
 
-def check_family(kind: str, where: str) -> None:
+def check_family(kind: str) -> None:
     """Refuse a type that transformers lists, but that is not trained as a causal language model here."""
     why = NOT_CAUSAL.get(kind)
-    what = f"{where}: model_type: {kind} is {why}"
+    what = f"--model: {kind} is {why}"
     check(not why, f"{what} (fix: another --model, a causal language model such as llama or qwen3)")
 
 

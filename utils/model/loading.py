@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
@@ -31,6 +32,11 @@ from .folder import TensorInfo, check_family
 from .pieces import Piece, local, local_box, runs, transfer
 from .sharding import family_of
 
+KINDS = {  # by what is read and written
+    "text": AutoModelForCausalLM,
+    "scores": AutoModelForSequenceClassification,
+    "pictures": AutoModelForImageTextToText,
+}
 CHUNK = 2**20  # elements that are read, and converted or quantized, at a time
 # How experts that are separate on disk are fused in memory: one after the other, and of gate and up one below
 # the other.
@@ -40,6 +46,7 @@ KNOWN = (
 )
 HEADS = ("lm_head.", "embed_out.")  # what families call the head in a checkpoint
 UNPADS = [("Inkling2UnpadVocab", None)]
+TRANSPOSES = [("Transpose", None)]
 Tensors = dict[str, torch.Tensor]
 Names = dict[str, list[str]]
 
@@ -50,18 +57,17 @@ def build_model(
     attn="auto",
     trust_remote_code=False,
     whole: Path | str = "",
-    scores=False,
+    kind="text",
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory. whole: a folder whose
-    weights are read at once, as transformers does it (`--low_cpu_fsdp false`). scores: a sequence classifier,
-    whose `score` is the head; config.num_labels is 1.
+    weights are read at once, as transformers does it (`--low_cpu_fsdp false`). kind: of KINDS; scores is a
+    sequence classifier, whose `score` is the head; config.num_labels is 1.
 
     attn: sdpa, flash_attention_2, eager; auto lets transformers choose. Raises ConfigError where the model
     cannot.
     """
-    check_family(config.model_type, "--model")
-    check_text_model(config)
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    check_kind(config, "pictures" if kind == "pictures" else "text")
+    family = KINDS[kind]
     options = {
         "dtype": dtype,
         "attn_implementation": None if attn == "auto" else attn,
@@ -71,23 +77,28 @@ def build_model(
     if not whole:
         fix = f"other values in the config.json of {config.name_or_path or 'the model'}"
         with others_code(problem, fix), torch.device("meta"):
-            model = kind.from_config(config, **options)
+            model = family.from_config(config, **options)
     else:
         options |= {"config": config, "use_safetensors": True, "local_files_only": True}
         with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
-            model = kind.from_pretrained(whole, **options)
-    if scores:
+            model = family.from_pretrained(whole, **options)
+    if kind == "scores":
         model.get_output_embeddings = lambda: model.score
     return model
 
 
-def check_text_model(config: PretrainedConfig) -> None:
-    """Refuse what transformers does not list as a causal language model, such as one of pictures."""
-    listed = type(config) in AutoModelForCausalLM._model_mapping
-    has_own_code = getattr(config, "auto_map", None)
-    fix = "a text-only causal model of the family, such as qwen2.5-7b for qwen2_5_vl"
-    refused = f"--model: {config.model_type} is no text-only causal model (fix: {fix})"
-    check(listed or has_own_code, refused)
+def check_kind(config: PretrainedConfig, kind: str) -> None:
+    """Refuse what transformers does not list as a model of this kind, text or pictures."""
+    listed = type(config) in KINDS[kind]._model_mapping
+    if kind == "text":
+        check_family(config.model_type)
+        what = "text-only causal model"
+        fix = "recipes/vision.py, or a text-only model of the family, such as qwen2.5-7b"
+        listed = listed or getattr(config, "auto_map", None)
+    else:
+        what = "model of pictures and text that is part of transformers"
+        fix = "a model whose code is, such as MiniCPM-V 4.6 for MiniCPM-V 2.6 and OmniLMM"
+    check(listed, f"--model: {config.model_type} is no {what} (fix: {fix})")
 
 
 def plan_pieces(
@@ -121,10 +132,11 @@ def plan_pieces(
             continue
         at = (0,) * len(info.shape)
         shape = info.shape
-        if pattern is not None:
-            at, shape = _converted_box(name, info, pattern, converters, folder, state[target])
-        piece = Piece(name, info, target, at, shape)
         parameter = state[target]
+        if pattern is not None:
+            at, shape = _converted_box(name, info, pattern, converters, folder, parameter)
+        transposed = len(shape) == len(info.shape) and shape != info.shape
+        piece = Piece(name, info, target, at, shape, transposed)
         if not _fits(piece, parameter):
             found = f"{name} {info.dtype} {list(info.shape)}"
             misshapen.append(f"{found} for {target} {parameter.dtype} {list(parameter.shape)}")
@@ -162,12 +174,14 @@ def _converted_box(
     parameter: torch.Tensor,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(at, shape) of one expert's matrix within the parameter that holds all experts, e.g. gate_up_proj (E,
-    2I, D); or of all rows, where no padding has to be cut off.
+    2I, D); of all experts, perhaps stored as (E, D, 2I); or of all rows, where no padding is cut off.
     """
     converter = next(c for c in converters if pattern in c.source_patterns)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    if operations == UNPADS and info.shape == parameter.shape:
+    if operations in (UNPADS, TRANSPOSES) and info.shape == parameter.shape:
         return (0,) * len(info.shape), info.shape
+    if operations == TRANSPOSES and info.shape == parameter.mT.shape and parameter.ndim == 3:
+        return (0, 0, 0), tuple(parameter.shape)
     expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
     if operations not in KNOWN or expert is None or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in operations)
@@ -203,9 +217,9 @@ def load_pieces(
     present names of a parameter, where the model was changed since the pieces were planned; two names get two
     copies. A piece without a file is left as it is.
 
-    Peak memory above the shards: CHUNK elements. Files are read, not mapped: mapped pages count as memory of
-    this process, and network file systems deliver them in small parts. Raises ConfigError when a file is cut
-    short, or a tied weight is stored twice with different values.
+    Peak memory above the shards: CHUNK elements, or a transposed expert. Files are read, not mapped: mapped
+    pages count as memory of this process, and network file systems deliver them in small parts. Raises
+    ConfigError when a file is cut short, or a tied weight is stored twice with different values.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     model.tie_weights()
@@ -244,6 +258,12 @@ def _load_piece(
     twice = key in filled  # a tied weight that the checkpoint stores twice
     filled.add(key)
     conflict = f"{file.name}: {piece.name} is tied to another weight but holds other values"
+    if piece.transposed:
+        for expert, matrix in enumerate(shard.mT, in_piece[0].start):
+            read = torch.empty(matrix.shape, dtype=piece.info.dtype)
+            read_elements(file, piece, expert * read.numel(), read.view(-1))
+            matrix.copy_(read)
+        return
     for first, values in runs(shard, in_piece, piece.shape):
         for start in range(0, len(values), CHUNK):
             part = values[start : start + CHUNK]

@@ -354,12 +354,14 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
 
 
 def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
-    """Of these layers the linear ones but the head, routers, and what peft takes for fused experts."""
-    head = model.get_output_embeddings()
+    """Of these layers the linear ones of what reads text, but the head, routers, and what peft takes for
+    fused experts.
+    """
+    inside = {*model.get_decoder().modules()} - {model.get_output_embeddings()}
     linear = []
     for name in sorted(names):
         layer = model.get_submodule(name)
-        if layer is not head and isinstance(layer, nn.Linear | Conv1D) and not ROUTER.search(name):
+        if layer in inside and isinstance(layer, nn.Linear | Conv1D) and not ROUTER.search(name):
             linear.append(name)
     config = LoraConfig(target_modules=linear)
     convert_peft_config_for_transformers(config, model, None)

@@ -23,6 +23,7 @@ class Piece:
     """The tensor `name` of a checkpoint is a box of the parameter `param`: from `at`, of shape `shape`.
 
     `shape` is info.shape, with leading 1s where the parameter has more dims: an expert of a fused (E, 2I, D).
+    transposed: all experts, each stored as the transpose of its matrix.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Piece:
     param: str
     at: tuple[int, ...]
     shape: tuple[int, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,11 @@ def local_chunks(
             continue
         in_shard, in_piece = boxes
         box = local(parameter)[in_shard]
-        for first, values in runs(box, in_piece, piece.shape):
+        if piece.transposed:
+            box, in_piece = box.mT.contiguous(), (in_piece[0], in_piece[2], in_piece[1])
+        for first, values in runs(
+            box, in_piece, piece.info.shape if piece.transposed else piece.shape
+        ):
             for start in range(0, len(values), CHUNK):
                 part = values[start : start + CHUNK].to(place.dtype)
                 data = part.cpu().contiguous().view(torch.uint8)

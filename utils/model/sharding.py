@@ -46,7 +46,7 @@ def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
     in_fp32 = fp32_modules(model, dtype)
     found = []
     layers = decoder_layers(model)
-    for layer in layers:
+    for layer in [*tower_layers(model), *layers]:
         inner = [module for module in layer.modules() if module in in_fp32]
         for mixer in layer.modules():
             for conv in mixer.children():
@@ -182,10 +182,29 @@ def reshard(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The repeated block: the list of modules that holds the most parameters."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    """The repeated block: of what reads text, the list of modules that holds the most parameters."""
+    lists = lists_of(model.get_decoder())
     check(lists, f"{type(model).__name__} has no list of layers to shard by")
-    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    return max(lists, key=numel)
+
+
+def tower_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of what reads pictures: of each list that has more than 5 % of all parameters."""
+    layers, least = [], 0.05 * numel(model)
+    seen = set(model.get_decoder().modules())
+    for found in lists_of(model):
+        if found not in seen and numel(found) > least:
+            layers += found
+            seen.update(found.modules())
+    return layers
+
+
+def lists_of(model: nn.Module) -> list[nn.ModuleList]:
+    return [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+
+
+def numel(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def recompute_activations(model: nn.Module, mode: str) -> nn.Module:

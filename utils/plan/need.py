@@ -173,7 +173,7 @@ def need_by_act(setting: Setting, sizes: Sizes, peak: Peak | None) -> dict[str, 
     if not setting.low_cpu_fsdp and not setting.gpu:
         load += sizes.stored
     head = planned_model(setting).get_output_embeddings()
-    checks_loss = not (setting.scores or hasattr(head, "base_layer"))
+    checks_loss = not (setting.kind == "scores" or hasattr(head, "base_layer"))
     if checks_loss and head.weight.is_floating_point():
         load = max(load, check_peak(sizes.units, sizes.states, setting))
     return {

@@ -36,7 +36,7 @@ class Setting:
     quant: Quant = Quant()
     attn: str = "auto"
     trust_remote_code: bool = False
-    scores: bool = False  # a score of each sequence in place of logits
+    kind: str = "text"  # of loading.KINDS
     frozen_bytes: int = 0  # of a rank's shards of other models, which do not train
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
@@ -105,7 +105,7 @@ def planned_model(setting: Setting) -> nn.Module:
             quant=quant,
             attn=setting.attn,
             trust_remote_code=setting.trust_remote_code,
-            scores=setting.scores,
+            kind=setting.kind,
         )
     )
 
@@ -117,14 +117,14 @@ def _planned_model(setting: Setting) -> nn.Module:
         setting.param_dtype,
         setting.attn,
         setting.trust_remote_code,
-        scores=setting.scores,
+        kind=setting.kind,
     )
     if setting.lora:
         from ..model.lora import add_adapters, freeze_base
 
         add_adapters(model, setting.lora)
         freeze_base(model, setting.quant, setting.dtype)
-    return model if setting.scores else add_chunked_loss(model)
+    return model if setting.kind == "scores" else add_chunked_loss(model)
 
 
 def estimate_states(

@@ -76,7 +76,9 @@ def open_reward_model(
         labels = source.config.num_labels
         fix = "a folder that reward.py has made"
         check(labels == 1, f"--reward_model {name} has {labels} labels, not one (fix: {fix})")
-        model = build_model(source.config, dtype, trust_remote_code=trust_remote_code, scores=True)
+        model = build_model(
+            source.config, dtype, trust_remote_code=trust_remote_code, kind="scores"
+        )
         pieces = plan_pieces(model, source.weights, source.folder)
         with others_code(f"--reward_model {name}: its tokenizer", fix):
             tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)

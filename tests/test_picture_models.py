@@ -1,0 +1,141 @@
+"""Vision-language models: read in slices, cut into units, frozen by parts, saved as they were stored.
+
+python -m pytest tests/test_picture_models.py
+"""
+
+import json
+
+import pytest
+import torch
+from picture_families import NAMES, family_folder
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from utils.model.folder import open_weights, read_config
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.options import Lora
+from utils.model.parts import freeze_parts, parse_parts, part_names
+from utils.model.saving import save_model
+from utils.model.sharding import decoder_layers, tower_layers
+from utils.run.distributed import build_mesh
+from utils.run.errors import ConfigError
+from utils.train.trained_run import shard_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of each family, made when it is first asked for."""
+    root = tmp_path_factory.mktemp("families")
+
+    def folder_of(name):
+        if not (root / name).exists():
+            family_folder(name, root)
+            transpose_experts(root / name / "model.safetensors")
+        return root / name
+
+    return folder_of
+
+
+def transpose_experts(file):
+    """As the hub has them; save_pretrained of today writes them as they are in memory."""
+    stored = load_file(file)
+    fused = {name: tensor for name, tensor in stored.items() if ".experts." in name}
+    stored |= {name: tensor.mT.contiguous() for name, tensor in fused.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+
+
+def on_meta(folder):
+    return build_model(read_config(folder), torch.float32, kind="pictures")
+
+
+def read_and_save(world, folder, out) -> tuple[str, set[str], float]:
+    """(check_chunked_loss's sentence, tensors that are not equal, difference of logits) of 2 ranks."""
+    model = on_meta(folder)
+    pieces = plan_pieces(model, open_weights(folder), folder)
+    add_chunked_loss(model)
+    shard_model(model, build_mesh(world), torch.float32)
+    load_pieces(model, pieces, world.device)
+    sentence = check_chunked_loss(model, world.device)
+    reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    expected = reference.state_dict()
+    state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    wrong = expected.keys() ^ state.keys()
+    wrong |= {name for name in state if not torch.equal(state[name], expected[name])}
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        logits = model.eval()(ids, use_cache=False).logits
+        difference = (logits - reference.eval()(ids).logits).abs().max()
+    save_model(out, model, pieces, world, source=folder)
+    return sentence, wrong, float(difference)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_read_their_slices_and_save_what_was_stored(name, folders, tmp_path):
+    folder, out = folders(name), tmp_path / "out"
+    for result in run_ranks(read_and_save, 2, folder, out):
+        assert result == ("", set(), 0.0)
+    stored, saved = (load_file(path / "model.safetensors") for path in (folder, out))
+    assert stored.keys() == saved.keys()
+    assert all(torch.equal(stored[name], saved[name]) for name in stored)
+    for file in ("processor_config.json", "preprocessor_config.json"):
+        assert (out / file).read_text() == (folder / file).read_text()
+
+
+def test_experts_that_are_stored_transposed_are_read_and_written_so(folders):
+    folder = folders("qwen3_vl_moe")
+    model = on_meta(folder)
+    pieces = plan_pieces(model, open_weights(folder), folder)
+    transposed = [piece for piece in pieces if piece.transposed]
+    assert {piece.param.rpartition(".")[2] for piece in transposed} == {"gate_up_proj", "down_proj"}
+    for piece in transposed:
+        experts, rows, columns = model.get_parameter(piece.param).shape
+        assert piece.info.shape == (experts, columns, rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_of_a_model_is_known_and_its_long_lists_are_units(name, folders):
+    model = on_meta(folders(name))
+    names = part_names(model)
+    assert sorted(sum(names.values(), [])) == sorted(n for n, _ in model.named_parameters())
+    layers, towers = list(decoder_layers(model)), tower_layers(model)
+    assert all(names.values())
+    assert len(layers) == 2 + (name == "mllama")
+    assert len(towers) >= 2
+    language = {model.get_parameter(n) for n in names["language"]}
+    assert all(set(layer.parameters()) <= language for layer in layers)
+    assert not any(set(layer.parameters()) & language for layer in towers)
+
+
+def test_what_is_frozen_is_stored_in_the_dtype_that_it_is_computed_in(folders):
+    model = on_meta(folders("qwen2_5_vl"))
+    freeze_parts(model, parse_parts("language, projector"), torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        in_tower = "visual" in name and "merger" not in name
+        assert parameter.requires_grad != in_tower
+        assert parameter.dtype == (torch.bfloat16 if in_tower else torch.float32)
+    with pytest.raises(ConfigError, match="tower is none of language, projector, vision"):
+        parse_parts("tower,vision")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_go_beside_all_linear_layers_of_the_language_model_only(name, folders):
+    from utils.model.lora import add_adapters
+
+    model = on_meta(folders(name))
+    add_adapters(model, Lora(lora_rank=2))
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    language = part_names(model)["language"]
+    assert trained
+    assert set(trained) <= set(language)
+
+
+def test_a_model_with_code_of_its_own_is_refused_with_what_to_take_instead(tmp_path):
+    fields = {"model_type": "minicpmv", "auto_map": {"AutoConfig": "configuration_minicpm.C"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="the folder would run its code"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match="llama is no model of pictures.*MiniCPM-V 4.6"):
+        on_meta(tmp_path)

@@ -1,0 +1,45 @@
+"""The parts of a model that reads pictures: vision tower, projector, language model."""
+
+import re
+
+import torch
+from torch import nn
+
+from ..run.errors import check, first_five
+
+PARTS = ("language", "projector", "vision")
+# What families call a projector, also where it is a part of the tower.
+PROJECTOR = re.compile(r"projector|connector|merger|resampler|abstractor|aligner")
+
+
+def part_names(model: nn.Module) -> dict[str, list[str]]:
+    """The names of the model's parameters, by part. Embedding and head belong to the language model; what is
+    in neither it nor the tower is the projector.
+    """
+    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    of_text = {p for module in text for p in module.parameters()}
+    of_tower = set(model.get_encoder("image").parameters())
+    names = {part: [] for part in PARTS}
+    for name, parameter in model.named_parameters():
+        in_tower = parameter in of_tower and not PROJECTOR.search(name)
+        part = "language" if parameter in of_text else "vision" if in_tower else "projector"
+        names[part].append(name)
+    return names
+
+
+def parse_parts(text: str) -> set[str]:
+    """The parts of --train language,projector, or ConfigError."""
+    parts = {part.strip() for part in text.split(",")}
+    unknown = first_five(sorted(parts - {*PARTS}))
+    check(not unknown, f"--train {text}: {unknown} is none of {', '.join(PARTS)}")
+    return parts
+
+
+@torch.no_grad()
+def freeze_parts(model: nn.Module, trained: set[str], dtype: torch.dtype) -> nn.Module:
+    """Freeze the other parts, in place, and give them the dtype that they are computed in."""
+    names = part_names(model)
+    for name in (name for part in names.keys() - trained for name in names[part]):
+        parameter = model.get_parameter(name).requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+    return model
