@@ -40,7 +40,8 @@ def setting_of(case: dict) -> Setting:
     lora = Lora(lora_rank=levers.pop("lora_rank", 0))
     quant = Quant(levers.pop("quantization", "none"))
     rows = levers.get("batch_size", 1) * levers.pop("grad_accum", 1)
-    sizes = case["sizes"] | ({"num_labels": 1} if levers.get("scores") else {})
+    kind = "scores" if levers.pop("scores", False) else "text"
+    sizes = case["sizes"] | ({"num_labels": 1} if kind == "scores" else {})
     return Setting(
         config=tiny_config(case["kind"], **sizes),
         param_dtype=DTYPES[case["param_dtype"]],
@@ -52,6 +53,7 @@ def setting_of(case: dict) -> Setting:
         lora=lora,
         quant=quant,
         rows=rows,
+        kind=kind,
         **levers,
     )
 
@@ -102,7 +104,7 @@ def peak(case: dict) -> int:
                 model.set_requires_gradient_sync(
                     plan.sync_each_microbatch or i == plan.grad_accum - 1
                 )
-                model(ids, labels=None if plan.scores else ids).backward()
+                model(ids, labels=None if plan.kind == "scores" else ids).backward()
 
         step()
         optimizer.step()  # its state is there from now on; tracked, it would be counted wrongly

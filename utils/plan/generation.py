@@ -43,7 +43,7 @@ def estimate_generation(
     layer_cache = 2 * rows * (prompt + new) * keys * size
     if shards > 1:
         setting = Setting(config, dtype, dtype, prompt, shards)
-        rest, embedding, blocks, head = units_of(model, setting)
+        rest, embedding, blocks, head, _ = units_of(model, setting)
         moving = 2 * max(unit.gathered for unit in blocks)  # one is in use, the next is coming
         moving = max(moving, 2 * embedding.gathered - activations)  # before them, it and its buffer
         gathered = rest.gathered + (head or embedding).gathered + moving
@@ -89,7 +89,7 @@ def plan_rollout(
     for whole in (True, False):
         parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)
         if whole:
-            rest, embedding, blocks, head = units_of(model, setting)
+            rest, embedding, blocks, head, _ = units_of(model, setting)
             units = (rest, embedding, *blocks, head)
             parts["gathered"] = sum(unit.gathered for unit in units if unit)
         parts["weights"] = (parts["weights"] + setting.frozen_bytes) * (not on_host)

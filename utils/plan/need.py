@@ -114,6 +114,7 @@ def trace_of(setting: Setting) -> Trace:
         setting.activation_checkpointing,
         setting.repeats_keys,
         setting.activation_offload,
+        setting.pictures,
     )
 
 
@@ -132,6 +133,7 @@ def need_of(setting: Setting) -> Need:
             seq_len=1,
             reshard_after_forward=True,
             activation_checkpointing="none",
+            pictures=None,
         )
     )
     peak, why, inputs = None, "", 0

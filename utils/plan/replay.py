@@ -29,15 +29,17 @@ class Unit:
     last: int
 
 
-def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit], Unit | None]:
-    """(the rest, the embedding, the blocks, the head) as sharding.units forms them. A tied head is in
-    one unit with the embedding, and None here.
+def units_of(
+    model: nn.Module, setting: Setting
+) -> tuple[Unit, Unit, list[Unit], Unit | None, list[Unit]]:
+    """(the rest, the embedding, the blocks, the head, the layers of towers) as sharding.units forms them. A
+    tied head is in one unit with the embedding, and None here.
     """
-    layers = sharding.decoder_layers(model)
+    layers, towers = sharding.decoder_layers(model), sharding.tower_layers(model)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     is_tied = embedding.weight is head.weight
-    parts = [embedding, *layers]
+    parts = [embedding, *layers, *towers]
     if not is_tied:
         parts.append(head)
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
@@ -50,8 +52,9 @@ def units_of(model: nn.Module, setting: Setting) -> tuple[Unit, Unit, list[Unit]
     own = set().union(*parameters_of_parts)
     rest = _unit([p for p in model.parameters() if p not in own], kept, plain, setting)
     units = [_unit(parameters, kept, plain, setting) for parameters in parameters_of_parts]
-    blocks = units[1 : len(layers) + 1]
-    return rest, units[0], blocks, None if is_tied else units[-1]
+    first = len(layers) + 1
+    blocks, towers = units[1:first], units[first : first + len(towers)]
+    return rest, units[0], blocks, None if is_tied else units[-1], towers
 
 
 def _unit(parameters: list[nn.Parameter], kept: set, plain: set, setting: Setting) -> Unit:
@@ -221,7 +224,7 @@ class Replay:
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward up to the head. trace: None for a few tokens, whose activations are next to nothing."""
-    rest, embedding, blocks, head = units
+    rest, embedding, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
     replay.unshard("rest", rest, True)
     replay.unshard("embedding", embedding, True)
@@ -229,6 +232,13 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
         replay.compute(trace.embedding)
     if head and reshards:
         replay.reshard("embedding", embedding)
+    for call in trace.calls if trace else ():
+        name = f"tower {call.layer}"
+        if call.layer >= 0:
+            replay.unshard(name, towers[call.layer], True)
+        replay.compute(call.forward if call.trains else replace(call.forward, rest=0))
+        if call.layer >= 0 and reshards:
+            replay.reshard(name, towers[call.layer])
     for k, unit in enumerate(blocks):
         replay.unshard(k, unit, True)
         if trace:
@@ -246,7 +256,8 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     units: of units_of, for a setting of the same shards, dtype and offload.
     """
     replay = Replay(states, setting)
-    rest, embedding, blocks, head = units
+    replay.add("pictures", trace.picture_bytes)
+    rest, embedding, blocks, head, towers = units
     micro_batches = min(setting.grad_accum, 3)  # the others are like the second
     for i in range(micro_batches):
         sync = setting.sync_each_microbatch or i == micro_batches - 1
@@ -266,6 +277,15 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
                 replay.fetch(k - 1, blocks[k - 1])
             replay.compute(trace.blocks_back[trace.kinds[k]], unit.grads)
             replay.reduce(k, unit, sync)
+        for call in reversed(trace.calls):
+            name = f"tower {call.layer}"
+            if call.layer >= 0 and call.trains:
+                replay.unshard(name, towers[call.layer], False)
+            grads = towers[call.layer].grads if call.layer >= 0 else 0
+            if call.trains:
+                replay.compute(call.backward, grads)
+            if call.layer >= 0 and call.trains:
+                replay.reduce(name, towers[call.layer], sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
         replay.reduce("rest", rest, sync)
         replay.reduce("embedding", embedding, sync)

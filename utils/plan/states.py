@@ -37,6 +37,8 @@ class Setting:
     attn: str = "auto"
     trust_remote_code: bool = False
     kind: str = "text"  # of loading.KINDS
+    parts: str = ""  # of a model of pictures that train, see parts.parse_parts; "": all
+    pictures: object = None  # plan.pictures.PictureRow
     frozen_bytes: int = 0  # of a rank's shards of other models, which do not train
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
@@ -106,6 +108,7 @@ def planned_model(setting: Setting) -> nn.Module:
             attn=setting.attn,
             trust_remote_code=setting.trust_remote_code,
             kind=setting.kind,
+            parts=setting.parts,
         )
     )
 
@@ -119,6 +122,10 @@ def _planned_model(setting: Setting) -> nn.Module:
         setting.trust_remote_code,
         kind=setting.kind,
     )
+    if setting.parts:
+        from ..model.parts import freeze_parts, parse_parts
+
+        freeze_parts(model, parse_parts(setting.parts), setting.dtype)
     if setting.lora:
         from ..model.lora import add_adapters, freeze_base
 

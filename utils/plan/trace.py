@@ -8,13 +8,17 @@ tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -27,6 +31,12 @@ from ..model.sharding import (
     recompute_activations,
 )
 
+INDEXED = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+)
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -34,6 +44,18 @@ class Segment:
 
     peak: int  # the most at a time
     rest: int  # at its end
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a layer of a tower, by its number, or of a projector (-1). backward: without what it has kept, and
+    with the whole gradients.
+    """
+
+    layer: int
+    forward: Segment
+    backward: Segment
+    trains: bool  # gradients go through it
 
 
 @dataclass(frozen=True)
@@ -48,6 +70,8 @@ class Trace:
     blocks_back: list[Segment]  # rest: without what was kept, and with the unsharded gradients
     embedding_back: Segment
     input_bytes: int  # of a block's input
+    calls: tuple[Call, ...] = ()  # before the blocks
+    picture_bytes: int = 0  # of pictures, and what is kept of them beside the calls
 
 
 class LiveBytes(TorchDispatchMode):
@@ -87,9 +111,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 def run_operation(func, args: tuple, kwargs: dict):
-    """Its result. Kernels of experts take dtypes besides bf16; the code for their shapes does not (torch
-    2.13).
+    """Its result; of tensors that are not fake, such as sizes of pictures, a true one. Kernels of experts
+    take dtypes besides bf16; the code for their shapes does not (torch 2.13).
     """
+    if func in INDEXED:
+        args = (args[0], numbered(args[1]), *args[2:])
+    given = list(tensors_in((args, kwargs)))
+    if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     taken = []
@@ -97,6 +127,19 @@ def run_operation(func, args: tuple, kwargs: dict):
         is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point()
         taken.append(arg.bfloat16() if is_float else arg)
     return func(*taken, **kwargs).to(args[0].dtype)
+
+
+def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices with numbers for a true mask, of which a fake one has not how many there are."""
+    found = []
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+        if is_mask and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                found += index.nonzero().unbind(1)
+        else:
+            found.append(index)
+    return found
 
 
 def tensors_in(values: object) -> Iterator[torch.Tensor]:
@@ -120,10 +163,11 @@ def trace_step(
     recompute: str = "none",
     repeats_keys: bool = False,
     offload: bool = False,
+    pictures=None,
 ) -> Trace:
     """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
     documents apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys:
-    see sharding.lacks_grouped_kernels.
+    see sharding.lacks_grouped_kernels. pictures: a PictureRow, of which each row is one.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
@@ -133,9 +177,8 @@ def trace_step(
     # Where nothing keeps the input of a block it goes, but only after the mark at the block's end.
     inputs: list[tuple] = []  # of each block that ran: its input's storage, weakly, and the bytes
     gone: list[int] = []  # bytes of the inputs that went
+    calls, read, picture_bytes = (), None, 0
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(parameters_in(dtype, model, repeats))
         if repeats_keys:
             from ..model.attention import repeat_grouped_keys
 
@@ -154,6 +197,13 @@ def trace_step(
                 from ..model.activation_offload import hook_inputs
 
                 hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
+        if pictures:
+            from .pictures import trace_pictures
+
+            given, extra = pictures.repeated(batch, seq_len)
+            calls, picture_bytes, read = trace_pictures(model, dtype, given, extra)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
             layer.forward = pass_over
             stack.callback(delattr, layer, "forward")
@@ -169,7 +219,16 @@ def trace_step(
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
-        hidden = backbone(model)(ids, use_cache=False).last_hidden_state
+        if read:
+            embedded = model.get_input_embeddings()(ids)
+            options = {"dtype": embedded.dtype, "requires_grad": any(c.trains for c in calls)}
+            features = torch.empty(embedded.shape, **options)
+            read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
+            del embedded, features
+            hidden = model.get_decoder()(**read).last_hidden_state
+            del read
+        else:
+            hidden = backbone(model)(ids, use_cache=False).last_hidden_state
         gone.append(gone_bytes(inputs))  # the last one's goes before the loss
         if has_logits:
             total = head(hidden.flatten(0, 1).index_select(0, places), places)
@@ -181,7 +240,9 @@ def trace_step(
         total.backward()
         live.mark("end")
         del total
-    return trace_of_segments(kinds, live.segments, gone, batch * seq_len * hidden_bytes)
+    input_bytes = batch * seq_len * hidden_bytes
+    trace = trace_of_segments(kinds, live.segments, gone, input_bytes)
+    return replace(trace, calls=calls, picture_bytes=picture_bytes)
 
 
 def trace_of_segments(kinds: list[int], segments: dict, gone: list[int], input_bytes: int) -> Trace:
@@ -288,16 +349,23 @@ def gone_bytes(inputs: list[tuple]) -> int:
 
 
 @contextmanager
-def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]) -> Iterator[None]:
-    """New parameters and buffers in place of the model's, without memory, in the dtype that FSDP gathers;
-    not in the blocks `repeats`, which do not run.
+def parameters_in(
+    dtype: torch.dtype,
+    model: nn.Module,
+    repeats: list[nn.Module],
+    part: nn.Module | None = None,
+    make=torch.empty,
+) -> Iterator[None]:
+    """New parameters and buffers in place of the model's, or those of a part of it, in the dtype that FSDP
+    gathers, in a FakeTensorMode without memory; not in the modules `repeats`, which do not run. make:
+    torch.empty or zeros.
     """
     replaced = []  # (table, name, tensor)
     made = {}  # one for each tensor: weights may be tied
     in_fp32 = fp32_modules(model, dtype)
     kept = {id(p) for module in in_fp32 for p in module.parameters()}
     idle = {module for layer in repeats for module in layer.modules()}
-    for module in model.modules():
+    for module in (part or model).modules():
         if module in idle:
             continue
         for table in (module._parameters, module._buffers):
@@ -306,7 +374,7 @@ def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]
                     continue
                 if id(tensor) not in made:
                     gathered = torch.float32 if id(tensor) in kept else dtype
-                    made[id(tensor)] = empty_like(tensor, gathered)
+                    made[id(tensor)] = new_like(tensor, gathered, make)
                 replaced.append((table, name, tensor))
                 table[name] = made[id(tensor)]
     try:
@@ -316,9 +384,9 @@ def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]
             table[name] = tensor
 
 
-def empty_like(tensor: torch.Tensor, gathered: torch.dtype) -> torch.Tensor:
+def new_like(tensor: torch.Tensor, gathered: torch.dtype, make) -> torch.Tensor:
     """Of the same shape, where new tensors are. Parameters of floating point get the dtype `gathered`."""
     if not isinstance(tensor, nn.Parameter):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return make(tensor.shape, dtype=tensor.dtype)
     dtype = gathered if tensor.is_floating_point() else tensor.dtype
-    return nn.Parameter(torch.empty(tensor.shape, dtype=dtype), tensor.requires_grad)
+    return nn.Parameter(make(tensor.shape, dtype=dtype), tensor.requires_grad)
