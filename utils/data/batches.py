@@ -6,7 +6,7 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ class Batch:
     begins: torch.Tensor | None = None
     longest: int = 0  # tokens of a document in begins
     places: torch.Tensor | None = None  # (n,) int64, of what predicts a trained token, in (B * T,)
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # what the model takes of pictures
 
     @property
     def tokens(self) -> int:
@@ -46,6 +47,8 @@ class Batch:
         pin = device.type == "cuda"
 
         def move(value: object) -> object:
+            if isinstance(value, dict):
+                return {name: move(item) for name, item in value.items()}
             if not isinstance(value, torch.Tensor):
                 return value
             if pin:
@@ -123,8 +126,10 @@ class GlobalBatches:
 
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
-        filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
-        return collate(self.items(rows) or [filler], self.pad_id, self.multiple)
+        return collate(self.items(rows) or [self.filler()], self.pad_id, self.multiple)
+
+    def filler(self) -> Example:
+        return Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
 
     def items(self, rows: list[int]) -> list[Example]:
         """The sequences of some examples."""
@@ -134,11 +139,16 @@ class GlobalBatches:
         """This rank's micro-batches of global batch `step`; rows of similar length are together. The loss is
         a sum over the global batch, so it does not matter which rank has which row.
         """
+        return [self.batch(rows) for rows in self.shares(step)[self.rank]]
+
+    def shares(self, step: int) -> list[list[list]]:
+        """The rows of each micro-batch of each rank."""
         rows = self.rows_of(step)
-        share = [rows[i] for i in deal(self.costs(rows), self.ranks)[self.rank]]
-        most_rows = math.ceil(len(rows) / self.ranks)
-        starts = range(0, most_rows, self.batch_size)
-        return [self.batch(share[start : start + self.batch_size]) for start in starts]
+        starts = range(0, math.ceil(len(rows) / self.ranks), self.batch_size)
+        return [
+            [[rows[i] for i in share[start : start + self.batch_size]] for start in starts]
+            for share in deal(self.costs(rows), self.ranks)
+        ]
 
 
 def deal(costs: torch.Tensor, ranks: int) -> list[list[int]]:

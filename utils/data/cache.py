@@ -66,7 +66,9 @@ def states_of(files: list[Path]) -> list[tuple]:
 def key_of(files: list[Path], tokenizer, rows) -> str:
     """The hash of all that the tokens follow from."""
     digest = hashlib.sha256()
-    for path in [*files, *sorted(Path(__file__).parent.glob("*.py"))]:
+    # Its config says how many tokens a picture has.
+    processor = sorted(Path(rows.processor).glob("*config.json")) if rows.processor else []
+    for path in [*files, *sorted(Path(__file__).parent.glob("*.py")), *processor]:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     words = [rows, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]

@@ -29,6 +29,8 @@ class Rows:
     truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
     rows that are wrong are left out, counted and listed. eval_share: see examples.split_by_hash. task:
     rows; or pairs or labels (KTO), see preferences.py.
+    processor: the folder of a model that takes pictures; "": rows with pictures are refused. image_dir,
+    image_max_pixels: see pictures.py.
     """
 
     dataset: str
@@ -42,6 +44,9 @@ class Rows:
     eval_dataset: str = ""
     eval_share: float = 0.0
     task: str = "rows"
+    processor: str = ""
+    image_dir: str = ""
+    image_max_pixels: int = 0
 
 
 @dataclass
@@ -54,6 +59,8 @@ class Part:
     trained_tokens: array = field(default_factory=lambda: array("q"))  # of each row
     keys: array = field(default_factory=lambda: array("q"))
     rejected_at: array = field(default_factory=lambda: array("q"))  # see examples.Examples
+    patches: array = field(default_factory=lambda: array("q"))  # see examples.Examples
+    pictures: list[str] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
     notes: Counter = field(default_factory=Counter)
@@ -102,7 +109,7 @@ class Part:
         self.problem = self.problem or part.problem
         self.columns |= part.columns
         self.rows += part.rows
-        for name in ("lengths", "trained_tokens", "keys", "rejected_at", "bad"):
+        for name in ("lengths", "trained_tokens", "keys", "rejected_at", "patches", "bad"):
             getattr(self, name).extend(getattr(part, name))
         for name in ("dropped", "notes"):
             getattr(self, name).update(getattr(part, name))
@@ -139,7 +146,11 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
             part.columns |= row.keys() & columns.values()
             row, form = renamed(row, columns)
             form = rows.format.removeprefix("auto") or form
-            if rows.task != "rows":
+            if rows.processor:
+                from .pictures import add_pictured
+
+                form = add_pictured(part, tokenizer, row, where, rows, form, notes)
+            elif rows.task != "rows":
                 from .preferences import add_preferences
 
                 form = add_preferences(part, tokenizer, row, where, rows, notes)

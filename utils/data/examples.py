@@ -37,6 +37,9 @@ FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and 
     "rejected_at": torch.int64,
     "places": torch.uint8,
     "place_ends": torch.int64,
+    "pictures": torch.uint8,
+    "picture_ends": torch.int64,
+    "patches": torch.int64,
     "said": torch.uint8,
 }
 FormName = Literal["auto", *FORMS.values()]
@@ -88,6 +91,11 @@ class Examples:
     # (n,) int64. Of pairs: where in row i the rejected sequence begins, behind the chosen one. Of labels: the
     # length of row i where it is desirable, else 0. Of answers: None, or empty.
     rejected_at: torch.Tensor | None = None
+    # Of rows with pictures, else None or empty: for each row JSON text, [[source, width, height], ...], as in
+    # Places; and the work that its pictures are for a vision tower.
+    pictures: torch.Tensor | None = None
+    picture_ends: torch.Tensor | None = None  # (n,) int64
+    patches: torch.Tensor | None = None  # (n,) int64
     unit: str = "rows"  # what a row is
     origins: Sequence[Origin] = ()
     bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
@@ -114,7 +122,14 @@ class Examples:
     def fingerprint(self) -> str:
         """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
         digest = hashlib.sha256()
-        for part in (self.bounds, self.ids, self.loss_mask, self.rows, self.rejected_at):
+        for part in (
+            self.bounds,
+            self.ids,
+            self.loss_mask,
+            self.rows,
+            self.rejected_at,
+            self.pictures,
+        ):
             if part is not None:
                 digest.update(memoryview(part.numpy()))
         return digest.hexdigest()
@@ -262,7 +277,7 @@ def write_tokens(
         total = Part()
         ends = [0] * len(sources)
         forms = [Counter() for _ in sources]
-        place_end = 0
+        text_ends = Counter()
         last_row = math.inf
         numbered = (
             (number, found)
@@ -273,9 +288,11 @@ def write_tokens(
             total.join(part)
             files["ids"].write(part.ids)
             files["loss_mask"].write(part.loss_mask)
-            for where in part.where:
-                place_end += files["places"].write(where.encode("utf-8", "surrogateescape"))
-                files["place_ends"].write(place_end.to_bytes(8, "little"))
+            for name, texts in (("place", part.where), ("picture", part.pictures)):
+                for text in texts:
+                    written = files[f"{name}s"].write(text.encode("utf-8", "surrogateescape"))
+                    text_ends[name] += written
+                    files[f"{name}_ends"].write(text_ends[name].to_bytes(8, "little"))
             forms[number].update(part.forms)
             ends[number] = len(total.lengths)
             bar.update(part.rows)
@@ -289,6 +306,7 @@ def write_tokens(
         files["trained_tokens"].write(total.trained_tokens)
         files["keys"].write(total.keys)
         files["rejected_at"].write(total.rejected_at)
+        files["patches"].write(total.patches)
         said = {
             name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")
         }

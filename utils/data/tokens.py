@@ -361,7 +361,12 @@ def template_name(tokenizer) -> str:
 
 def in_parts(messages: list[dict]) -> list[dict]:
     """The messages with their contents as lists of parts: see takes_parts."""
-    return [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return [
+        m
+        if isinstance(m["content"], list)  # with pictures
+        else m | {"content": [{"type": "text", "text": m["content"]}]}
+        for m in messages
+    ]
 
 
 @lru_cache(maxsize=8)

@@ -155,7 +155,7 @@ def arguments(batch) -> dict:
     if batch.begins is not None:
         options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.begins)
         options |= dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
-    return options
+    return options | batch.extra
 
 
 def backbone(model: nn.Module) -> nn.Module:

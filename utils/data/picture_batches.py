@@ -1,0 +1,181 @@
+"""Examples with pictures -> the global batches of a vision-language model; pictures are decoded in other
+processes, ahead of the step.
+
+FSDP needs every rank to run the vision tower in the same micro-batches. Where a rank has no picture and
+another one has, it gets a blank one behind the end of its first row: no token that counts sees it.
+"""
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from ..run.errors import ConfigError
+from ..run.signals import CAUGHT, die_with_parent
+from ..run.units import IGNORE
+from .batches import Batch, GlobalBatches, collate
+from .encode import Rows
+from .examples import Example, Places
+from .pictures import decoded, folder_of, process
+from .tokens import encode
+
+BLANK = (32, 32)  # pixels
+Work = tuple[
+    list[int], bool
+]  # the rows of a micro-batch, and whether a blank picture comes with them
+
+
+@dataclass(eq=False)
+class PictureBatches(GlobalBatches):
+    """GlobalBatches with Batch.extra: what the model takes of pictures, as its own processor gives it for
+    these rows, padded on the right. A row costs its tokens and its patches.
+
+    source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
+    this one does. ConfigError names the row of a picture that cannot be decoded.
+    """
+
+    source: Rows
+    processor: object
+    workers: int = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
+        self.patches = self.examples.of_rows(self.examples.patches)
+        self.blank = process(self.processor, [Image.new("RGB", BLANK)])
+        self.next_step = -1
+        self.made: Iterator = iter(())
+
+    def __getitem__(self, work: Work) -> Batch | ConfigError:
+        """What a worker does."""
+        try:
+            return self.batch(*work)
+        except ConfigError as error:
+            return error
+
+    def summary(self) -> str:
+        """What the plan prints: also how many pictures there are."""
+        pictured = int((self.patches > 0).sum())
+        patches = int(self.patches.sum())
+        return f"{super().summary()}; {pictured:,} with pictures of {patches:,} patches of 14 x 14 pixels"
+
+    def costs(self, rows: list[int]) -> torch.Tensor:
+        return super().costs(rows) + self.patches[rows]
+
+    def work(self, step: int) -> list[Work]:
+        """This rank's micro-batches of a step. Every rank knows what all of them have."""
+        shares = self.shares(step)
+        pictured = [[bool(self.patches[rows].any()) for rows in share] for share in shares]
+        some = [any(ranks) for ranks in zip(*pictured, strict=True)]
+        mine = zip(shares[self.rank], pictured[self.rank], some, strict=True)
+        return [(rows, anyone and not own) for rows, own, anyone in mine]
+
+    def batches(self, step: int) -> list[Batch]:
+        if not self.workers:
+            return [self.batch(*work) for work in self.work(step)]
+        if step != self.next_step:
+            self.made = iter(())  # ends the workers
+            self.made = iter(
+                DataLoader(
+                    self,
+                    sampler=self.works(step),
+                    batch_size=None,
+                    num_workers=self.workers,
+                    multiprocessing_context="fork",  # nothing of a GPU is touched
+                    worker_init_fn=begin_worker,
+                    generator=torch.Generator(),  # else it draws from the one of dropout
+                )
+            )
+        self.next_step = step + 1
+        found = [next(self.made) for _ in self.work(step)]
+        for batch in found:
+            if isinstance(batch, ConfigError):
+                raise batch
+        return found
+
+    def works(self, step: int) -> Iterator[Work]:
+        """The micro-batches from a step on, without end."""
+        while True:
+            yield from self.work(step)
+            step += 1
+
+    def batch(self, rows: list[int], blank: bool = False) -> Batch:
+        items = self.items(rows) or [self.filler()]
+        features = [self.features(row) for row in rows] or [{}]
+        if blank:
+            room = encode(self.processor.tokenizer, self.blank.texts[0]).ids
+            ids = torch.cat([items[0].ids, torch.tensor(room)])
+            labels = F.pad(items[0].labels, (0, len(room)), value=IGNORE)
+            items[0] = Example(ids, labels, items[0].where)
+            features[0] = self.blank.features
+        batch = collate(items, self.pad_id, self.multiple)
+        extra = combined(features)
+        if self.blank.types:
+            tokens = torch.tensor(sorted(self.blank.typed_ids))
+            extra[self.blank.types] = torch.isin(batch.ids, tokens).long()
+        if "aspect_ratio_mask" in extra:
+            extra["cross_attention_mask"] = self.cross_attention(batch.ids, extra)
+        return replace(batch, extra=extra)
+
+    def features(self, row: int) -> dict[str, torch.Tensor]:
+        """What the processor makes of the pictures of a row; {} of none."""
+        number = row if self.examples.rows is None else int(self.examples.rows[row])
+        where = self.examples.where[number]
+        images = []
+        try:
+            for source, *size in json.loads(self.pictures[number]):
+                folder = folder_of(where, self.source)
+                images.append(decoded(source, folder, tuple(size), self.source.image_max_pixels))
+            return process(self.processor, images).features if images else {}
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    def cross_attention(self, ids: torch.Tensor, extra: dict) -> torch.Tensor:
+        """(B, T, pictures, tiles) int64: which tiles a token sees, of models that have layers for that."""
+        from transformers.models.mllama.processing_mllama import (
+            convert_sparse_cross_attention_mask_to_dense,
+            get_cross_attention_token_mask,
+        )
+
+        token = self.processor.image_token_id
+        mask = convert_sparse_cross_attention_mask_to_dense(
+            [get_cross_attention_token_mask(row, token) for row in ids.tolist()],
+            num_tiles=extra["aspect_ratio_mask"].sum(-1).tolist(),
+            max_num_tiles=extra["aspect_ratio_mask"].shape[-1],
+            length=ids.shape[1],
+        )
+        return torch.from_numpy(mask)
+
+
+def begin_worker(_: int) -> None:
+    """A worker ends with the run, and by nothing else: the run still needs it for its last step."""
+    for number in CAUGHT:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+
+
+def combined(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The features of some rows as one batch: behind each other in dim 0, other dims padded by zeros."""
+    names = next(filter(None, rows), {})
+    extra = {}
+    for name, first in names.items():
+        parts = [row[name] for row in rows if row]
+        if "aspect_ratio_ids" in names:  # dim 0 counts rows, dim 1 pictures
+            parts = [row.get(name, first[:, :0]) for row in rows]
+        if name == "pixel_values" and "target_sizes" in names:
+            extra[name] = torch.cat(parts, dim=-1)  # (1, 3, patch, patches * patch)
+            continue
+        sizes = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        padded = []
+        for part in parts:
+            more = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+            padded.append(F.pad(part, [n for size in reversed(more) for n in (0, size)]))
+        extra[name] = torch.cat(padded)
+    if "aspect_ratio_mask" in extra:
+        extra["aspect_ratio_mask"][..., 0] = 1  # also of pictures that are padding
+    return extra

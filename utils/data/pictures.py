@@ -1,0 +1,439 @@
+"""Rows with pictures -> ids in which each picture has the tokens that the model's own processor gives it.
+
+{"messages": [{"role": "user", "content": [PART, ...]}, ...]}      PART: {"type": "text", "text": ...},
+    {"type": "image_url", "image_url": {"url": SOURCE}}, {"type": "image", "image" or "path" or "url": SOURCE}
+{"messages": [... {"type": "image"} ...], "images": [SOURCE, ...]}  parts without a source take the next one
+{"messages" or "conversations": [... "<image>" ...], "images": [SOURCE, ...] or "image": SOURCE}
+{"instruction": "...", "output": "...", "images": [...]}            without <image>: before the first text
+{"texts": [{"user": "...", "assistant": "..."}], "images": [...]}   the same (the_cauldron)
+
+SOURCE is a path, a file: or data: URL, bytes, or {"bytes": ..., "path": ...}. Paths are relative to the data
+file, or to --image_dir, and lead to nothing outside of it. The mask rule is that of chats.py; the tokens of a
+picture are neither trained nor cut.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from PIL import Image, ImageOps
+
+from ..run.errors import others_code, reason_of_others
+from .chats import Chat, encode_chat, encode_plain, render_chats
+from .formats import REMEDY, Messages, keys_of, to_messages, typed
+from .tokens import HIDDEN, encode
+
+PLACE = "\ue0f2"  # stands for a picture in a text
+TAG = "<image>"
+KINDS = ("image", "image_url")  # of parts
+SOURCES = ("image_url", "image", "path", "url")  # keys of a part
+OTHERS = ("video", "videos", "audio", "audios")
+NO_PLACE_NEEDED = ("texts", "alpaca")  # forms whose pictures stand before the first text
+NO_ROOM = (
+    "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
+)
+# What Pillow opens without a program of others: it hands EPS to Ghostscript.
+FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: these swap width and height
+PATCH_PIXELS = 3 * 14 * 14
+Size = tuple[int, int]  # width, height
+
+
+class Room(NamedTuple):
+    """What a processor makes of some pictures."""
+
+    texts: list[str]  # of tokens, in place of each picture's placeholder
+    features: dict  # name -> tensor, what the model takes beside the ids
+    types: str  # the name under which the model takes the type of each token; "": none
+    typed_ids: set[int]  # tokens of type 1
+
+    @property
+    def patches(self) -> int:
+        """The work that they are for a vision tower, in patches of 14 x 14 pixels."""
+        return max(1, self.features["pixel_values"].numel() // PATCH_PIXELS)
+
+
+# --- the processor
+
+
+class NoVideos(dict):
+    """Stands for the processor of videos, which needs torchvision."""
+
+    slice_mode = downsample_mode = None
+
+
+@lru_cache(maxsize=4)
+def load_processor(folder: Path | str, tokenizer):
+    """The processor of a model folder, for pictures alone: neither torchvision nor num2words is needed, as
+    for videos. The tokenizer gets its chat template, unless --chat_template was given.
+
+    ConfigError: it has none, or one that transformers cannot read.
+    """
+    # Imported here because they import torch.
+    from transformers import PROCESSOR_MAPPING, AutoConfig, AutoImageProcessor, Idefics3Processor
+
+    with others_code(f"{folder}: its processor cannot be read", "a model that takes pictures"):
+        kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
+        if kind.__name__ == "SmolVLMProcessor":
+            kind = Idefics3Processor  # the same for pictures
+        images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        words, _ = kind.get_processor_dict(folder, local_files_only=True)
+
+        class Processor(kind):
+            def check_argument_for_proper_class(self, name, value):
+                if name != "video_processor":
+                    super().check_argument_for_proper_class(name, value)
+
+        parts = {
+            "tokenizer": tokenizer,
+            "image_processor": images,
+            "video_processor": NoVideos(),
+        }
+        processor = Processor.from_args_and_dict(
+            [parts[name] for name in kind.get_attributes()], words
+        )
+    template = words.get("chat_template")
+    if template and tokenizer.template_name in (f"of {folder}", "built-in plain"):
+        tokenizer.chat_template = template
+        tokenizer.template_name = f"of {folder}"
+    return processor
+
+
+def process(processor, pictures: Sequence[Image.Image]) -> Room:
+    """What the processor makes of the pictures of one row, RGB. ValueError: it refuses them."""
+    tokenizer = processor.tokenizer
+    mark = tokenizer.eos_token
+    text = mark + (processor.image_token + mark) * len(pictures)
+    try:
+        made = dict(processor(text=[text], images=[list(pictures)], return_tensors="pt"))
+    except Exception as error:  # with odd sizes it may raise anything
+        raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
+    ids = made.pop("input_ids")[0].tolist()
+    del made["attention_mask"]
+    made.pop("cross_attention_mask", None)  # of the text, see picture_batches.py
+    types = next((name for name in ("mm_token_type_ids", "token_type_ids") if name in made), "")
+    types_of = made.pop(types)[0].tolist() if types else []
+    ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
+    texts = []
+    for k in range(len(pictures)):
+        texts.append(
+            tokenizer.decode(ids[ends[k] + 1 : ends[k + 1]], clean_up_tokenization_spaces=False)
+        )
+    return Room(
+        texts, made, types, {id for id, kind in zip(ids, types_of, strict=False) if kind == 1}
+    )
+
+
+@lru_cache(maxsize=2**14)
+def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
+    """(texts, patches) of Room for the pictures of a row, which follow from their sizes alone."""
+    room = process(processor, [Image.new("RGB", size) for size in sizes])
+    return room.texts, room.patches
+
+
+# --- rows -> tokens
+
+
+def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
+    """Add a row with or without pictures to `part`; returns its form. part: an encode.Part; rows: an
+    encode.Rows. ValueError: what is wrong with the row.
+    """
+    messages, tools, sources, form = read_pictured(row, form, notes)
+    processor = load_processor(rows.processor, tokenizer)
+    pictures, sizes = [], []
+    for source in sources:
+        size = size_of(source, folder_of(where, rows))
+        sizes.append(fitted(size, rows.image_max_pixels))
+        pictures.append([source, *sizes[-1]])
+    if messages[0]["role"] in ("text", "tokens"):
+        if sources:
+            raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
+        part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
+        say_pictures(part, [], 0)
+        return form
+    for chat in render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes):
+        places = chat.text.count(processor.image_token) if sources else 0
+        if places > len(sources) or (places < len(sources) and not chat.spans):
+            raise ValueError(
+                f"the chat template writes {places} of {len(sources)} pictures (fix: another --chat_template)"
+            )
+        texts, patches = [], 0
+        end = 0
+        whole = chat
+        if places:
+            texts, patches = room_of(processor, tuple(sizes[:places]))
+            whole, end = with_room(chat, processor.image_token, texts)
+            compare(processor, chat.text, whole.text, sizes[:places])
+        ids, mask = encode_chat(tokenizer, whole)
+        if chat.problem and not part.problem:
+            part.problem = f"{where}: {chat.problem}"
+        cut = places and len(ids) > rows.seq_len and rows.too_long == "truncate"
+        if cut and len(encode(tokenizer, whole.text[:end]).ids) > rows.seq_len:
+            part.dropped[NO_ROOM] += 1
+            continue
+        part.add_row(ids, mask, where, rows, form)
+        say_pictures(part, pictures[:places], patches)
+    return form
+
+
+def say_pictures(part, pictures: list, patches: int) -> None:
+    """Note the pictures of the row that was added last, or of its pieces, if it was."""
+    while len(part.patches) < len(part.lengths):
+        text = json.dumps(pictures)
+        part.pictures.append(text)
+        part.patches.append(patches)
+        if pictures:  # rows with the same words about other pictures are other rows
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            part.keys[-1] ^= int.from_bytes(digest, "little", signed=True)
+
+
+def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
+    """(the chat with texts in place of the placeholders, where the last of them ends). They are not trained."""
+    first, *pieces = chat.text.split(place)
+    text, ranges, moves = first, [], []
+    at = len(first)
+    for room, piece in zip(texts, pieces, strict=True):
+        ranges.append((len(text), len(text) + len(room)))
+        moves.append((at, len(room) - len(place)))
+        at += len(place) + len(piece)
+        text += room + piece
+    spans = []
+    for begin, end, exact in chat.spans:
+        begin, end = (p + sum(by for at, by in moves if at < p) for p in (begin, end))
+        for opens, closes in ranges:
+            if begin <= opens < end:
+                spans.append((begin, opens, exact))
+                begin, exact = closes, False
+        spans.append((begin, end, exact))
+    return chat._replace(text=text, spans=spans), ranges[-1][1]
+
+
+def compare(processor, text: str, whole: str, sizes: list[Size]) -> None:
+    """Once in a process: the ids of a row are those that the processor gives for its text and pictures.
+    ValueError: where they differ.
+    """
+    if getattr(processor, "compared", False) or HIDDEN.search(text):
+        return
+    processor.compared = True
+    blanks = [Image.new("RGB", size) for size in sizes]
+    theirs = processor(text=[text], images=[blanks], add_special_tokens=False)["input_ids"][0]
+    ours = encode(processor.tokenizer, whole).ids
+    if list(theirs) != ours:
+        same = len(os.path.commonprefix([list(theirs), ours]))
+        raise ValueError(
+            f"the model's processor gives {len(theirs)} tokens, and here are {len(ours)}; they differ from"
+            f" token {same} on: {processor.tokenizer.decode(theirs[same : same + 5])!r},"
+            f" {processor.tokenizer.decode(ours[same : same + 5])!r}"
+        )
+
+
+# --- rows -> messages and sources
+
+
+def read_pictured(row: dict, form: str, notes: Counter) -> tuple[Messages, list | None, list, str]:
+    """(messages, with PLACE in their contents where a picture stands; tools; the sources of the pictures as
+    texts, in their order; form).
+    """
+    row = dict(row)
+    for key in OTHERS:
+        if row.get(key):
+            raise ValueError(f"{key}: videos and sounds are not trained ({REMEDY})")
+    given: list = []
+    for key in ("image", "images"):
+        value = row.pop(key, None)
+        if value is not None:
+            given += value if isinstance(value, list) else [value]
+    if not form and isinstance(row.get("texts"), list):
+        form = "texts"
+        row["messages"] = []
+        for i, turn in enumerate(row.pop("texts")):
+            for role in ("user", "assistant"):
+                text = typed(turn, role, str, f"texts[{i}].")
+                row["messages"].append({"role": role, "content": text})
+    in_texts: list = []  # the sources of parts; None: the next of those given
+    for key in ("messages", "conversations", "prompt", "completion"):
+        if isinstance(row.get(key), list):
+            row[key] = [
+                without_parts(turn, f"{key}[{i}].", in_texts) for i, turn in enumerate(row[key])
+            ]
+    messages, tools = to_messages(row, "chat" if form == "texts" else form, notes)
+    if given and not in_texts:
+        for message in messages:
+            if "<video>" in message["content"]:
+                raise ValueError(f"<video>: videos are not trained ({REMEDY})")
+            message["content"] = message["content"].replace(TAG, PLACE)
+        in_texts = [None] * sum(message["content"].count(PLACE) for message in messages)
+        if not in_texts and form in NO_PLACE_NEEDED:
+            first = next(message for message in messages if message["role"] == "user")
+            first["content"] = PLACE * len(given) + first["content"]
+            in_texts = [None] * len(given)
+    if in_texts.count(None) != len(given):
+        raise ValueError(
+            f"{len(given)} pictures for {in_texts.count(None)} places in the texts"
+            ' (fix: one <image>, or one {"type": "image"}, for each)'
+        )
+    if any(m["role"] == "assistant" and PLACE in m["content"] for m in messages):
+        raise ValueError("a picture in a turn of the assistant, which writes none")
+    rest = iter(given)
+    return messages, tools, [url_of(next(rest) if s is None else s) for s in in_texts], form
+
+
+def without_parts(turn: object, at: str, sources: list) -> object:
+    """A turn with PLACE in place of the parts that are pictures, of which the sources are appended."""
+    key = keys_of(turn)[1] if isinstance(turn, dict) else ""
+    if not key or not isinstance(turn.get(key), list):
+        return turn
+    parts = []
+    for i, part in enumerate(turn[key]):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in KINDS:
+            source = next((part[name] for name in SOURCES if part.get(name)), None)
+            if isinstance(source, dict) and "url" in source:
+                source = source["url"]
+            sources.append(source)
+            part = {"type": "text", "text": PLACE}
+        elif kind != "text":
+            raise ValueError(
+                f"{at}{key}[{i}].type: {str(kind)[:40]!r} is neither text nor a picture: videos and sounds"
+                f" are not trained ({REMEDY})"
+            )
+        parts.append(part)
+    return turn | {key: parts}
+
+
+def in_parts(messages: Messages) -> Messages:
+    """The messages as chat templates take them: contents with pictures as lists of parts."""
+    found = []
+    for message in messages:
+        if PLACE in message["content"]:
+            parts = []
+            for piece in re.split(f"({PLACE})", message["content"]):
+                if piece:
+                    text = {"type": "text", "text": piece}
+                    parts.append({"type": "image"} if piece == PLACE else text)
+            message = message | {"content": parts}
+        found.append(message)
+    return found
+
+
+# --- sources -> pictures
+
+
+def url_of(source: object) -> str:
+    """The source of a picture as text: bytes as a data: URL."""
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, Image.Image):  # of datasets
+        buffer = io.BytesIO()
+        source.save(buffer, "PNG")
+        source = buffer.getvalue()
+    if isinstance(source, bytes):
+        return f"data:;base64,{base64.b64encode(source).decode()}"
+    if not isinstance(source, str) or not source:
+        raise ValueError("a picture: expected a path, a data: URL or bytes")
+    return source
+
+
+def folder_of(where: str, rows) -> str:
+    """The folder to which the paths of a row are relative."""
+    return rows.image_dir or os.path.dirname(re.sub(r"(:| row )\d+$", "", where)) or "."
+
+
+def name_of(source: str) -> str:
+    """A source as errors name it."""
+    return f"picture {source[:80]!r}"
+
+
+def open_picture(source: str, folder: str) -> Image.Image:
+    """The picture, of which only the header is read. ValueError: it leads out of the folder, or on the
+    network, is missing, larger than Pillow's limit, or none.
+    """
+    url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(?://)?", source)
+    scheme = url[1].lower() if url else ""
+    if scheme == "data":
+        words, comma, content = source.partition(",")
+        if not comma or not words.endswith(";base64"):
+            raise ValueError(f"{name_of(source)}: a data: URL without base64")
+        try:
+            file = io.BytesIO(base64.b64decode(content, validate=True))
+        except ValueError as error:
+            raise ValueError(f"{name_of(source)}: {error}") from None
+    elif scheme not in ("", "file"):
+        raise ValueError(
+            f"{name_of(source)}: {scheme}: is not fetched while a model trains (fix: download the pictures)"
+        )
+    else:
+        path = unquote(urlsplit(source).path) if scheme else source
+        root = os.path.realpath(folder)
+        file = os.path.realpath(os.path.join(root, path.replace("\0", "\\0")))
+        if os.path.commonpath([root, file]) != root:
+            raise ValueError(f"{name_of(source)} leads out of {folder} (fix: --image_dir)")
+        if not os.path.isfile(file):
+            raise ValueError(f"{name_of(source)}: no such file in {folder} (fix: --image_dir)")
+    with picture_errors(source):
+        return Image.open(file, formats=FORMATS)
+
+
+class picture_errors(warnings.catch_warnings):  # noqa: N801 - a context manager
+    """Whatever Pillow raises, and its warning of a picture that is too large, becomes a ValueError."""
+
+    def __init__(self, source: str):
+        super().__init__()
+        self.source = source
+
+    def __enter__(self):
+        super().__enter__()
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+    def __exit__(self, kind, error, trace):
+        super().__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            raise ValueError(f"{name_of(self.source)}: {reason_of_others(error)}") from None
+
+
+def size_of(source: str, folder: str) -> Size:
+    """The size of a picture once it is turned as its EXIF says. What its file says of itself is checked; no
+    pixels are decoded.
+    """
+    with open_picture(source, folder) as image, picture_errors(source):
+        width, height = image.size
+        # Pillow turns TIFF by itself, and decodes a PNG to look for EXIF behind its pixels.
+        has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
+        if has_exif and image.getexif().get(ORIENTATION) in TURNED:
+            width, height = height, width
+        image.verify()  # of PNG: every chunk
+    return width, height
+
+
+def fitted(size: Size, max_pixels: int) -> Size:
+    """The size with at most so many pixels, of the same shape. 0: as it is."""
+    width, height = size
+    if not max_pixels or width * height <= max_pixels:
+        return size
+    scale = (max_pixels / (width * height)) ** 0.5
+    return max(1, int(width * scale)), max(1, int(height * scale))
+
+
+def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Image:
+    """The picture in RGB, turned and scaled. ValueError: its pixels are broken, or it has another size than
+    when its tokens were made.
+    """
+    with open_picture(source, folder) as image, picture_errors(source):
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):
+            image = image.point([value >> 8 for value in range(2**16)], "L")
+        image = image.convert("RGB")
+        if fitted(image.size, max_pixels) != tuple(size):
+            raise ValueError(f"it has {image.size} pixels, and {size} when its tokens were made")
+        return image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
