@@ -25,8 +25,10 @@ MAY_IMPORT = {  # room -> rooms that it may know
     "plan": {"train", "model", "run"},
 }
 LATE = {  # (file, what it imports within a function): optional and heavy, or deletable
+    ("data/encode", "data/documents"),
     ("data/encode", "data/preferences"),
     ("data/examples", "data/cache"),
+    ("data/examples", "data/held_out"),
     ("data/rows", "data/tables"),
     ("plan/fit", "plan/search"),
     ("run/settings", "run/help"),
@@ -69,6 +71,9 @@ OWN_ACTS = {  # (recipe, act) with a text of its own
         ("reward", act)
         for act in ("folder", "data", "plan", "build", "load", "train", "save", "parse")
     ),
+    # documents, new weights, what is held out before the first step, and no adapters
+    *(("pretrain", act) for act in ("folder", "data", "plan", "build", "load", "train", "save")),
+    ("pretrain", "parse"),
     # prompts in place of rows, and completions that are drawn and rewarded
     *(("grpo", act) for act in ("world", "folder", "data", "plan", "load", "optimizer", "train")),
     *(("grpo", act) for act in ("save", "parse")),
@@ -240,7 +245,7 @@ def test_acts_that_recipes_share_have_the_same_text_but_where_it_is_listed():
     assert all(act in stories[recipe] for recipe, act in OWN_ACTS)
 
 
-@pytest.mark.parametrize("name", ["prefer", "reward", "grpo"])
+@pytest.mark.parametrize("name", ["prefer", "reward", "pretrain", "grpo"])
 def test_a_sibling_of_finetune_has_at_most_150_lines_of_code_of_its_own(name):
     def lines(path: Path) -> list[str]:
         tree = ast.parse(path.read_text())
@@ -258,7 +263,7 @@ def test_a_sibling_of_finetune_has_at_most_150_lines_of_code_of_its_own(name):
 
 def test_a_setting_that_repeats_has_the_same_type_default_and_comment():
     found: dict[str, dict[str, str]] = {}
-    for name in ("finetune", "prefer", "reward", "grpo"):
+    for name in ("finetune", "prefer", "reward", "pretrain", "grpo"):
         text = (ROOT / "recipes" / f"{name}.py").read_text()
         block = text[text.index("class Config:") : text.index("def __post_init__")]
         before = ""

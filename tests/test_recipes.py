@@ -19,7 +19,8 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.data.examples import Rows, load_examples, split_by_hash
+from utils.data.examples import Rows, load_examples
+from utils.data.held_out import split_by_hash
 from utils.data.tokens import load_tokenizer
 from utils.run.settings import load_config
 from utils.run.units import IGNORE

@@ -27,8 +27,8 @@ class Rows:
     format: one of formats.FORMS, or auto: told by each row. columns: see formats.parse_columns. train_on: see
     chats.render_chats. max_rows: of each source, 0: all. too_long, for rows of more than seq_len tokens:
     truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
-    rows that are wrong are left out, counted and listed. eval_share: see examples.split_by_hash. task:
-    rows; or pairs or labels (KTO), see preferences.py.
+    rows that are wrong are left out, counted and listed. eval_share: see held_out.py. task:
+    rows; or pairs or labels (KTO), see preferences.py; or documents, see documents.py.
     """
 
     dataset: str
@@ -67,7 +67,7 @@ class Part:
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         """Add one sequence."""
-        row = array("i", ids)
+        row = array(self.ids.typecode, ids)
         self.ids += row
         self.loss_mask += loss_mask
         self.lengths.append(len(row))
@@ -139,7 +139,11 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
             part.columns |= row.keys() & columns.values()
             row, form = renamed(row, columns)
             form = rows.format.removeprefix("auto") or form
-            if rows.task != "rows":
+            if rows.task == "documents":
+                from .documents import add_document
+
+                add_document(part, tokenizer, row, form, where, notes)
+            elif rows.task != "rows":
                 from .preferences import add_preferences
 
                 form = add_preferences(part, tokenizer, row, where, rows, notes)
