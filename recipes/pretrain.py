@@ -280,6 +280,7 @@ def main(cfg: Config) -> Path:
             activation_offload=cfg.activation_offload,
             cpu_offload=cfg.cpu_offload,
             reshard_after_forward=cfg.reshard_after_forward,
+            may_adapt=False,
             attn=attn,
             trust_remote_code=trust,
             masked=cfg.document_mask and attn != "varlen",

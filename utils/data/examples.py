@@ -237,17 +237,11 @@ def load_data(
 ) -> tuple[Examples, Examples | None]:
     """(examples, held-out ones or None); see load_examples. load: what reads them in its place."""
     examples = load(rows, tokenizer, progress)
-    if rows.eval_share:
-        from .held_out import split_by_hash
+    if rows.eval_share or rows.eval_dataset:
+        from .held_out import hold_out
 
-        return split_by_hash(examples, rows.eval_share)
-    held_out = None
-    if rows.eval_dataset:
-        held_out = load(replace(rows, dataset=rows.eval_dataset), tokenizer, progress)
-        both = torch.isin(held_out.of_rows(held_out.keys), examples.of_rows(examples.keys)).sum()
-        if both:
-            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
-    return examples, held_out
+        return hold_out(examples, rows, lambda other: load(other, tokenizer, progress))
+    return examples, None
 
 
 def write_tokens(
