@@ -171,7 +171,13 @@ class StreamBatches(PackedBatches):
 
     def summary(self) -> str:
         """What the plan prints."""
-        return f"{self.examples.summary()}; {self.rows():,} rows of {self.size} tokens"
+        text = f"{self.examples.summary()}; {self.rows():,} rows of {self.size} tokens"
+        if self.weights:
+            counts = self.pattern.bincount().tolist()
+            parts = zip(counts, self.examples.origins, strict=True)
+            shares = [f"{count} of {origin.name}" for count, origin in parts]
+            text += f", of {PERIOD:,} rows {', '.join(shares)}"
+        return text
 
 
 def parse_tokens(text: str) -> int:

@@ -22,6 +22,7 @@ from .folder import Source, TensorInfo, read_config, read_json
 from .pieces import Piece, local, local_box, runs
 
 BLOCK = 2**20  # elements
+FIX = "another family, or --init model with weights that transformers has made"
 # Functions that need no earlier values; others, such as mul_, change them.
 FILLS = ("normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_", "log_normal_")
 
@@ -57,12 +58,12 @@ class Recorder(TorchDispatchMode):
         arguments = []
         for value in args:
             if isinstance(value, torch.Tensor):
-                check(not value.is_meta, f"{name}: its first values are not known before memory is")
+                reason = "its rule makes other tensors first, which is not followed"
+                check(not value.is_meta, f"--init random: {name}: {reason} (fix: {FIX})")
                 value = value.expand(target.shape).flatten()
             arguments.append(value)
-        check(
-            target.is_contiguous(), f"{name}: {function} fills a part of it that is no run of rows"
-        )
+        reason = "its rule fills a part of it that is no run of rows"
+        check(target.is_contiguous(), f"--init random: {name}: {reason} (fix: {FIX})")
         begin = target.storage_offset()
         end = begin + target.numel()
         self.steps[name].append(Step(function, begin, end, arguments, options))
@@ -100,9 +101,8 @@ def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[
         names.setdefault(tensor.untyped_storage()._cdata, name)  # tied ones once
     for module in model.modules():
         module._is_hf_initialized = False
-    fix = "another family, or --init model with weights that transformers has made"
     recorder = Recorder(names)
-    with others_code(f"--init random: {config.model_type}", fix), torch.no_grad(), recorder:
+    with others_code(f"--init random: {config.model_type}", FIX), torch.no_grad(), recorder:
         model.initialize_weights()
     unfilled = []
     for name, steps in recorder.steps.items():
@@ -110,7 +110,7 @@ def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[
         if sum(end - begin for begin, end in fills) < state[name].numel():
             unfilled.append(name)
     what = f"--init random: the rules of {config.model_type} do not fill {first_five(unfilled)}"
-    check(not unfilled, f"{what} (fix: {fix})")
+    check(not unfilled, f"{what} (fix: {FIX})")
     dtype = config.dtype or torch.float32
     saved = revert_weight_conversion(model, {name: state[name].detach() for name in names.values()})
     weights = {}
