@@ -98,6 +98,7 @@ def whole(files, tmp_path_factory):
     "how",
     [
         {"ranks": 1},
+        {"ranks": 1, "attn": "sdpa"},
         {"ranks": 1, "batch_size": 2, "activation_checkpointing": "full"},
         pytest.param({"ranks": 4, "batch_size": 1, "replicate": 2}, marks=slow),
     ],
