@@ -3,7 +3,7 @@ Pre-training, continued or from scratch, on documents. Every rank reads, or draw
 weights.
 
     torchrun --nproc_per_node 2 recipes/pretrain.py
-    torchrun --nproc_per_node 8 recipes/pretrain.py --model DIR --dataset texts.jsonl --tokens 2B
+    torchrun --nproc_per_node 8 recipes/pretrain.py --model DIR --dataset texts.jsonl --tokens 2e9
     torchrun --nproc_per_node 8 recipes/pretrain.py --init random --model llama-3.2-1b --tokenizer DIR ...
 
 Without --model it trains the tiny model of recipes/tiny from scratch on the texts there. Rows are cut from an
@@ -38,7 +38,7 @@ from utils.data.examples import (
     print_data,
     write_bad_rows,
 )
-from utils.data.stream import StreamBatches, parse_tokens
+from utils.data.stream import StreamBatches
 from utils.data.tokens import load_tokenizer, pad_id
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
@@ -125,7 +125,7 @@ class Config:
     # How much
     epochs: int = 1  # times through the data
     steps: int = 0  # optimizer steps; 0: whatever --epochs gives
-    tokens: str = ""  # or so many tokens in place of --epochs: 2e9, 10B
+    tokens: float = 0.0  # or so many tokens in place of --epochs, 2e9; 0: --steps or --epochs
     global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
     batch_size: int = 1  # sequences per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
@@ -182,8 +182,7 @@ class Config:
             self.document_mask or self.attn != "varlen",
             "--attn varlen is for --document_mask (fix: leave out --attn)",
         )
-        both = parse_tokens(self.tokens) and self.steps
-        check(not both, "--tokens or --steps? (fix: give one)")
+        check(not (self.tokens and self.steps), "--tokens or --steps? (fix: give one)")
         check(self.decay_share <= 1, f"--decay_share {self.decay_share} is a share (fix: 0.2)")
         drawn = self.init == "random"
         check(
@@ -327,7 +326,7 @@ def main(cfg: Config) -> Path:
             at_once = cfg.batch_size * data_ranks
             eval_loader = StreamBatches(held_out, cfg.seed, at_once, *options, held_out=True)
         check_positions(model, loader)
-        steps = cfg.steps or loader.steps(parse_tokens(cfg.tokens), cfg.epochs)
+        steps = cfg.steps or loader.steps(cfg.tokens, cfg.epochs)
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
     check_space(out, disk, world)

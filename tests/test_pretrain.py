@@ -228,8 +228,8 @@ def test_another_length_of_rows_or_mixture_is_another_run(files, whole, tmp_path
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--tokens 1M --steps 5", "--tokens or --steps"),
-        ("--tokens many", "--tokens many is no number"),
+        ("--tokens 1e6 --steps 5", "--tokens or --steps"),
+        ("--tokens many", "--tokens takes a finite number"),
         ("--init random --low_cpu_fsdp false", "--init random has none"),
         ("--attn varlen --document_mask false", "leave out --attn"),
         ("--decay_share 2", "--decay_share 2.0"),

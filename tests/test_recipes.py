@@ -117,8 +117,11 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
         words[i + 1] = values.get(word, words[i + 1])
     if "--config" in words:
         words += ["--model", str(model), "--dataset", str(rows)]
-    if "--help" not in words and re.search("finetune.py|prefer.py|reward.py|pretrain.py|grpo.py", command):
-        words += ["--steps", "2", "--save_every", "0"]
+    if "--help" not in words and re.search(
+        "finetune.py|prefer.py|reward.py|pretrain.py|grpo.py", command
+    ):
+        words += ["--tokens", "2000"] if "pretrain.py" in command else ["--steps", "2"]
+        words += ["--save_every", "0"]
     if "generate.py" in command:
         words += ["--max_new_tokens", "8"]
     start = shell if command in firsts() else forked

@@ -14,7 +14,7 @@ from shell import ROOT
 from tiny import tiny_model, tiny_model_folder, tiny_tokenizer
 
 from utils.data.examples import Rows, load_data
-from utils.data.stream import PERIOD, StreamBatches, parse_tokens
+from utils.data.stream import PERIOD, StreamBatches
 from utils.data.tokens import load_tokenizer
 from utils.model.loss import add_chunked_loss, summed_cross_entropy
 from utils.run.errors import ConfigError
@@ -271,13 +271,6 @@ def test_a_large_vocabulary_takes_four_bytes(tokenizer, tmp_path):
     ids = examples.ids[: examples.bounds[1]].tolist()
     assert max(ids) > 2**16
     assert tokenizer.decode(ids[:-1]).split() == texts[0].split()
-
-
-def test_tokens_are_read_as_people_write_them():
-    wanted = {"": 0, "2e9": 2 * 10**9, "2_000_000": 2 * 10**6, "10B": 10**10, "1.5m": 1_500_000}
-    assert {text: parse_tokens(text) for text in wanted} == wanted
-    for text in ("many", "0", "1e", "-5", "B"):
-        assert "--tokens" in refusal(parse_tokens, text)
 
 
 def test_steps_follow_from_tokens_or_epochs(tokenizer, tmp_path):

@@ -6,20 +6,18 @@ full. The position of a run is one number, the row: it means the same tokens on 
 """
 
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from ..run.errors import ConfigError, check
+from ..run.errors import check
 from .batches import Batch, GlobalBatches
 from .examples import Example, Examples, permutation
 from .packing import PackedBatches
 
 PERIOD = 1000  # rows in which a mixture has exactly its shares
-UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclass(eq=False)
@@ -33,18 +31,17 @@ class Line:
     key: str
 
     def __post_init__(self):
-        bounds = self.examples.bounds
-        self.tokens = int((bounds[self.documents + 1] - bounds[self.documents]).sum())
+        self.lengths = self.examples.bounds.diff()[self.documents]
+        self.tokens = int(self.lengths.sum())
         self.size_bytes = int(self.examples.rejected_at[self.documents].sum())  # of the text
 
     @lru_cache(maxsize=2)  # noqa: B019 - a run has a few lines
     def epoch(self, number: int) -> tuple[Tensor, Tensor]:
         """(the documents in their order, where each ends), both (n,) int64."""
-        documents = self.documents
+        order = torch.arange(len(self.documents))
         if self.key:
-            documents = documents[permutation(len(documents), f"{self.key} {number}")]
-        bounds = self.examples.bounds
-        return documents, (bounds[documents + 1] - bounds[documents]).cumsum(0)
+            order = permutation(len(order), f"{self.key} {number}")
+        return self.documents[order], self.lengths[order].cumsum(0)
 
     def read(self, first: int, last: int) -> list[Example]:
         """Tokens [first, last), document by document; the first and the last may be parts of one."""
@@ -174,18 +171,5 @@ class StreamBatches(PackedBatches):
         text = f"{self.examples.summary()}; {self.rows():,} rows of {self.size} tokens"
         if self.weights:
             counts = self.pattern.bincount().tolist()
-            parts = zip(counts, self.examples.origins, strict=True)
-            shares = [f"{count} of {origin.name}" for count, origin in parts]
-            text += f", of {PERIOD:,} rows {', '.join(shares)}"
+            text += f", of {PERIOD:,} {' + '.join(map(str, counts))} of the sources"
         return text
-
-
-def parse_tokens(text: str) -> int:
-    """The number in --tokens, 2e9 or 10B; 0 for no text. ConfigError for what is none."""
-    match = re.fullmatch(r"([\d_.]+(?:e\d+)?)([kmbt]?)", text.lower())
-    try:
-        number = float(match[1]) * UNITS[match[2]] if text else 0
-    except (TypeError, ValueError):
-        raise ConfigError(f"--tokens {text} is no number (fix: 2e9, or 10B)") from None
-    check(number >= 1 or not text, f"--tokens {text} trains nothing (fix: 2e9, or 10B)")
-    return int(number)

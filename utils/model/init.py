@@ -23,8 +23,9 @@ from .pieces import Piece, local, local_box, runs
 
 BLOCK = 2**20  # elements
 FIX = "another family, or --init model with weights that transformers has made"
-# Functions that need no earlier values; others, such as mul_, change them.
-FILLS = ("normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_", "log_normal_")
+# Functions of torch that treat each element by itself: those that fill, and those that change values.
+FILLS = set("normal_ uniform_ fill_ zero_ copy_ exponential_ log_normal_".split())
+CHANGES = set("add_ sub_ mul_ div_ neg_ abs_ exp_ log_ pow_ sqrt_ erfinv_ clamp_".split())
 
 
 class Step(NamedTuple):
@@ -55,18 +56,21 @@ class Recorder(TorchDispatchMode):
         return function(*args, **options)
 
     def record(self, name, function, target, args, options) -> None:
-        arguments = []
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                reason = "its rule makes other tensors first, which is not followed"
-                check(not value.is_meta, f"--init random: {name}: {reason} (fix: {FIX})")
-                value = value.expand(target.shape).flatten()
-            arguments.append(value)
-        reason = "its rule fills a part of it that is no run of rows"
-        check(target.is_contiguous(), f"--init random: {name}: {reason} (fix: {FIX})")
+        by_element = kind_of(function) in FILLS | CHANGES and not any(map(is_meta, args))
+        what = f"--init random: the rule for {name} is not one for each element"
+        check(by_element and target.is_contiguous(), f"{what} (fix: {FIX})")
+        args = [v.expand(target.shape).flatten() if torch.is_tensor(v) else v for v in args]
         begin = target.storage_offset()
-        end = begin + target.numel()
-        self.steps[name].append(Step(function, begin, end, arguments, options))
+        self.steps[name].append(Step(function, begin, begin + target.numel(), args, options))
+
+
+def kind_of(function) -> str:
+    """normal_ for aten::normal_"""
+    return function._schema.name.removeprefix("aten::")
+
+
+def is_meta(value: object) -> bool:
+    return torch.is_tensor(value) and value.is_meta
 
 
 def open_config(name: str, shapes: Path, world: World, tokenizer: str, trust=False) -> Source:
@@ -106,7 +110,7 @@ def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[
         model.initialize_weights()
     unfilled = []
     for name, steps in recorder.steps.items():
-        fills = {step[1:3] for step in steps if step.function._schema.name[6:] in FILLS}
+        fills = {step[1:3] for step in steps if kind_of(step.function) in FILLS}
         if sum(end - begin for begin, end in fills) < state[name].numel():
             unfilled.append(name)
     what = f"--init random: the rules of {config.model_type} do not fill {first_five(unfilled)}"
@@ -150,11 +154,8 @@ def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> 
         start, end = max(step.begin, begin), min(step.end, begin + len(block))
         if start >= end:
             continue
-        arguments = []
-        for value in step.arguments:
-            if isinstance(value, torch.Tensor):
-                value = value[start - step.begin : end - step.begin]
-            arguments.append(value)
+        own = slice(start - step.begin, end - step.begin)
+        arguments = [value[own] if torch.is_tensor(value) else value for value in step.arguments]
         options = dict(step.options)
         if any(argument.name == "generator" for argument in step.function._schema.arguments):
             options["generator"] = generator
