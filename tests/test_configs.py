@@ -8,6 +8,7 @@ import re
 import finetune
 import grpo
 import prefer
+import pretrain
 import pytest
 from shell import ROOT
 from transformers import AutoConfig
@@ -25,6 +26,7 @@ NAMES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attentio
 TIED = {"tie_word_embeddings": True}
 SHAPES = {  # from the models' public config.json files: the sizes by NAMES, and what else differs
     "meta-llama/Meta-Llama-3-8B-Instruct": ("llama", (128256, 4096, 14336, 32, 32, 8), {}),
+    "meta-llama/Meta-Llama-3-8B": ("llama", (128256, 4096, 14336, 32, 32, 8), {}),
     "meta-llama/Meta-Llama-3-70B-Instruct": ("llama", (128256, 8192, 28672, 80, 64, 8), {}),
     "meta-llama/Llama-3.2-1B-Instruct": ("llama", (128256, 2048, 8192, 16, 32, 8), TIED),
     "Qwen/Qwen2.5-7B-Instruct": ("qwen2", (152064, 3584, 18944, 28, 28, 4), {}),
@@ -34,7 +36,7 @@ SHAPES = {  # from the models' public config.json files: the sizes by NAMES, and
 
 
 def recipe_of(path):
-    named = {"dpo": prefer, "grpo": grpo}
+    named = {"dpo": prefer, "grpo": grpo, "pretrain": pretrain}
     return next((named[word] for word in path.stem.split("_") if word in named), finetune)
 
 
@@ -68,6 +70,10 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
         ranks -= cfg.generate_ranks
         rows = cfg.global_batch_size * cfg.group_size // ranks
     shards = mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]
+    lora, quant = Lora(), Quant()
+    if recipe_of(path) is not pretrain:
+        lora = Lora(cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets)
+        quant = Quant(cfg.quantization)
     setting = Setting(
         config=config,
         param_dtype=DTYPES[cfg.param_dtype],
@@ -81,8 +87,8 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
         activation_checkpointing=cfg.activation_checkpointing,
         cpu_offload=cfg.cpu_offload,
         reshard_after_forward=cfg.reshard_after_forward,
-        lora=Lora(cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets),
-        quant=Quant(cfg.quantization),
+        lora=lora,
+        quant=quant,
         attn=cfg.attn,
         masked=getattr(cfg, "packing", False),
         optimizer=cfg.optimizer,

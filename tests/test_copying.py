@@ -14,13 +14,17 @@ from tiny import tiny_model_folder
 NOTHING = shutil.ignore_patterns("__pycache__")
 OPTIONAL = (
     "data/cache",
+    "data/documents",
+    "data/held_out",
     "data/packing",
     "data/prompts",
     "data/questions",
     "data/rewards",
     "data/rollouts",
+    "data/stream",
     "data/tables",
     "model/attention",
+    "model/init",
     "model/lora",
     "model/merge",
     "model/quantize",

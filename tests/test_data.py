@@ -17,9 +17,9 @@ from utils.data.examples import (
     Rows,
     load_data,
     print_data,
-    split_by_hash,
     write_bad_rows,
 )
+from utils.data.held_out import split_by_hash
 from utils.data.rows import read_rows
 from utils.data.tokens import load_tokenizer
 from utils.run.errors import ConfigError

@@ -14,8 +14,9 @@ from test_tokens import byte_level
 
 from utils.data import examples as data
 from utils.data.encode import Part
-from utils.data.examples import Examples, Rows, load_data, split_by_hash
+from utils.data.examples import Examples, Rows, load_data
 from utils.data.formats import LEADING
+from utils.data.held_out import split_by_hash
 from utils.data.pairs import LabelBatches, PackedPairs, PairBatches, sequences
 from utils.data.preferences import EQUAL
 from utils.data.tokens import load_tokenizer

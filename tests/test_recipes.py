@@ -19,7 +19,8 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.data.examples import Rows, load_examples, split_by_hash
+from utils.data.examples import Rows, load_examples
+from utils.data.held_out import split_by_hash
 from utils.data.tokens import load_tokenizer
 from utils.run.settings import load_config
 from utils.run.units import IGNORE
@@ -116,8 +117,11 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
         words[i + 1] = values.get(word, words[i + 1])
     if "--config" in words:
         words += ["--model", str(model), "--dataset", str(rows)]
-    if "--help" not in words and re.search("finetune.py|prefer.py|reward.py|grpo.py", command):
-        words += ["--steps", "2", "--save_every", "0"]
+    if "--help" not in words and re.search(
+        "finetune.py|prefer.py|reward.py|pretrain.py|grpo.py", command
+    ):
+        words += ["--tokens", "2000"] if "pretrain.py" in command else ["--steps", "2"]
+        words += ["--save_every", "0"]
     if "generate.py" in command:
         words += ["--max_new_tokens", "8"]
     start = shell if command in firsts() else forked

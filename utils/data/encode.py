@@ -27,8 +27,8 @@ class Rows:
     format: one of formats.FORMS, or auto: told by each row. columns: see formats.parse_columns. train_on: see
     chats.render_chats. max_rows: of each source, 0: all. too_long, for rows of more than seq_len tokens:
     truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
-    rows that are wrong are left out, counted and listed. eval_share: see examples.split_by_hash. task:
-    rows; or pairs or labels (KTO), see preferences.py.
+    rows that are wrong are left out, counted and listed. eval_share: see held_out.py. task:
+    rows; or pairs or labels (KTO), see preferences.py; or documents, see documents.py.
     processor: the folder of a model that takes pictures; "": rows with pictures are refused. image_dir,
     image_max_pixels: see pictures.py.
     """
@@ -74,7 +74,7 @@ class Part:
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         """Add one sequence."""
-        row = array("i", ids)
+        row = array(self.ids.typecode, ids)
         self.ids += row
         self.loss_mask += loss_mask
         self.lengths.append(len(row))
@@ -150,6 +150,10 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
                 from .pictures import add_pictured
 
                 form = add_pictured(part, tokenizer, row, where, rows, form, notes)
+            elif rows.task == "documents":
+                from .documents import add_document
+
+                add_document(part, tokenizer, row, form, where, notes)
             elif rows.task != "rows":
                 from .preferences import add_preferences
 

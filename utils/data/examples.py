@@ -29,7 +29,7 @@ from .rows import Source, find_sources
 SMALL = 2**24
 MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
 FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and what there is to say of them
-    "ids": torch.int32,
+    "ids": torch.uint16,  # or int32, in twice the room
     "loss_mask": torch.uint8,
     "bounds": torch.int64,
     "keys": torch.int64,
@@ -76,8 +76,8 @@ class Example(NamedTuple):
 class Examples:
     """Tokenized rows, back to back in files that are mapped."""
 
-    ids: torch.Tensor  # (N,) int32, of all rows
-    loss_mask: torch.Tensor  # (N,) uint8: 1 where the token is trained
+    ids: torch.Tensor  # (N,) int32, of all rows; of documents uint16 where the vocabulary is small
+    loss_mask: torch.Tensor  # (N,) uint8: 1 where the token is trained; empty of documents
     bounds: torch.Tensor  # (n + 1,) int64: row i is ids[bounds[i] : bounds[i + 1]]
     trained_tokens: torch.Tensor  # (n,) int64: how many tokens of row i are trained
     keys: torch.Tensor  # (n,) int64: a hash of row i's ids
@@ -89,7 +89,8 @@ class Examples:
     problem: str = ""
     rows: torch.Tensor | None = None  # the rows that count; None: all
     # (n,) int64. Of pairs: where in row i the rejected sequence begins, behind the chosen one. Of labels: the
-    # length of row i where it is desirable, else 0. Of answers: None, or empty.
+    # length of row i where it is desirable, else 0. Of documents: the bytes of their text. Of answers: None,
+    # or empty.
     rejected_at: torch.Tensor | None = None
     # Of rows with pictures, else None or empty: for each row JSON text, [[source, width, height], ...], as in
     # Places; and the work that its pictures are for a vision tower.
@@ -251,15 +252,11 @@ def load_data(
 ) -> tuple[Examples, Examples | None]:
     """(examples, held-out ones or None); see load_examples. load: what reads them in its place."""
     examples = load(rows, tokenizer, progress)
-    if rows.eval_share:
-        return split_by_hash(examples, rows.eval_share)
-    held_out = None
-    if rows.eval_dataset:
-        held_out = load(replace(rows, dataset=rows.eval_dataset), tokenizer, progress)
-        both = torch.isin(held_out.of_rows(held_out.keys), examples.of_rows(examples.keys)).sum()
-        if both:
-            print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
-    return examples, held_out
+    if rows.eval_share or rows.eval_dataset:
+        from .held_out import hold_out
+
+        return hold_out(examples, rows, lambda other: load(other, tokenizer, progress))
+    return examples, None
 
 
 def write_tokens(
@@ -327,6 +324,8 @@ def read_tokens(folder: Path | str) -> Examples:
         file = Path(folder, name)
         size = file.stat().st_size // dtype.itemsize
         arrays[name] = torch.from_file(str(file), size=size, dtype=dtype)
+    if len(arrays["ids"]) > arrays["bounds"][-1]:
+        arrays["ids"] = arrays["ids"].view(torch.int32)
     said = json.loads(bytes(arrays.pop("said").numpy()))
     where = Places(arrays.pop("places"), arrays.pop("place_ends"))
     origins = [Origin(*origin) for origin in said.pop("origins")]
@@ -350,7 +349,7 @@ def draw(examples: Examples) -> Examples:
     from the source's name, so it is the same everywhere. Their order stays.
     """
     drawn = None
-    if any(origin.weight for origin in examples.origins):
+    if examples.unit != "documents" and any(origin.weight for origin in examples.origins):
         for origin in examples.origins:
             check(
                 origin.last > origin.first,
@@ -374,17 +373,3 @@ def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:
     if bad and rank == 0:
         lines = (json.dumps({"where": where, "why": why}) + "\n" for where, why in bad)
         replace_file(out / "bad_rows.jsonl", "".join(lines))
-
-
-def split_by_hash(examples, share: float) -> tuple:
-    """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
-
-    So a row stays on its side when others come, go or move, and its copies stay with it.
-    """
-    keys = examples.of_rows(examples.keys)
-    rows = examples.of_rows(torch.arange(len(examples.keys)))
-    held = keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
-    split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
-    check(0 < held.sum() < len(held), f"{split}; choose another share, or name an --eval_dataset")
-    held_out = replace(examples, rows=rows[held], dropped={}, notes={}, bad=())
-    return replace(examples, rows=rows[~held]), held_out

@@ -135,8 +135,11 @@ def wants_flat_packs(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def check_packing(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError for a model in which packed documents see each other. It changes nothing.
+def check_packing(
+    model: nn.Module, device: torch.device, flag="--packing", fix="leave out --packing"
+) -> None:
+    """Raise ConfigError for a model in which packed documents see each other, naming the flag that wants them
+    apart. It changes nothing.
 
     All ranks call it after add_chunked_loss, with the weights loaded. A document must have the same logits
     behind each of two others of one length, which is above the blocks and windows that the config names. The
@@ -179,7 +182,7 @@ def check_packing(model: nn.Module, device: torch.device) -> None:
             places=None,
         )
         # some layers with a state know that they cannot keep documents apart
-        with others_code("--packing", "leave out --packing"):
+        with others_code(flag, fix):
             summed_cross_entropy(model, batch, keep)
     model.train()
     reshard(model)
@@ -192,5 +195,5 @@ def check_packing(model: nn.Module, device: torch.device) -> None:
     where = f"{type(model.base_model).__name__} with {attention} attention"
     # Eager attention and sdpa share one mask: where one fails, so does the other.
     other = "--attn sdpa, or " if "flash" in attention else ""
-    text = f"--packing: in {where} documents see each other (fix: {other}leave out --packing)"
+    text = f"{flag}: in {where} documents see each other (fix: {other}{fix})"
     check(equal, text)

@@ -222,13 +222,15 @@ def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
     """What makes a run this one, as JSON: the fingerprint of its data, the fields of the transformers config
     that say what the model computes, and "weights", a SHA-256.
 
-    That is over name, dtype, shape and up to 4 KiB from the middle of each tensor: another fine-tune of the
-    same model has another one, and no file is read whole.
+    That is over name, dtype, shape and, where it is in a file, up to 4 KiB from the middle of each tensor:
+    another fine-tune of the same model has another one, and no file is read whole.
     """
     digest = hashlib.sha256()
     for name, info in sorted(weights.items()):
         size = math.prod(info.shape) * info.dtype.itemsize
         digest.update(f"{name} {info.dtype} {info.shape}".encode())
+        if not info.file:
+            continue
         with open(info.file, "rb", buffering=0) as file:
             digest.update(
                 os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2)

@@ -81,7 +81,9 @@ def ways(setting: Setting) -> Iterator[Setting]:
 
 
 def methods(setting: Setting) -> list[Setting]:
-    """The setting, and with LoRA beside frozen weights in 16, 8 and 4 bit."""
+    """The setting, and with LoRA beside frozen weights in 16, 8 and 4 bit, where the recipe has that."""
+    if not setting.may_adapt:
+        return [setting]
     lora = setting.lora or replace(setting.lora, lora_rank=16)
     found = [setting]
     for kind in ("none", "8bit", "4bit"):

@@ -34,6 +34,7 @@ class Setting:
     reshard_after_forward: bool = True
     lora: Lora = Lora()
     quant: Quant = Quant()
+    may_adapt: bool = True  # false: the recipe has no adapters to propose
     attn: str = "auto"
     trust_remote_code: bool = False
     kind: str = "text"  # of loading.KINDS

@@ -13,6 +13,8 @@ from .files import disk_errors
 LINE = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
+    "bits_per_byte": "bits/byte {:.4f}",
+    "eval_bits_per_byte": "bits/byte {:.4f}",
     "rewards/accuracies": "pairs {:.0%}",
     "eval_rewards/accuracies": "pairs {:.1%}",
     "accuracy": "pairs {:.0%}",

@@ -1,0 +1,54 @@
+"""Rows of every form -> whole documents: all tokens trained, no cut, one end-of-text token behind each."""
+
+from array import array
+from collections import Counter
+from functools import lru_cache
+
+from .chats import check_ids, render_chats
+from .formats import to_messages
+from .tokens import adds_bos, encode, hidden
+
+EMPTY = "empty documents"
+
+
+def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Counter) -> None:
+    """Add a row to `part`, an encode.Part, as one document.
+
+    A conversation is what the chat template writes, text what it says, ids are as they are. A BOS token comes
+    first where the tokenizer adds one, and an end-of-text token last where it has one; neither twice.
+    part.rejected_at: the document's bytes in UTF-8. The ids take two bytes each where all of the tokenizer's
+    do. ValueError: what is wrong with the row.
+    """
+    messages, tools = to_messages(row, form, notes)
+    for message in messages:
+        message.pop("weight", None)  # all is trained
+    if messages[0]["role"] == "tokens":
+        ids = check_ids(messages[0]["content"], len(tokenizer))
+        text = tokenizer.decode(ids)
+    elif messages[0]["role"] == "text":
+        text = "".join(message["content"] for message in messages)
+        text.encode()  # ValueError for half a surrogate pair
+        ids = encode(tokenizer, hidden(tokenizer, text)).ids
+    else:
+        (chat,) = render_chats(tokenizer, messages, tools, "all", notes)
+        ids = encode(tokenizer, chat.text).ids
+        text = tokenizer.decode(ids)
+    size_bytes = len(text.encode())
+    if not text.strip():
+        part.dropped[EMPTY] += 1
+        return
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if adds_bos(tokenizer) and ids[0] != bos:
+        ids = [bos, *ids]
+    if eos is not None and ids[-1] != eos:
+        ids = [*ids, eos]
+    if not part.lengths and largest_id(tokenizer) < 2**16:
+        part.ids = array("H")
+    part.add(ids, b"", where)
+    part.trained_tokens[-1] = len(ids)
+    part.rejected_at.append(size_bytes)
+
+
+@lru_cache(maxsize=8)
+def largest_id(tokenizer) -> int:
+    return max(tokenizer.get_vocab().values())

@@ -1,0 +1,175 @@
+"""Documents -> an endless line of tokens, and rows of one length that are cut from it.
+
+Row n of a source is tokens [n (T - 1), n (T - 1) + T) of its line, T tokens that share one with the next row:
+so each token of the line is predicted once, a document that is cut goes on in the next row, and all rows are
+full. The position of a run is one number, the row: it means the same tokens on any number of ranks.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from ..run.errors import check
+from .batches import Batch, GlobalBatches
+from .examples import Example, Examples, permutation
+from .packing import PackedBatches
+
+PERIOD = 1000  # rows in which a mixture has exactly its shares
+
+
+@dataclass(eq=False)
+class Line:
+    """Some documents of `examples`, back to back, in a new order for each epoch. key: of the orders; "": the
+    documents lie in the order in which they are.
+    """
+
+    examples: Examples
+    documents: Tensor  # (n,) int64: which
+    key: str
+
+    def __post_init__(self):
+        self.lengths = self.examples.bounds.diff()[self.documents]
+        self.tokens = int(self.lengths.sum())
+        self.size_bytes = int(self.examples.rejected_at[self.documents].sum())  # of the text
+
+    @lru_cache(maxsize=2)  # noqa: B019 - a run has a few lines
+    def epoch(self, number: int) -> tuple[Tensor, Tensor]:
+        """(the documents in their order, where each ends), both (n,) int64."""
+        order = torch.arange(len(self.documents))
+        if self.key:
+            order = permutation(len(order), f"{self.key} {number}")
+        return self.documents[order], self.lengths[order].cumsum(0)
+
+    def read(self, first: int, last: int) -> list[Example]:
+        """Tokens [first, last), document by document; the first and the last may be parts of one."""
+        found = []
+        while first < last:
+            number, begin = divmod(first, self.tokens)
+            documents, ends = self.epoch(number)
+            i = int(torch.searchsorted(ends, begin, right=True))
+            count = min(last - first, int(ends[i]) - begin)
+            at = int(self.examples.bounds[documents[i] + 1] - ends[i]) + begin
+            ids = self.examples.ids[at : at + count].int()
+            found.append(Example(ids, ids, self.examples.where[documents[i]]))
+            first += count
+        return found
+
+
+@dataclass(eq=False)
+class StreamBatches(PackedBatches):
+    """GlobalBatches whose rows are `size` tokens of a line. Of sources with weights each has its own line,
+    and each 1,000 rows hold its share of them, to the nearest row.
+
+    document_mask: documents of a row do not see each other, and their first tokens are not predicted. False:
+    a row is one text. held_out: all documents once, in the order in which they are, without weights.
+    """
+
+    document_mask: bool = True
+    held_out: bool = False
+
+    def __post_init__(self):
+        self.multiple = self.size
+        super().__post_init__()
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the sources of a mixture; none: there is one line."""
+        if self.held_out:
+            return []
+        return [origin.weight for origin in self.examples.origins if origin.weight]
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        numbers = self.examples.of_rows(torch.arange(len(self.examples.keys)))
+        if not self.weights:
+            return [Line(self.examples, numbers, "" if self.held_out else self.key)]
+        lines = []
+        for origin in self.examples.origins:
+            own = numbers[(numbers >= origin.first) & (numbers < origin.last)]
+            check(len(own), f"{origin.name}: it has no documents, so nothing can be mixed")
+            lines.append(Line(self.examples, own, f"{self.key} {len(lines)}"))
+        return lines
+
+    @cached_property
+    def pattern(self) -> Tensor:
+        """(PERIOD,) int64: the line of each row of a period, by largest remainders."""
+        weights = torch.tensor(self.weights or [1.0], dtype=torch.float64)
+        shares = weights / weights.sum() * PERIOD
+        counts = shares.floor().long()
+        largest = (shares - counts).argsort(descending=True, stable=True)
+        counts[largest[: PERIOD - int(counts.sum())]] += 1
+        least = f"--dataset: a source has less than 1 of {PERIOD:,} rows (fix: a larger weight)"
+        check(counts.all(), least)
+        order = permutation(PERIOD, f"{self.key} sources")
+        return torch.arange(len(counts)).repeat_interleave(counts)[order]
+
+    def rows(self) -> int:
+        """Rows that hold as many tokens as all documents."""
+        return math.ceil((sum(line.tokens for line in self.lines) - 1) / (self.size - 1))
+
+    def rows_of(self, step: int) -> range:
+        """The numbers of the rows of global batch `step`."""
+        first = step * self.global_batch_size
+        last = first + self.global_batch_size
+        return range(first, min(last, self.rows()) if self.held_out else last)
+
+    def costs(self, rows: range) -> Tensor:
+        return torch.ones(len(rows), dtype=torch.int64)
+
+    def items(self, rows: list[int]) -> list[Example]:
+        """The documents, and parts of documents, in some rows; without document_mask each row as one text."""
+        found = []
+        for row in rows:
+            period, at = divmod(row, PERIOD)
+            is_own = self.pattern == self.pattern[at]
+            line = self.lines[self.pattern[at]]
+            number = period * int(is_own.sum()) + int(
+                is_own[:at].sum()
+            )  # among the rows of its line
+            first = number * (self.size - 1)
+            last = first + self.size
+            parts = line.read(first, min(last, line.tokens) if self.held_out else last)
+            if not self.document_mask:
+                ids = torch.cat([part.ids for part in parts])
+                parts = [Example(ids, ids, parts[0].where)]
+            found += parts
+        return found
+
+    def batch(self, rows: list[int]) -> Batch:
+        if self.document_mask:
+            return super().batch([[row] for row in rows])
+        return GlobalBatches.batch(self, rows)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(1,) int64: tokens of the longest text whose positions begin at 0."""
+        longest = int(self.examples.lengths.max()) if self.document_mask else self.size
+        return torch.tensor([min(longest, self.size)])
+
+    def __getitem__(self, _: int) -> Example:
+        return Example(torch.empty(0), torch.empty(0), "the longest text of a row")
+
+    def steps(self, tokens: int, epochs: int) -> int:
+        """Optimizer steps that predict so many tokens, or all documents so many times."""
+        rows = tokens / (self.size - 1) if tokens else epochs * self.rows()
+        return math.ceil(rows / self.global_batch_size)
+
+    def bits_per_byte(self) -> float:
+        """Of a loss of 1 nat a predicted token: its bits for each byte of text."""
+        shares = self.pattern.bincount() / PERIOD
+        bytes_per_token = 0.0
+        for share, line in zip(shares.tolist(), self.lines, strict=True):
+            not_predicted = len(line.documents) if self.document_mask else 1
+            bytes_per_token += share * line.size_bytes / (line.tokens - not_predicted)
+        return 1 / math.log(2) / bytes_per_token
+
+    def summary(self) -> str:
+        """What the plan prints."""
+        text = f"{self.examples.summary()}; {self.rows():,} rows of {self.size} tokens"
+        if self.weights:
+            counts = self.pattern.bincount().tolist()
+            text += f", of {PERIOD:,} {' + '.join(map(str, counts))} of the sources"
+        return text

@@ -1,0 +1,162 @@
+"""New weights, by the model's own rules, each rank only its rows.
+
+A family's `_init_weights` is run once on meta, and what it would do to each tensor is written down: "normal
+with this deviation", "ones", "row 0 to zero". Later each rank does that to blocks of its own shards. A block
+is BLOCK elements of the whole tensor, with a generator of its own, seeded by (seed, name of the tensor, its
+first element). So a tensor is the same on any number of ranks, and the peak above the shards is one block.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..run.distributed import World, together
+from ..run.errors import check, first_five, others_code
+from .folder import Source, TensorInfo, read_config, read_json
+from .pieces import Piece, local, local_box, runs
+
+BLOCK = 2**20  # elements
+FIX = "another family, or --init model with weights that transformers has made"
+# Functions of torch that treat each element by itself: those that fill, and those that change values.
+FILLS = set("normal_ uniform_ fill_ zero_ copy_ exponential_ log_normal_".split())
+CHANGES = set("add_ sub_ mul_ div_ neg_ abs_ exp_ log_ pow_ sqrt_ erfinv_ clamp_".split())
+
+
+class Step(NamedTuple):
+    """A function of torch that changes elements [begin, end) of a tensor in place, each by itself."""
+
+    function: torch._ops.OpOverload
+    begin: int
+    end: int
+    arguments: list  # numbers; or values of these elements, (end - begin,)
+    options: dict
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what is done to some tensors. names: by the address of their storage."""
+
+    def __init__(self, names: dict[int, str]):
+        super().__init__()
+        self.names = names
+        self.steps: dict[str, list[Step]] = {name: [] for name in names.values()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        options = kwargs or {}
+        target = args[0] if args else None
+        if function._schema.is_mutable and isinstance(target, torch.Tensor):
+            name = self.names.get(target.untyped_storage()._cdata)
+            if name:
+                self.record(name, function, target, args[1:], options)
+        return function(*args, **options)
+
+    def record(self, name, function, target, args, options) -> None:
+        by_element = kind_of(function) in FILLS | CHANGES and not any(map(is_meta, args))
+        what = f"--init random: the rule for {name} is not one for each element"
+        check(by_element and target.is_contiguous(), f"{what} (fix: {FIX})")
+        args = [v.expand(target.shape).flatten() if torch.is_tensor(v) else v for v in args]
+        begin = target.storage_offset()
+        self.steps[name].append(Step(function, begin, begin + target.numel(), args, options))
+
+
+def kind_of(function) -> str:
+    """normal_ for aten::normal_"""
+    return function._schema.name.removeprefix("aten::")
+
+
+def is_meta(value: object) -> bool:
+    return torch.is_tensor(value) and value.is_meta
+
+
+def open_config(name: str, shapes: Path, world: World, tokenizer: str, trust=False) -> Source:
+    """The config of a folder with a config.json, or of a name in the folder `shapes`, without weights.
+    ConfigError on all ranks for another name, and for a shape without --tokenizer.
+    """
+    with together(world):
+        path = shapes / f"{name.lower()}.json"
+        if path.exists():
+            check(
+                tokenizer, f"--model {name} is a shape, without a tokenizer (fix: --tokenizer DIR)"
+            )
+            return Source(shapes, AutoConfig.for_model(**read_json(path)), {})
+        folder = Path(name).expanduser()
+        known = ", ".join(sorted(path.stem for path in shapes.glob("*.json")))
+        check(
+            (folder / "config.json").is_file(),
+            f"--init random --model {name} is no folder with a config.json (fix: one, or one of {known})",
+        )
+        return Source(folder, read_config(folder, trust), {})
+
+
+def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[str, list[Step]]]:
+    """(the tensors that save_pretrained would write, in the config's dtype and in no file; how to draw each
+    tensor of the state). model: on meta, not sharded; nothing is allocated.
+
+    ConfigError for a family whose rules leave a tensor as it is, or cannot be applied block by block.
+    """
+    state = model.state_dict(keep_vars=True)
+    names: dict[int, str] = {}
+    for name, tensor in state.items():
+        names.setdefault(tensor.untyped_storage()._cdata, name)  # tied ones once
+    for module in model.modules():
+        module._is_hf_initialized = False
+    recorder = Recorder(names)
+    with others_code(f"--init random: {config.model_type}", FIX), torch.no_grad(), recorder:
+        model.initialize_weights()
+    unfilled = []
+    for name, steps in recorder.steps.items():
+        fills = {step[1:3] for step in steps if kind_of(step.function) in FILLS}
+        if sum(end - begin for begin, end in fills) < state[name].numel():
+            unfilled.append(name)
+    what = f"--init random: the rules of {config.model_type} do not fill {first_five(unfilled)}"
+    check(not unfilled, f"{what} (fix: {FIX})")
+    dtype = config.dtype or torch.float32
+    saved = revert_weight_conversion(model, {name: state[name].detach() for name in names.values()})
+    weights = {}
+    for name, tensor in saved.items():
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        weights[name] = TensorInfo(None, kind, tuple(tensor.shape), 0)
+    return weights, recorder.steps
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> None:
+    """Fill this rank's shards. plan: of plan_weights; the shards are allocated, see load_pieces."""
+    state = model.state_dict(keep_vars=True)
+    for name, steps in plan.items():
+        tensor = state[name]
+        shape = tuple(tensor.shape)
+        info = TensorInfo(None, tensor.dtype, shape, 0)
+        boxes = local_box(tensor, Piece(name, info, name, (0,) * len(shape), shape))
+        if boxes is None:
+            continue
+        in_shard, in_tensor = boxes
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        for first, values in runs(local(tensor)[in_shard], in_tensor, shape):
+            last = first + len(values)
+            for begin in range(first // BLOCK * BLOCK, last, BLOCK):
+                block = torch.empty(min(BLOCK, tensor.numel() - begin), dtype=dtype)
+                draw_block(block, begin, steps, f"{seed} {name} {begin}")
+                start, end = max(first, begin), min(last, begin + len(block))
+                values[start - first : end - first].copy_(block[start - begin : end - begin])
+
+
+def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> None:
+    """Fill elements [begin, begin + len(block)) of a tensor on the CPU; key: of the generator."""
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    for step in steps:
+        start, end = max(step.begin, begin), min(step.end, begin + len(block))
+        if start >= end:
+            continue
+        own = slice(start - step.begin, end - step.begin)
+        arguments = [value[own] if torch.is_tensor(value) else value for value in step.arguments]
+        options = dict(step.options)
+        if any(argument.name == "generator" for argument in step.function._schema.arguments):
+            options["generator"] = generator
+        step.function(block[start - begin : end - begin], *arguments, **options)
