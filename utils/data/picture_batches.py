@@ -64,6 +64,10 @@ class PictureBatches(GlobalBatches):
         patches = int(self.patches.sum())
         return f"{super().summary()}; {pictured:,} with pictures of {patches:,} patches of 14 x 14 pixels"
 
+    def largest(self) -> Batch:
+        """The row with the most pictures, alone."""
+        return self.batch([int(self.patches.argmax())])
+
     def costs(self, rows: list[int]) -> torch.Tensor:
         return super().costs(rows) + self.patches[rows]
 

@@ -198,7 +198,7 @@ def say_pictures(part, pictures: list, patches: int) -> None:
 
 
 def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
-    """(the chat with texts in place of the placeholders, where the last of them ends). They are not trained."""
+    """(the chat with texts in place of placeholders, where the last of them ends). They are not trained."""
     first, *pieces = chat.text.split(place)
     text, ranges, moves = first, [], []
     at = len(first)

@@ -1,0 +1,641 @@
+"""
+Fine-tuning of models that read pictures and write text. Rows are conversations with pictures, or without.
+
+    torchrun --nproc_per_node 2 recipes/vision.py
+    torchrun --nproc_per_node 8 recipes/vision.py --model DIR --dataset rows.jsonl --image_dir pictures
+    torchrun --nproc_per_node 2 recipes/vision.py --model DIR --lora_rank 16 --quantization 4bit
+
+Without --model and --dataset it teaches the tiny model in recipes/tiny/vision to say what it sees.
+The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
+"""
+
+import math
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+
+import torch
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from utils.data.batches import divide_batch
+from utils.data.examples import (
+    FormName,
+    Rows,
+    check_positions,
+    load_data,
+    longest_row,
+    print_data,
+    write_bad_rows,
+)
+from utils.data.picture_batches import PictureBatches
+from utils.data.pictures import load_processor
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
+from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
+from utils.model.options import Lora, Quant, check_adapter_flags
+from utils.model.parts import freeze_parts, parse_parts, part_names
+from utils.model.saving import save_model
+from utils.model.sharding import (
+    DTYPES,
+    decoder_layers,
+    lacks_grouped_kernels,
+    recompute_activations,
+    settle_dtype,
+    stored_as_computed,
+    units,
+)
+from utils.plan.fit import estimate_disk, plan_memory
+from utils.plan.pictures import PictureRow
+from utils.plan.states import Setting
+from utils.run.distributed import (
+    agree,
+    all_reduce_sum,
+    build_mesh,
+    data_place,
+    init_distributed,
+    mesh_axes,
+    mesh_sentence,
+    set_timeout,
+    stop_distributed,
+    sum_on_device,
+    together,
+    use_all_cores,
+)
+from utils.run.errors import act, check, print0, report_errors
+from utils.run.folder import (
+    Resumed,
+    check_space,
+    claim_output,
+    holds_run,
+    releases_output,
+    start_run,
+    write_plan,
+)
+from utils.run.log import RunLog
+from utils.run.memory import peak_memory_bytes
+from utils.run.settings import check_least, parse_cli
+from utils.run.signals import stop_after_step, stop_asked, stop_at_once
+from utils.run.units import GIB
+from utils.train.checkpoint import CheckpointSaver, set_seed
+from utils.train.optim import UnreadSteps, check_packages, clip_gradients
+
+TINY = Path(__file__).resolve().parent / "tiny" / "vision"
+# What stands for flags that are not given, where --model is not.
+TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}
+BETAS = (0.9, 0.95)  # of AdamW
+
+
+@dataclass
+class Config:
+    # What
+    model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
+    tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: the model's best
+    dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
+    image_dir: str = ""  # folder of the rows' pictures; empty: that of the data file
+    image_max_pixels: int = 0  # larger pictures are made smaller before the model's own processor
+    format: FormName = "auto"  # of rows
+    columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
+    bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
+    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    max_rows: int = 0  # read only the first rows of each source; 0: all
+    eval_dataset: str = ""  # held-out rows, named like --dataset
+    eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
+    eval_every: int = 0  # steps between held-out losses; 0: at the end only
+
+    train: str = ""  # language,projector,vision; empty: the first two, or with LoRA the first
+
+    # How much
+    epochs: int = 1  # times through the data
+    steps: int = 0  # optimizer steps; 0: whatever --epochs gives
+    global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
+    batch_size: int = 1  # sequences per rank and micro-batch
+    grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
+    seq_len: int = 2048  # tokens of a row
+    too_long: Literal["truncate", "drop", "error"] = "truncate"  # what becomes of longer ones
+    lr: float = 2e-5  # peak learning rate
+    lr_projector: float = 0.0  # of the projector; 0: --lr
+    lr_vision: float = 0.0  # of the vision tower; 0: --lr
+    warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    weight_decay: float = 0.01  # not on norms and biases
+    clip_norm: float = 1.0  # largest gradient norm; 0: no clipping
+    seed: int = 0  # order of the data, dropout
+
+    # How
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
+    # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    optimizer_in_backward: bool = False
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
+    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
+    lora_dropout: float = 0.0  # dropout on the input of the adapters
+    use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+    use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
+    modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
+    adapter: str = ""  # peft folder of an adapter to continue
+    # frozen weights in int8 or nf4
+    quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
+    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
+    quantize_head: bool = False  # the head too; the loss then needs full logits
+    keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
+    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    activation_offload: bool = False  # inputs of recomputed layers wait on the host
+    compile: bool = False  # torch.compile for each layer
+    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    # choose recomputing, offload, resharding and micro-batches; any: also LoRA, 8bit and 4bit
+    fit: Literal["", "same", "any"] = field(default="", metadata={"bare": "same"})
+    force: bool = False  # begin though the plan says that it does not fit
+    reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
+    replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
+    shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
+
+    workers: int = 2  # processes of a rank that decode pictures, ahead of the step; 0: none
+
+    # Where
+    output_dir: str = ""  # run folder; empty: the next free one in output/
+    resume: str = "auto"  # auto: continue what is in --output_dir; none: refuse to; or a checkpoint
+    save_every: int = 500  # steps between checkpoints; 0: none
+    keep: int = 2  # newest checkpoints that stay; 0: all
+    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
+    allow_new_data: bool = False  # resume though the data changed
+    timeout: int = 300  # seconds that ranks wait for each other in a step; twice as many in a save
+    save_model: bool = True  # write OUT/model at the end
+    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
+    log_every: int = 1  # steps between console lines; only there a GPU is waited for
+    profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
+    tensorboard: bool = False  # also log to OUT/tensorboard
+    wandb: bool = False  # also log to Weights & Biases
+
+    def __post_init__(self):
+        check_least(self, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
+        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 2e-5)")
+        check(
+            self.activation_checkpointing != "none" or not self.activation_offload,
+            "--activation_offload has no inputs (fix: --activation_checkpointing full)",
+        )
+        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
+        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
+        self.train = self.train or ("language" if lora_of(self) else "language,projector")
+        others = parse_parts(self.train) - {"language"}
+        fix = "--lora_targets all-linear for language; --modules_to_save for what trains as a whole"
+        check(
+            not (lora_of(self) and others),
+            f"--train {self.train} beside --lora_rank: adapters go where --lora_targets says (fix: {fix})",
+        )
+        both = self.eval_dataset and self.eval_share
+        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
+        given = (self.model and self.dataset) or (TINY / "config.json").exists()
+        check(given, "recipes/tiny/vision is not here (fix: --model FOLDER --dataset FILE)")
+
+
+@releases_output
+def main(cfg: Config) -> Path:
+    """Fine-tune; returns the run folder."""
+    quiet_transformers()
+
+    # --- world: who am I, who are the others ------------------------------------------------------
+    act("world")
+    world = init_distributed()
+    with together(world):
+        axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
+        cfg = settle(cfg, world)
+    agree(world, asdict(cfg), "flags")
+
+    # --- folder: the model's, the run's, and what an earlier start left there ---------------------
+    act("folder")
+    trust = cfg.trust_remote_code
+    source = open_model(cfg.model, world, trust)
+    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
+    with together(world):
+        tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+        attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
+        model = build_model(*structure, attn, trust, kind="pictures")  # on meta
+        check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
+        processor = load_processor(source.folder, tokenizer)
+        pieces = plan_pieces(model, source.weights, source.folder)
+    out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
+    fitted = {}
+    if cfg.fit:
+        from utils.plan.search import fitted_before
+
+        with together(world):
+            fitted = fitted_before(out)  # what --fit found, stays
+            cfg = replace(cfg, **fitted)
+    earlier = Resumed()
+    if holds_run(out) or cfg.resume not in ("auto", "none"):
+        from utils.train.resume import continue_run
+
+        earlier = continue_run(out, cfg.resume, cfg, world)
+    if earlier.finished:
+        print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
+        return out
+
+    # --- data: every row is read, checked and tokenized -------------------------------------------
+    act("data")
+    with together(world, patient=True):
+        rows = rows_of(cfg, source.folder)
+        examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
+        check_positions(model, examples, held_out)
+        if not examples.of_rows(examples.patches).any():
+            cfg = replace(cfg, train="language")  # nothing else has a gradient
+
+    # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
+    act("plan")
+    with together(world):
+        read = (rows, processor, cfg.workers)
+        largest = PictureBatches(examples, 0, 1, 1, 0, 1, pad_id(tokenizer), *read).largest()
+        setting = Setting(
+            config=source.config,
+            param_dtype=DTYPES[cfg.param_dtype],
+            dtype=DTYPES[cfg.dtype],
+            seq_len=longest_row(cfg.seq_len, False, examples, held_out),
+            shards=axes["shard"],
+            replicate=world.size // axes["shard"],
+            local_ranks=world.local_size,
+            gpu=world.device.type == "cuda",
+            batch_size=cfg.batch_size,
+            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            activation_checkpointing=cfg.activation_checkpointing,
+            activation_offload=cfg.activation_offload,
+            cpu_offload=cfg.cpu_offload,
+            reshard_after_forward=cfg.reshard_after_forward,
+            lora=lora_of(cfg),
+            quant=quant_of(cfg),
+            attn=attn,
+            trust_remote_code=trust,
+            kind="pictures",
+            parts="" if lora_of(cfg) else cfg.train,
+            pictures=PictureRow(largest.ids, largest.extra),
+            optimizer=cfg.optimizer,
+            optimizer_in_backward=cfg.optimizer_in_backward,
+            sync_each_microbatch=cfg.sync_each_microbatch,
+            low_cpu_fsdp=cfg.low_cpu_fsdp,
+            async_save=cfg.async_save,
+            compile=cfg.compile,
+            repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
+        )
+        plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
+    cfg = replace(cfg, **plan.chosen)
+    lora, quant = lora_of(cfg), quant_of(cfg)
+    facts = {
+        "seed": cfg.seed,
+        "param_dtype": cfg.param_dtype,
+        "train": cfg.train,
+        "optimizer": cfg.optimizer.removeprefix("paged_"),
+        **lora.flags(),
+        **run_facts(source.config, source.weights, examples.fingerprint),
+    }
+    agree(world, facts, "files")
+    with together(world):
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        if earlier.checkpoint:
+            from utils.train.resume import check_facts
+
+            facts_now = facts | {"global_batch_size": wanted}
+            check_facts(earlier.state, facts_now, cfg.allow_new_data)
+        data_rank, data_ranks = data_place(world, axes)
+        global_batch, micro_batches = divide_batch(
+            cfg.batch_size, cfg.grad_accum, wanted, data_ranks
+        )
+        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        if cfg.optimizer_in_backward:
+            from utils.train.in_backward import check_in_backward
+
+            check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
+        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
+        # On a GPU kernels are chosen, or compiled, for each length.
+        if world.gpu_name and cfg.seq_len % 64 == 0:
+            loader.multiple = 64
+        if held_out:
+            at_once = cfg.batch_size * data_ranks
+            eval_loader = PictureBatches(held_out, cfg.seed, at_once, *shares, *read)
+            eval_loader.multiple = loader.multiple
+        steps = cfg.steps or cfg.epochs * loader.per_epoch
+        warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
+        disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
+    check_space(out, 0 if lora else disk, world)
+    print0(f"model     {cfg.model}: {source.sentence()}")
+    print_template_notes(tokenizer)
+    print_data(cfg.dataset, loader.summary(), examples, held_out)
+    print0(
+        f"train     {cfg.train}{' by adapters' if lora else ''}; pictures of {source.config.model_type}"
+    )
+    print0(f"ranks     {mesh_sentence(world, axes)}")
+    print0(
+        f"batch     {global_batch} = {cfg.batch_size} rows x {data_ranks} ranks x {micro_batches}"
+        f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
+    )
+    print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
+    print0(plan.text, ready=True)
+
+    # --- build: the structure that is trained -----------------------------------------------------
+    act("build")
+    if not cfg.low_cpu_fsdp:
+        model = build_model(*structure, attn, trust, source.folder, kind="pictures")
+    if setting.repeats_keys:
+        from utils.model.attention import repeat_grouped_keys
+
+        repeat_grouped_keys(True)
+    names = None  # names of the parameters that adapters have changed
+    if lora:
+        from utils.model.lora import adapt, fill_adapters, save_adapter
+
+        with together(world):
+            adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
+    else:
+        freeze_parts(model, parse_parts(cfg.train), DTYPES[cfg.dtype])
+    add_chunked_loss(model)
+    recompute_activations(model, cfg.activation_checkpointing)
+    if cfg.activation_offload:
+        from utils.model.activation_offload import offload_inputs
+
+        offload_inputs(model, world.device)
+    if cfg.compile:
+        for layer in decoder_layers(model):
+            layer.compile()  # in place; layers are alike, so one compilation serves all
+    checkpoint = earlier.checkpoint
+    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
+    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
+    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+
+    # --- shard: every parameter cut over the ranks ------------------------------------------------
+    act("shard")
+    mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
+    # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
+    # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
+    found = units(model, DTYPES[cfg.dtype])
+    offload = OffloadPolicy()
+    plain = set()  # parameters that are not sharded
+    if cfg.cpu_offload:
+        on_gpu = world.device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_gpu)
+        if on_gpu:
+            use_all_cores(world)  # the optimizer computes on the CPU
+    elif world.size == 1:  # to gather them would only copy them
+        plain = stored_as_computed(found, micro_batches > 1)
+    for unit in found:
+        fully_shard(
+            unit.modules,
+            mesh=mesh,
+            reshard_after_forward=cfg.reshard_after_forward and unit.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=unit.param_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=unit.cast_forward_inputs,
+            ),
+            offload_policy=offload,
+            ignored_params=plain,
+        )
+        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
+
+    # --- load: the first act that costs memory ----------------------------------------------------
+    act("load")
+    started = time.monotonic()
+    with together(world):
+        if cfg.low_cpu_fsdp:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
+        elif plain:
+            model.to(world.device)  # FSDP2 moves what it shards
+        if lora:
+            fill_adapters(model, cfg.adapter, cfg.seed)
+    print0(f"weights   in place after {time.monotonic() - started:.1f} s")
+    if warning := check_chunked_loss(model, world.device):
+        print0(f"warning: {warning}")
+
+    # --- optimizer --------------------------------------------------------------------------------
+    act("optimizer")
+    rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}
+    groups = []
+    for part, members in part_names(model).items():
+        scale = (rates.get(part) or cfg.lr) / cfg.lr
+        trained = [p for p in map(model.get_parameter, members) if p.requires_grad]
+        for decay, params in (
+            (cfg.weight_decay, [p for p in trained if p.ndim >= 2]),
+            (0.0, [p for p in trained if p.ndim < 2]),  # norms and biases
+        ):
+            if params:
+                groups.append({"params": params, "weight_decay": decay, "scale": scale})
+    if cfg.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)
+    else:
+        from utils.train.optim_8bit import ShardedAdamW8bit
+
+        paged = cfg.optimizer.startswith("paged")
+        optimizer = ShardedAdamW8bit(groups, lr=cfg.lr, betas=BETAS, paged=paged)
+    in_backward = None
+    if cfg.optimizer_in_backward:
+        from utils.train.in_backward import StepInBackward
+
+        in_backward = StepInBackward(optimizer, mesh)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
+    if cfg.cpu_offload:
+        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+
+    # --- resume: weights, optimizer and position, exactly -----------------------------------------
+    act("resume")
+    first = 0
+    if checkpoint:
+        from utils.train.resume import load_checkpoint
+
+        first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+    print0(f"starting at step {first} of {steps}")
+
+    # --- train ------------------------------------------------------------------------------------
+    act("train")
+    model.train()
+    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
+    write_bad_rows(out, world.rank, examples, held_out)
+    profiler, trackers = None, []
+    if cfg.profile or cfg.tensorboard or cfg.wandb:
+        from utils.train.profiling import start_profiler, start_trackers
+
+        if world.rank == 0:
+            trackers = start_trackers(out, cfg.tensorboard, cfg.wandb, first)
+        if cfg.profile:
+            profiler = start_profiler(out / "profile", world, first, steps)
+    stop = ""
+    with (
+        CheckpointSaver(
+            out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
+        ) as saver,
+        RunLog(out, steps, cfg.log_every, trackers, first, run) as log,
+    ):
+        unread = UnreadSteps(log, world, cfg.dtype == "fp16")
+        stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
+        for step in range(first, steps):
+            if not unread.steps:
+                started = time.monotonic()
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
+            trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            decay = {
+                "constant": 1.0,
+                "linear": 1 - done_share,
+                "cosine": 0.5 * (1 + math.cos(math.pi * done_share)),
+            }
+            lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["scale"]
+            losses = []
+            for number, batch in enumerate(batches, 1):
+                model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
+                batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
+                loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
+                # The mean over the trained tokens of the global batch: FSDP divides by the ranks.
+                scaler.scale(loss * world.size / trained_tokens).backward()
+                losses.append(loss.detach())
+            loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
+            peak_bytes = peak_memory_bytes()  # where most is alive
+            scaler.unscale_(optimizer)
+            if in_backward:  # every weight has its update
+                grad_norm = in_backward.grad_norm()
+            else:
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+            finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
+            optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
+            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.update()
+            optimizer.zero_grad()
+            done = step + 1
+            tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
+            unread.add(
+                loss,
+                grad_norm,
+                losses,
+                batches,
+                {},
+                step=done,
+                lr=lr,
+                trained_tokens=int(trained_tokens),
+                tokens=int(tokens),
+                peak_memory_gib=peak_bytes / GIB,
+            )
+            stop = stop_asked()
+            last = stop or done == steps
+            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
+            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            if evals or saves or last or done % cfg.log_every == 0:
+                seconds = unread.read(started, 0.0)  # the one place that waits for a GPU
+            if profiler:
+                profiler.step()
+            if evals:
+                log.step(step=done, eval_loss=eval_loss(model, eval_loader, world))
+            if step == first:
+                set_timeout(cfg.timeout)  # the first step may compile
+            if saves:
+                state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
+                state |= {"global_batch_size": global_batch, "scaler": scaler.state_dict()}
+                path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
+            if stop:
+                break
+    if stop:
+        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
+        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
+        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        print0(f"stopped   by {stop} after step {done}: {path}")
+        print0(f"to go on  {shlex.join(words)}")
+        return out
+    set_timeout()
+
+    # --- save: each rank writes its own bytes of the final files ----------------------------------
+    act("save")
+    result = out / ("adapter" if lora else "model")
+    if cfg.save_model and lora:
+        print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
+    elif cfg.save_model:
+        save_model(
+            result,
+            model,
+            pieces,
+            world,
+            save_dtype=DTYPES[cfg.save_dtype],
+            tokenizer=tokenizer,
+            source=source.folder,
+            eos_ids=end_of_turn_ids(tokenizer),
+        )
+    measured = plan.compare(world) | {"steps": steps, "global_batch_size": global_batch}
+    write_plan(out, plan.planned, measured, world)
+    print0(f"finished  {steps} steps; {result if cfg.save_model else out}")
+    return out
+
+
+def settle(cfg: Config, world) -> Config:
+    """Replace what is left open by what it means here; check what depends on the device."""
+    model = cfg.model or str(TINY)
+    cfg = replace(cfg, model=model, dataset=cfg.dataset or str(TINY / "rows.jsonl"))
+    cfg = replace(cfg, dtype=settle_dtype(cfg.dtype, world.device))
+    packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
+    check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
+    return cfg
+
+
+def rows_of(cfg: Config, processor: Path) -> Rows:
+    """Which rows are read, and how."""
+    return Rows(
+        dataset=cfg.dataset,
+        seq_len=cfg.seq_len,
+        format=cfg.format,
+        columns=cfg.columns,
+        bad_rows=cfg.bad_rows,
+        train_on=cfg.train_on,
+        max_rows=cfg.max_rows,
+        too_long=cfg.too_long,
+        eval_dataset=cfg.eval_dataset,
+        eval_share=cfg.eval_share,
+        processor=str(processor),
+        image_dir=cfg.image_dir,
+        image_max_pixels=cfg.image_max_pixels,
+    )
+
+
+def lora_of(cfg: Config) -> Lora:
+    """The adapters that train."""
+    return Lora(
+        lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        lora_targets=cfg.lora_targets,
+        lora_dropout=cfg.lora_dropout,
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.use_dora,
+        modules_to_save=cfg.modules_to_save,
+        adapter=cfg.adapter,
+    )
+
+
+def quant_of(cfg: Config) -> Quant:
+    """How frozen weights are stored."""
+    return Quant(
+        quantization=cfg.quantization,
+        int8_mode=cfg.int8_mode,
+        quantize_head=cfg.quantize_head,
+        keep_experts_16bit=cfg.keep_experts_16bit,
+    )
+
+
+if __name__ == "__main__":
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
+    with report_errors():
+        stop_at_once()
+        main(parse_cli(Config, aliases="foreign_flags", unless={"model": TINY_VALUES}))
+        stop_distributed()
