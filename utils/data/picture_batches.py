@@ -6,8 +6,10 @@ another one has, it gets a blank one behind the end of its first row: no token t
 """
 
 import json
+import os
 import signal
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ..run.errors import ConfigError
+from ..run.errors import ConfigError, check
 from ..run.signals import CAUGHT, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -48,6 +50,13 @@ class PictureBatches(GlobalBatches):
         self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
         self.patches = self.examples.of_rows(self.examples.patches)
         self.blank = process(self.processor, [Image.new("RGB", BLANK)])
+        check(
+            "aspect_ratio_ids" not in self.blank.features
+            or self.patches.all()
+            or not self.patches.any(),
+            "this model has layers for pictures, which a text alone skips: rows with pictures and rows"
+            " without are not trained in one run (fix: remove the rows without)",
+        )
         self.next_step = -1
         self.made: Iterator = iter(())
 
@@ -84,10 +93,11 @@ class PictureBatches(GlobalBatches):
             return [self.batch(*work) for work in self.work(step)]
         if step != self.next_step:
             self.made = iter(())  # ends the workers
+            ahead = copy(self)  # else this object and its workers would keep each other alive
             self.made = iter(
                 DataLoader(
-                    self,
-                    sampler=self.works(step),
+                    ahead,
+                    sampler=ahead.works(step),
                     batch_size=None,
                     num_workers=self.workers,
                     multiprocessing_context="fork",  # nothing of a GPU is touched
@@ -157,9 +167,10 @@ class PictureBatches(GlobalBatches):
 
 
 def begin_worker(_: int) -> None:
-    """A worker ends with the run, and by nothing else: the run still needs it for its last step."""
+    """A worker ends with the run, and by no signal but SIGTERM, with which torch ends it."""
     for number in CAUGHT:
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     die_with_parent()
 
 

@@ -173,7 +173,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         if places:
             texts, patches = room_of(processor, tuple(sizes[:places]))
             whole, end = with_room(chat, processor.image_token, texts)
-            compare(processor, chat.text, whole.text, sizes[:places])
+            compare(processor, chat.text, encode(tokenizer, whole.text).ids, sizes[:places])
         ids, mask = encode_chat(tokenizer, whole)
         if chat.problem and not part.problem:
             part.problem = f"{where}: {chat.problem}"
@@ -218,8 +218,8 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     return chat._replace(text=text, spans=spans), ranges[-1][1]
 
 
-def compare(processor, text: str, whole: str, sizes: list[Size]) -> None:
-    """Once in a process: the ids of a row are those that the processor gives for its text and pictures.
+def compare(processor, text: str, ours: list[int], sizes: list[Size]) -> None:
+    """Once in a process: our ids of a row are those that the processor gives for its text and pictures.
     ValueError: where they differ.
     """
     if getattr(processor, "compared", False) or HIDDEN.search(text):
@@ -227,7 +227,6 @@ def compare(processor, text: str, whole: str, sizes: list[Size]) -> None:
     processor.compared = True
     blanks = [Image.new("RGB", size) for size in sizes]
     theirs = processor(text=[text], images=[blanks], add_special_tokens=False)["input_ids"][0]
-    ours = encode(processor.tokenizer, whole).ids
     if list(theirs) != ours:
         same = len(os.path.commonprefix([list(theirs), ours]))
         raise ValueError(
@@ -431,8 +430,8 @@ def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Imag
     """
     with open_picture(source, folder) as image, picture_errors(source):
         image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I;16"):
-            image = image.point([value >> 8 for value in range(2**16)], "L")
+        if image.mode.startswith("I"):  # 16 bits
+            image = image.convert("I").point(lambda value: value / 256).convert("L")
         image = image.convert("RGB")
         if fitted(image.size, max_pixels) != tuple(size):
             raise ValueError(f"it has {image.size} pixels, and {size} when its tokens were made")

@@ -1,0 +1,437 @@
+"""Rows with pictures -> ids. Alone: .venv/bin/python -m pytest tests/test_pictures.py"""
+
+import base64
+import io
+import json
+import struct
+from collections import Counter
+
+import pytest
+import torch
+from picture_families import NAMES, family_folder
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from utils.data import examples as data
+from utils.data.chats import Chat
+from utils.data.encode import Rows
+from utils.data.pictures import (
+    decoded,
+    fitted,
+    in_parts,
+    load_processor,
+    open_picture,
+    process,
+    read_pictured,
+    room_of,
+    size_of,
+    with_room,
+)
+from utils.data.tokens import load_tokenizer, render
+from utils.run.errors import ConfigError
+from utils.run.units import IGNORE
+
+SIZES = {"a.png": (60, 40), "b.png": (200, 100), "c.png": (30, 90)}
+ANSWER = {"role": "assistant", "content": "A picture."}
+PART = {"type": "image", "path": "a.png"}
+
+
+def user(*parts) -> dict:
+    return {
+        "role": "user",
+        "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts],
+    }
+
+
+def png(size=(60, 40), color="red", **options) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, options.pop("format", "PNG"), **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """opened(family) -> (folder, tokenizer, processor)."""
+    base = tmp_path_factory.mktemp("families")
+    made = {}
+
+    def open_family(name):
+        if name not in made:
+            folder = family_folder(name, base)
+            tokenizer = load_tokenizer(folder)
+            made[name] = folder, tokenizer, load_processor(str(folder), tokenizer)
+        return made[name]
+
+    return open_family
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    """The working folder, with three pictures in it."""
+    for name, size in SIZES.items():
+        Image.effect_noise(size, 80).convert("RGB").save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(rows: list, folder, tokenizer, seq_len=4000, name="t.jsonl", **settings):
+    with open(name, "w") as file:
+        file.write("\n".join(map(json.dumps, rows)))
+    return data.load_examples(Rows(name, seq_len, processor=str(folder), **settings), tokenizer)
+
+
+def refusal(call, *args, **settings) -> str:
+    with pytest.raises(ConfigError) as refused:
+        call(*args, **settings)
+    return str(refused.value)
+
+
+def read(row: dict, form: str = "") -> tuple[list, list]:
+    """([text of each message], sources); | where a picture stands."""
+    messages, _, sources, _ = read_pictured(row, form, Counter())
+    return [m["content"].replace("\ue0f2", "|") for m in messages], sources
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, opened, pictures):
+    folder, tokenizer, processor = opened(name)
+    turns = [
+        user(PART, "What?"),
+        ANSWER,
+        user(
+            "And ", {"type": "image", "path": "b.png"}, " or\n", {"type": "image", "path": "c.png"}
+        ),
+        ANSWER,
+    ]
+    rows = [
+        {"messages": turns},
+        {"messages": turns[:2]},
+        {"messages": [user("No picture"), ANSWER]},
+    ]
+    examples = load(rows, folder, tokenizer)
+    for i, (row, names) in enumerate(zip(rows, [SIZES, ["a.png"], []], strict=True)):
+        messages = in_parts(read_pictured(row, "chat", Counter())[0])
+        images = [Image.open(picture) for picture in names]
+        made = processor(
+            text=[render(tokenizer, messages)],
+            images=[images] if images else None,
+            add_special_tokens=False,
+        )
+        assert examples[i].ids.tolist() == list(made["input_ids"][0])
+        answers = [id for id, label in zip(*examples[i][:2], strict=True) if label != IGNORE]
+        assert tokenizer.decode(answers).count("A picture.") == len(row["messages"]) // 2
+        assert processor.image_token not in tokenizer.decode(answers)
+    assert (examples.patches > 0).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_own_model_runs_on_what_the_processor_makes(name, opened):
+    folder, tokenizer, processor = opened(name)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+    picture = Image.effect_noise((130, 90), 80).convert("RGB")
+    text = render(tokenizer, messages, prompt=True)
+    made = processor(text=[text], images=[[picture]], return_tensors="pt")
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(**made).logits
+        blank = processor(
+            text=[text], images=[[Image.new("RGB", picture.size)]], return_tensors="pt"
+        )
+        assert logits.isfinite().all()
+        assert not logits[:, -1].allclose(model(**blank).logits[:, -1])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "minicpmv4_6"])
+def test_picture_tokens_are_never_trained_though_all_others_are(name, opened, pictures):
+    folder, tokenizer, processor = opened(name)
+    row = {"messages": [user(PART, "What?"), ANSWER]}
+    example = load([row], folder, tokenizer, train_on="all")[0]
+    untrained = tokenizer.decode(example.ids[example.labels == IGNORE])
+    assert untrained == room_of(processor, (SIZES["a.png"],))[0][0]
+
+
+def test_smolvlm_rooms_are_those_of_its_own_processor(opened):
+    """The class itself cannot be made without num2words, which it needs for videos."""
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    _, _, processor = opened("smolvlm")
+    words = (4, "<fake_token_around_image>", "<image>", "<global-img>")
+    for size, rows, columns in (((60, 40), 2, 2), ((200, 100), 1, 2)):
+        assert room_of(processor, (size,))[0] == [get_image_prompt_string(rows, columns, *words)]
+
+
+# --- forms
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "a.png"}},
+        {"type": "image_url", "image_url": "a.png"},
+        {"type": "image", "image": "a.png"},
+        {"type": "image", "path": "a.png"},
+        {"type": "image", "url": "a.png"},
+    ],
+)
+def test_openai_parts_hold_their_source_under_any_of_their_keys(part):
+    row = {"messages": [user("See ", part, "?"), ANSWER]}
+    assert read(row, "chat") == (["See |?", "A picture."], ["a.png"])
+
+
+def test_parts_without_a_source_take_the_next_of_the_row():
+    row = {"messages": [user({"type": "image"}, " and ", {"type": "image"}), ANSWER]}
+    assert read(row | {"images": ["a.png", "b.png"]}, "chat") == (
+        ["| and |", "A picture."],
+        ["a.png", "b.png"],
+    )
+
+
+@pytest.mark.parametrize("key", ["image", "images"])
+def test_llama_factory_and_llava_rows_write_image_in_their_texts(key):
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "It."}]
+    row = {"conversations": turns, key: "a.png" if key == "image" else ["a.png"]}
+    assert read(row, "sharegpt") == (["|\nWhat?", "It."], ["a.png"])
+
+
+def test_rows_of_the_cauldron_and_alpaca_show_pictures_before_the_first_text():
+    texts = [{"user": "What?", "assistant": "It."}, {"user": "Sure?", "assistant": "Yes."}]
+    assert read({"images": ["a.png", "b.png"], "texts": texts})[0][0] == "||What?"
+    alpaca = {"instruction": "What?", "output": "It.", "image": "a.png"}
+    assert read(alpaca, "alpaca") == (["|What?", "It."], ["a.png"])
+
+
+def test_image_without_a_picture_is_text():
+    assert (
+        read({"messages": [user("<image> is a tag"), ANSWER]}, "chat")[0][0] == "<image> is a tag"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": [user("<image> <image>"), ANSWER], "images": ["a.png"]}, "1 pictures for 2"),
+        ({"messages": [user("none"), ANSWER], "images": ["a.png"]}, "1 pictures for 0 places"),
+        ({"messages": [user({"type": "image"}), ANSWER]}, "0 pictures for 1"),
+        ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),
+        ({"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]}, "videos: videos and sounds"),
+        (
+            {"messages": [user({"type": "input_audio"}), ANSWER]},
+            "messages[0].content[0].type: 'input_",
+        ),
+        ({"messages": [user("Draw"), user(PART) | {"role": "assistant"}]}, "turn of the assistant"),
+        ({"messages": [user(PART | {"path": 3}), ANSWER]}, "expected a path"),
+        ({"text": "<image>", "image": "a.png"}, "no conversation"),
+    ],
+)
+def test_rows_that_cannot_be_read_say_why_at_their_place(row, why, opened, pictures):
+    assert f"t.jsonl:1: {why}" in refusal(load, [row], *opened("llava")[:2]) or (
+        why in refusal(load, [row], *opened("llava")[:2])
+    )
+
+
+# --- sources
+
+
+def test_a_source_is_a_path_a_url_or_bytes(opened, pictures):
+    content = base64.b64encode(png()).decode()
+    sources = [
+        "a.png",
+        str(pictures / "a.png"),
+        (pictures / "a.png").as_uri(),
+        f"data:image/png;base64,{content}",
+    ]
+    rows = [{"messages": [user({"type": "image", "url": s}), ANSWER]} for s in sources]
+    assert len(load(rows, *opened("llava")[:2])) == len(sources)
+
+
+def test_parquet_holds_bytes(opened, pictures):
+    import pyarrow
+    import pyarrow.parquet
+
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "It."}]
+    for name, value in (
+        ("dict.parquet", {"bytes": png(), "path": "x.png"}),
+        ("bytes.parquet", png()),
+    ):
+        table = pyarrow.Table.from_pylist([{"messages": turns, "images": [value]}])
+        pyarrow.parquet.write_table(table, name)
+        folder, tokenizer, _ = opened("llava")
+        examples = data.load_examples(Rows(name, 500, processor=str(folder)), tokenizer)
+        assert len(examples) == 1
+        assert examples.patches.tolist() == [16]
+
+
+def test_paths_are_relative_to_the_data_file_or_to_image_dir(opened, pictures):
+    (pictures / "deep").mkdir()
+    (pictures / "deep" / "d.png").write_bytes(png())
+    row = {"messages": [user(PART | {"path": "d.png"}), ANSWER]}
+    family = opened("llava")[:2]
+    assert "t.jsonl:1: picture 'd.png': no such file" in refusal(load, [row], *family)
+    assert len(load([row], *family, image_dir="deep"))
+    assert len(load([row], *family, name="deep/t.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "source", ["../out.png", "/etc/hostname", "link.png", "file:///etc/hostname"]
+)
+def test_no_path_leads_out_of_the_folder(source, opened, pictures, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "out.png"
+    outside.write_bytes(png())
+    (pictures / "link.png").symlink_to(outside)
+    row = {"messages": [user(PART | {"path": source}), ANSWER]}
+    assert "leads out of" in refusal(load, [row], *opened("llava")[:2])
+
+
+@pytest.mark.parametrize("source", ["http://x/a.png", "https://x/a.png", "s3://x/a.png", "gs://a"])
+def test_addresses_are_refused_by_name(source):
+    with pytest.raises(ValueError, match=f"{source.split(':')[0]}: is not fetched.*download"):
+        open_picture(source, ".")
+
+
+# --- files
+
+
+def header(width: int, height: int) -> bytes:
+    """A PNG that says it has that size, and has no pixels."""
+    import zlib
+
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
+    return head + struct.pack(">I", 10) + b"IDAT"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "cannot identify"),
+        (b"no picture", "cannot identify"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
+        (png()[:20], "cannot identify|Truncated|truncated"),
+        (png()[:-30], "broken|truncated|Truncated|EOF|incomplete"),
+        (header(20000, 20000), "DecompressionBomb"),
+        (header(12000, 12000), "DecompressionBomb"),
+    ],
+)
+def test_what_is_no_whole_picture_is_named_with_its_row(content, why, opened, pictures):
+    (pictures / "bad.png").write_bytes(content)
+    rows = [
+        {"messages": [user(PART), ANSWER]},
+        {"messages": [user(PART | {"path": "bad.png"}), ANSWER]},
+    ]
+    import re
+
+    said = refusal(load, rows, *opened("llava")[:2])
+    assert said.startswith("t.jsonl:2: picture 'bad.png': ")
+    assert re.search(why, said)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])
+def test_exif_turns_a_picture_before_its_size_counts(kind, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "t").write_bytes(png((60, 40), format=kind, exif=exif))
+    assert size_of("t", tmp_path) == (40, 60)
+    assert decoded("t", tmp_path, (40, 60), 0).size == (40, 60)
+
+
+def save(image: Image.Image, path) -> None:
+    image.save(path, {"CMYK": "TIFF", "I;16": "PNG"}.get(image.mode, "PNG"))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_every_mode_becomes_rgb_of_the_same_shade(mode, tmp_path):
+    image = Image.new("L", (8, 6), 128)
+    image = Image.new(mode, (8, 6), 128 * 256) if mode == "I;16" else image.convert(mode, dither=0)
+    save(image, tmp_path / "t")
+    made = decoded("t", tmp_path, (8, 6), 0)
+    assert made.mode == "RGB"
+    shade = 255 if mode == "1" else 128
+    assert all(abs(value - shade) <= 1 for value in made.getpixel((3, 3)))
+
+
+def test_a_picture_that_breaks_off_is_an_error_when_it_is_decoded(tmp_path):
+    whole = io.BytesIO()
+    Image.effect_noise((200, 200), 80).save(whole, "JPEG")
+    (tmp_path / "t").write_bytes(whole.getvalue()[:-2000])
+    size = size_of("t", tmp_path)
+    with pytest.raises(ValueError, match="picture 't'.*truncated"):
+        decoded("t", tmp_path, size, 0)
+
+
+# --- lengths
+
+
+def test_image_max_pixels_makes_pictures_smaller_and_keeps_their_shape(opened, pictures):
+    assert fitted((400, 100), 10_000) == (200, 50)
+    assert fitted((40, 10), 10_000) == (40, 10)
+    row = {"messages": [user(PART | {"path": "b.png"}), ANSWER]}
+    family = opened("qwen2_5_vl")[:2]
+    large, small = (load([row], *family, image_max_pixels=n) for n in (0, 70 * 70))
+    assert len(small[0].ids) < len(large[0].ids)
+    assert small.patches < large.patches
+
+
+def test_a_long_row_is_cut_only_behind_its_pictures(opened, pictures):
+    family = opened("qwen2_5_vl")[:2]
+    long = {"messages": [user(PART, "What?"), ANSWER | {"content": "word " * 100}]}
+    pictured = {"messages": [user("x" * 200, PART), ANSWER]}
+    examples = load([long, pictured], *family, seq_len=100)
+    assert [len(example.ids) for example in examples] == [100]
+    assert [reason[:13] for reason in examples.dropped] == ["with pictures"]
+    assert examples.patches.tolist() == [48]
+    dropped = load(
+        [long, {"messages": [user(PART), ANSWER]}], *family, seq_len=100, too_long="drop"
+    )
+    assert dropped.dropped == {"longer than --seq_len": 1}
+    assert "t.jsonl:1: " in refusal(load, [long], *family, seq_len=100, too_long="error")
+
+
+def test_rows_with_other_pictures_and_the_same_words_are_other_rows(opened, pictures):
+    rows = [{"messages": [user(PART | {"path": p}), ANSWER]} for p in ("a.png", "a2.png", "a.png")]
+    (pictures / "a2.png").write_bytes(png(SIZES["a.png"], "blue"))
+    examples = load(rows, *opened("llava")[:2])
+    keys = examples.keys.tolist()
+    assert keys[0] == keys[2] != keys[1]
+    assert (
+        load(rows[:2], *opened("llava")[:2]).fingerprint
+        != load(rows[::2], *opened("llava")[:2]).fingerprint
+    )
+
+
+def test_spans_move_with_the_room_of_pictures_and_leave_it_out():
+    chat = Chat("a#b#c", [(0, 5, False), (4, 5, True)])
+    moved, end = with_room(chat, "#", ["12", "345"])
+    assert moved.text == "a12b345c"
+    assert [moved.text[a:b] for a, b, _ in moved.spans] == ["a", "b", "c", "c"]
+    assert end == 7
+
+
+def test_a_processor_that_gives_other_tokens_is_named(opened, pictures, tmp_path):
+    """A tokenizer of another folder than the processor's, by mistake."""
+    folder, tokenizer, _ = opened("internvl")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["normalizer"] = {"type": "Lowercase"}
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    other = load_tokenizer(tmp_path)
+    row = {"messages": [user(PART, "What?"), ANSWER]}
+    load_processor(str(tmp_path), other).tokenizer = tokenizer
+    assert "the model's processor gives" in refusal(load, [row], tmp_path, other)
+
+
+def test_a_model_without_pictures_is_refused(tmp_path):
+    from test_tokens import byte_level
+
+    byte_level(True).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    said = refusal(load_processor, str(tmp_path), load_tokenizer(tmp_path))
+    assert "its processor cannot be read" in said
+
+
+def test_process_gives_sizes_alone_the_rooms_of_real_pictures(opened):
+    for name in NAMES:
+        _, _, processor = opened(name)
+        images = [Image.effect_noise(size, 80).convert("RGB") for size in SIZES.values()]
+        assert process(processor, images).texts == room_of(processor, (*SIZES.values(),))[0]
