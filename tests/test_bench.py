@@ -219,7 +219,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
 def test_a_mistyped_benchmark_is_named(tmp_path):
     done = shell(f"{BENCH} laod")
     assert done.returncode == 2
-    names = "load, save, step, dpo, rollouts, loss, attention, quant, data, gpu, memory"
+    names = "load, save, step, dpo, rollouts, loss, attention, quant, data, stream, gpu, memory"
     assert done.stderr == f"error: --what takes one of {names}; not 'laod'\n"
 
 

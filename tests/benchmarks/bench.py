@@ -2,7 +2,7 @@
 Measure what the README claims, beside the peers: ratios within one run, median with min and max.
 
     python tests/benchmarks/bench.py load
-    # also: save, step, dpo, rollouts, loss, attention, quant, data, gpu, memory
+    # also: save, step, dpo, rollouts, loss, attention, quant, data, stream, gpu, memory
     python tests/benchmarks/bench.py save --ranks 2 --only ours,raw_write --json save.json
 
 Every contender runs in fresh processes, and they take turns (a b c, a b c, ...): a drift of the machine
@@ -58,6 +58,7 @@ class Config:
         "attention",
         "quant",
         "data",
+        "stream",
         "gpu",
         "memory",
     ] = "load"

@@ -59,9 +59,13 @@ class Recorder(TorchDispatchMode):
         by_element = kind_of(function) in FILLS | CHANGES and not any(map(is_meta, args))
         what = f"--init random: the rule for {name} is not one for each element"
         check(by_element and target.is_contiguous(), f"{what} (fix: {FIX})")
-        args = [v.expand(target.shape).flatten() if torch.is_tensor(v) else v for v in args]
+        arguments = []
+        for value in args:
+            if torch.is_tensor(value):
+                value = value.expand(target.shape).flatten()
+            arguments.append(value)
         begin = target.storage_offset()
-        self.steps[name].append(Step(function, begin, begin + target.numel(), args, options))
+        self.steps[name].append(Step(function, begin, begin + target.numel(), arguments, options))
 
 
 def kind_of(function) -> str:
@@ -132,7 +136,8 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
         tensor = state[name]
         shape = tuple(tensor.shape)
         info = TensorInfo(None, tensor.dtype, shape, 0)
-        boxes = local_box(tensor, Piece(name, info, name, (0,) * len(shape), shape))
+        whole = Piece(name, info, name, (0,) * len(shape), shape)
+        boxes = local_box(tensor, whole)
         if boxes is None:
             continue
         in_shard, in_tensor = boxes
@@ -155,7 +160,9 @@ def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> 
         if start >= end:
             continue
         own = slice(start - step.begin, end - step.begin)
-        arguments = [value[own] if torch.is_tensor(value) else value for value in step.arguments]
+        arguments = []
+        for value in step.arguments:
+            arguments.append(value[own] if torch.is_tensor(value) else value)
         options = dict(step.options)
         if any(argument.name == "generator" for argument in step.function._schema.arguments):
             options["generator"] = generator
