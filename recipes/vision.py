@@ -56,7 +56,7 @@ from utils.model.sharding import (
     units,
 )
 from utils.plan.fit import estimate_disk, plan_memory
-from utils.plan.pictures import PictureRow
+from utils.plan.pictures import Pictures
 from utils.plan.states import Setting
 from utils.run.distributed import (
     agree,
@@ -262,7 +262,7 @@ def main(cfg: Config) -> Path:
     act("plan")
     with together(world):
         read = (rows, processor, cfg.workers)
-        largest = PictureBatches(examples, 0, 1, 1, 0, 1, pad_id(tokenizer), *read).largest()
+        pictured = PictureBatches(examples, 0, 1, 1, 0, 1, pad_id(tokenizer), *read)
         setting = Setting(
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
@@ -284,7 +284,7 @@ def main(cfg: Config) -> Path:
             trust_remote_code=trust,
             kind="pictures",
             parts="" if lora_of(cfg) else cfg.train,
-            pictures=PictureRow(largest.ids, largest.extra),
+            pictures=Pictures(pictured.largest),
             optimizer=cfg.optimizer,
             optimizer_in_backward=cfg.optimizer_in_backward,
             sync_each_microbatch=cfg.sync_each_microbatch,

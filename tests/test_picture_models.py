@@ -4,6 +4,9 @@ python -m pytest tests/test_picture_models.py
 """
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +142,15 @@ def test_a_model_with_code_of_its_own_is_refused_with_what_to_take_instead(tmp_p
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="llama is no model of pictures.*MiniCPM-V 4.6"):
         on_meta(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_planned_peak_is_within_five_percent_of_torchs_tracker(folders):
+    script = Path(__file__).with_name("picture_tracker.py")
+    command = [sys.executable, str(script), *(str(folders(name)) for name in NAMES)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == 8 * len(NAMES)
+    wrong = [setting for setting in found if not -0.02 < setting[-1] < 0.05]
+    assert wrong == []

@@ -73,9 +73,9 @@ class PictureBatches(GlobalBatches):
         patches = int(self.patches.sum())
         return f"{super().summary()}; {pictured:,} with pictures of {patches:,} patches of 14 x 14 pixels"
 
-    def largest(self) -> Batch:
-        """The row with the most pictures, alone."""
-        return self.batch([int(self.patches.argmax())])
+    def largest(self, rows: int) -> Batch:
+        """A batch of so many rows, each the one with the most pictures."""
+        return self.batch([int(self.patches.argmax())] * rows)
 
     def costs(self, rows: list[int]) -> torch.Tensor:
         return super().costs(rows) + self.patches[rows]

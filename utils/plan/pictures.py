@@ -5,122 +5,214 @@ zeros up to its language model, and only what is large in it (the embedding, the
 projector) on fake tensors, module by module.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..model.parts import PROJECTOR
 from ..model.sharding import tower_layers
-from .trace import Call, LiveBytes, Segment, parameters_in
+from .replay import Replay, Unit
+from .trace import LiveBytes, Segment, parameters_in, tensors_in
+
+INDEXED = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class PictureRow:
-    """The row of a run with the most pictures: ids (1, T), and what the model takes beside them."""
+class Pictures:
+    """What the plan takes each row for: the one with the most pictures. rows_of(n) is a batch of n such rows:
+    ids (n, T), and extra, what the model takes beside them.
+    """
 
-    ids: torch.Tensor
-    extra: dict[str, torch.Tensor]
+    rows_of: Callable
 
-    def repeated(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(ids (rows, seq_len), the rest of such a batch)."""
-        tokens = self.ids.shape[1]
+        found = self.rows_of(rows)
+        shape = found.ids.shape
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.shape[:2] == (1, tokens):  # of each token
-                tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - tokens))
-            return tensor.repeat(rows, *[1] * (tensor.ndim - 1))
+            if tensor.shape[:2] != shape:  # not of each token
+                return tensor
+            return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - shape[1]))
 
-        return padded(self.ids), {name: padded(value) for name, value in self.extra.items()}
+        return padded(found.ids), {name: padded(value) for name, value in found.extra.items()}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a layer of a tower, by its number, or of a projector (-1). backward: with the whole gradients,
+    without what was kept.
+    """
+
+    layer: int
+    forward: Segment
+    backward: Segment
+    trains: bool  # gradients go through it
+
+
+class PictureBytes(LiveBytes):
+    """Of operations on tensors that are not fake, such as sizes of pictures, it gives the true results."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in INDEXED:
+            args = (args[0], numbered(args[1]), *args[2:])
+        given = list(tensors_in((args, kwargs or {})))
+        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+            with unset_fake_temporarily():
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices with numbers for a true mask; how many a fake one has, it does not know."""
+    found = []
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+        if is_mask and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                found += index.nonzero().unbind(1)
+        else:
+            found.append(index)
+    return found
 
 
 class Reached(Exception):
     """The language model was called."""
 
 
-def trace_pictures(
-    model: nn.Module, dtype: torch.dtype, ids: torch.Tensor, extra: dict
-) -> tuple[tuple[Call, ...], int, dict]:
-    """(the calls of tower and projector in their order, bytes that are kept beside those, what the language
-    model is called with) in the forward of a micro-batch. The model is on meta and in training mode. Equal
-    calls are traced once.
+class PictureTrace:
+    """The calls of tower and projector, in their order, in the forward of a micro-batch, the bytes that are
+    kept beside those, and what the language model is called with.
     """
-    layers, decoder = tower_layers(model), model.get_decoder()
-    projector, inside = [], {m for layer in layers for m in layer.modules()}
-    for name, module in model.named_modules():
-        is_called = not isinstance(module, nn.ModuleList)
-        if PROJECTOR.search(name) and is_called and module not in inside:
-            projector.append(module)
-            inside.update(module.modules())
-    large = [model.get_input_embeddings(), *projector, *layers]
-    calls: list[Call] = []
-    known: dict[tuple, tuple] = {}
-    graphs = []  # what the backward of the real parts needs stays
 
-    def run(module: nn.Module, *args, **kwargs):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, ids: torch.Tensor, extra: dict):
+        """model: on meta, in training mode."""
+        self.model, self.dtype = model, dtype
+        self.layers = tower_layers(model)
+        self.calls: list[Call] = []
+        self.known: dict[tuple, tuple] = {}  # equal calls are traced once
+        self.graphs = []  # what the backward of the real parts needs stays
+        decoder, self.embedding = model.get_decoder(), model.get_input_embeddings()
+        projector, inside = [], {m for layer in self.layers for m in layer.modules()}
+        for name, module in model.named_modules():
+            is_called = not isinstance(module, nn.ModuleList)
+            if PROJECTOR.search(name) and is_called and module not in inside:
+                projector.append(module)
+                inside.update(module.modules())
+        large = [self.embedding, *projector, *self.layers]
+        heavy = [*large, decoder, model.get_output_embeddings()]
+        with ExitStack() as stack:
+            stack.enter_context(parameters_in(dtype, model, heavy))
+            idle = {module for found in heavy for module in found.modules()}
+            for module in set(model.modules()) - idle:
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    if tensor is not None:
+                        tensor.data.zero_()
+            for module in (*large, decoder):
+                module.forward = reach if module is decoder else partial(self.run, module)
+                stack.callback(delattr, module, "forward")
+            live = stack.enter_context(LiveBytes())
+            try:
+                model.base_model(ids, **extra, use_cache=False)
+            except Reached as reached:
+                (self.read,) = reached.args
+        self.bytes = live.live + sum(value.nbytes for value in extra.values())
+        if self.read.get("inputs_embeds") is not None:  # the embedding's
+            key = self.read["inputs_embeds"].untyped_storage()._cdata
+            self.bytes -= live.sizes.get(key, 0)
+        self.graphs.clear()
+
+    def run(self, module: nn.Module, *args, **kwargs):
+        """In place of the forward of a large module: zeros like what it gives."""
         values, structure = tree_flatten((args, kwargs))
-        graphs.extend(value for value in values if getattr(value, "requires_grad", False))
+        self.graphs += [value for value in values if getattr(value, "requires_grad", False)]
         shapes = [description(value) for value in [*values, *module.parameters()]]
         key = (type(module), str(structure), *shapes)
-        if key not in known:
-            with _disable_current_modes():
-                known[key] = trace_call(model, module, dtype, args, kwargs)
-        forward, backward, outputs = known[key]
-        if module is not large[0]:
-            layer = layers.index(module) if module in layers else -1
-            trains = any(value.requires_grad for value in tree_leaves(outputs))
-            calls.append(Call(layer, forward, backward, trains))
-        with _disable_current_modes():  # they count as the call's
+        with _disable_current_modes():
+            if key not in self.known:
+                self.known[key] = self.trace_call(module, args, kwargs)
+            forward, backward, outputs = self.known[key]
+            if module is not self.embedding:
+                layer = self.layers.index(module) if module in self.layers else -1
+                trains = any(value.requires_grad for value in tree_leaves(outputs))
+                self.calls.append(Call(layer, forward, backward, trains))
             return tree_map_only(torch.Tensor, zeros_like, outputs)
 
-    def reach(**kwargs):
-        raise Reached(kwargs)
+    def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        """(its forward, its backward, its outputs as meta tensors) of a call of a module."""
+        live = PictureBytes()
+        own = next(name for name, module in self.model.named_modules() if module is called)
+        others = []
+        for name, module in self.model.named_modules():
+            if not (f"{own}.".startswith(f"{name}.") or name.startswith(own)) and name:
+                others.append(module)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            parameters_in(self.dtype, self.model, others),
+        ):
+            args, kwargs = tree_map_only(torch.Tensor, fake_like, (args, kwargs))
+            with live:
+                # Not the module itself, whose hooks collect hidden states.
+                outputs = type(called).forward(called, *args, **kwargs)
+                live.mark("forward")
+            shapes = tree_map_only(torch.Tensor, meta_like, outputs)
+            with live:
+                trained = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
+                grads = [torch.empty_like(t) for t in trained]
+                live.mark("gradients")
+                if trained:
+                    torch.autograd.backward(trained, grads)
+                del outputs, trained, grads
+                live.mark("backward")
+        return live.segments["forward"][0], live.segments["backward"][0], shapes
 
-    with ExitStack() as stack:
-        heavy = [*large, decoder, model.get_output_embeddings()]
-        stack.enter_context(parameters_in(dtype, model, heavy, make=torch.zeros))
-        for module in (*large, decoder):
-            module.forward = partial(run, module) if module is not decoder else reach
-            stack.callback(delattr, module, "forward")
-        live = stack.enter_context(LiveBytes())
-        try:
-            model.base_model(ids, **extra, use_cache=False)
-        except Reached as reached:
-            (read,) = reached.args
-            kept = live.live + sum(value.nbytes for value in extra.values())
-            if read.get("inputs_embeds") is not None:  # the embedding's
-                kept -= live.sizes.get(read["inputs_embeds"].untyped_storage()._cdata, 0)
-            return tuple(calls), kept, read | {"input_ids": None}
-    raise AssertionError(f"{type(model).__name__} does not call its language model")
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """The last hidden states of the language model, where parameters and ids (B, T) are fake."""
+        embedded = self.embedding(ids)
+        trains = any(call.trains for call in self.calls)
+        features = torch.empty(embedded.shape, dtype=embedded.dtype, requires_grad=trains)
+        self.read["input_ids"] = None
+        self.read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
+        del embedded, features
+        output = self.model.get_decoder()(**self.read)
+        self.read.clear()
+        return output.last_hidden_state
+
+    def forward(self, replay: Replay, towers: list[Unit]) -> None:
+        """The part of a step that comes between the embedding and the blocks."""
+        for call in self.calls:
+            if call.layer >= 0:
+                replay.unshard(f"tower {call.layer}", towers[call.layer], True)
+            replay.compute(call.forward if call.trains else replace(call.forward, rest=0))
+            if call.layer >= 0 and replay.setting.reshard_after_forward:
+                replay.reshard(f"tower {call.layer}", towers[call.layer])
+
+    def backward(self, replay: Replay, towers: list[Unit], sync: bool) -> None:
+        """What comes after that of the blocks."""
+        for call in reversed([call for call in self.calls if call.trains]):
+            if call.layer < 0:
+                replay.compute(call.backward)
+                continue
+            unit = towers[call.layer]
+            replay.unshard(f"tower {call.layer}", unit, False)
+            replay.compute(call.backward, unit.grads)
+            replay.reduce(f"tower {call.layer}", unit, sync)
 
 
-def trace_call(
-    model: nn.Module, module: nn.Module, dtype: torch.dtype, args: tuple, kwargs: dict
-) -> tuple[Segment, Segment, object]:
-    """(its forward, its backward, its outputs as meta tensors) of a call of a module of the model."""
-    live = LiveBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True), parameters_in(dtype, model, [], module):
-        args, kwargs = tree_map_only(torch.Tensor, fake_like, (args, kwargs))
-        with live:
-            # Not the module itself, whose hooks collect hidden states.
-            outputs = type(module).forward(module, *args, **kwargs)
-            live.mark("forward")
-        shapes = tree_map_only(torch.Tensor, meta_like, outputs)
-        with live:
-            trained = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
-            grads = [torch.empty_like(t) for t in trained]
-            live.mark("gradients")
-            if trained:
-                torch.autograd.backward(trained, grads)
-            del outputs, trained, grads
-            live.mark("backward")
-    return live.segments["forward"][0], live.segments["backward"][0], shapes
+def reach(**kwargs):
+    raise Reached(kwargs)
 
 
 def description(value: object) -> object:

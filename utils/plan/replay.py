@@ -52,9 +52,9 @@ def units_of(
     own = set().union(*parameters_of_parts)
     rest = _unit([p for p in model.parameters() if p not in own], kept, plain, setting)
     units = [_unit(parameters, kept, plain, setting) for parameters in parameters_of_parts]
-    first = len(layers) + 1
-    blocks, towers = units[1:first], units[first : first + len(towers)]
-    return rest, units[0], blocks, None if is_tied else units[-1], towers
+    end = len(layers) + 1
+    towers = units[end : end + len(towers)]
+    return rest, units[0], units[1:end], None if is_tied else units[-1], towers
 
 
 def _unit(parameters: list[nn.Parameter], kept: set, plain: set, setting: Setting) -> Unit:
@@ -232,13 +232,8 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
         replay.compute(trace.embedding)
     if head and reshards:
         replay.reshard("embedding", embedding)
-    for call in trace.calls if trace else ():
-        name = f"tower {call.layer}"
-        if call.layer >= 0:
-            replay.unshard(name, towers[call.layer], True)
-        replay.compute(call.forward if call.trains else replace(call.forward, rest=0))
-        if call.layer >= 0 and reshards:
-            replay.reshard(name, towers[call.layer])
+    if trace and trace.pictures:
+        trace.pictures.forward(replay, towers)
     for k, unit in enumerate(blocks):
         replay.unshard(k, unit, True)
         if trace:
@@ -256,8 +251,9 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     units: of units_of, for a setting of the same shards, dtype and offload.
     """
     replay = Replay(states, setting)
-    replay.add("pictures", trace.picture_bytes)
     rest, embedding, blocks, head, towers = units
+    if trace.pictures:
+        replay.add("pictures", trace.pictures.bytes)
     micro_batches = min(setting.grad_accum, 3)  # the others are like the second
     for i in range(micro_batches):
         sync = setting.sync_each_microbatch or i == micro_batches - 1
@@ -277,15 +273,8 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
                 replay.fetch(k - 1, blocks[k - 1])
             replay.compute(trace.blocks_back[trace.kinds[k]], unit.grads)
             replay.reduce(k, unit, sync)
-        for call in reversed(trace.calls):
-            name = f"tower {call.layer}"
-            if call.layer >= 0 and call.trains:
-                replay.unshard(name, towers[call.layer], False)
-            grads = towers[call.layer].grads if call.layer >= 0 else 0
-            if call.trains:
-                replay.compute(call.backward, grads)
-            if call.layer >= 0 and call.trains:
-                replay.reduce(name, towers[call.layer], sync)
+        if trace.pictures:
+            trace.pictures.backward(replay, towers, sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
         replay.reduce("rest", rest, sync)
         replay.reduce("embedding", embedding, sync)

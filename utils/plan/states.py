@@ -39,7 +39,7 @@ class Setting:
     trust_remote_code: bool = False
     kind: str = "text"  # of loading.KINDS
     parts: str = ""  # of a model of pictures that train, see parts.parse_parts; "": all
-    pictures: object = None  # plan.pictures.PictureRow
+    pictures: object = None  # a pictures.Pictures
     frozen_bytes: int = 0  # of a rank's shards of other models, which do not train
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"

@@ -8,17 +8,13 @@ tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -31,12 +27,6 @@ from ..model.sharding import (
     recompute_activations,
 )
 
-INDEXED = (
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.index_put_.default,
-)
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -44,18 +34,6 @@ class Segment:
 
     peak: int  # the most at a time
     rest: int  # at its end
-
-
-@dataclass(frozen=True)
-class Call:
-    """Of a layer of a tower, by its number, or of a projector (-1). backward: without what it has kept, and
-    with the whole gradients.
-    """
-
-    layer: int
-    forward: Segment
-    backward: Segment
-    trains: bool  # gradients go through it
 
 
 @dataclass(frozen=True)
@@ -70,8 +48,7 @@ class Trace:
     blocks_back: list[Segment]  # rest: without what was kept, and with the unsharded gradients
     embedding_back: Segment
     input_bytes: int  # of a block's input
-    calls: tuple[Call, ...] = ()  # before the blocks
-    picture_bytes: int = 0  # of pictures, and what is kept of them beside the calls
+    pictures: object = None  # a pictures.PictureTrace
 
 
 class LiveBytes(TorchDispatchMode):
@@ -111,15 +88,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def run_operation(func, args: tuple, kwargs: dict):
-    """Its result; of tensors that are not fake, such as sizes of pictures, a true one. Kernels of experts
-    take dtypes besides bf16; the code for their shapes does not (torch 2.13).
+    """Its result. Kernels of experts take dtypes besides bf16; the code for their shapes does not (torch
+    2.13).
     """
-    if func in INDEXED:
-        args = (args[0], numbered(args[1]), *args[2:])
-    given = list(tensors_in((args, kwargs)))
-    if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     taken = []
@@ -127,19 +98,6 @@ def run_operation(func, args: tuple, kwargs: dict):
         is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point()
         taken.append(arg.bfloat16() if is_float else arg)
     return func(*taken, **kwargs).to(args[0].dtype)
-
-
-def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices with numbers for a true mask, of which a fake one has not how many there are."""
-    found = []
-    for index in indices:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
-        if is_mask and not isinstance(index, FakeTensor):
-            with unset_fake_temporarily():
-                found += index.nonzero().unbind(1)
-        else:
-            found.append(index)
-    return found
 
 
 def tensors_in(values: object) -> Iterator[torch.Tensor]:
@@ -167,17 +125,16 @@ def trace_step(
 ) -> Trace:
     """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
     documents apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys:
-    see sharding.lacks_grouped_kernels. pictures: a PictureRow, of which each row is one.
+    see sharding.lacks_grouped_kernels. pictures: of a model that reads some.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     kinds, firsts = kinds_of(layers, apart)
     repeats = [layer for layer in layers if layer not in firsts]
-    live = LiveBytes()
+    live, traced = LiveBytes(), None
     # Where nothing keeps the input of a block it goes, but only after the mark at the block's end.
     inputs: list[tuple] = []  # of each block that ran: its input's storage, weakly, and the bytes
     gone: list[int] = []  # bytes of the inputs that went
-    calls, read, picture_bytes = (), None, 0
     with ExitStack() as stack:
         if repeats_keys:
             from ..model.attention import repeat_grouped_keys
@@ -198,10 +155,10 @@ def trace_step(
 
                 hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
         if pictures:
-            from .pictures import trace_pictures
+            from .pictures import PictureBytes, PictureTrace
 
-            given, extra = pictures.repeated(batch, seq_len)
-            calls, picture_bytes, read = trace_pictures(model, dtype, given, extra)
+            live = PictureBytes()
+            traced = PictureTrace(model, dtype, *pictures.batch(batch, seq_len))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
@@ -219,14 +176,8 @@ def trace_step(
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
-        if read:
-            embedded = model.get_input_embeddings()(ids)
-            options = {"dtype": embedded.dtype, "requires_grad": any(c.trains for c in calls)}
-            features = torch.empty(embedded.shape, **options)
-            read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
-            del embedded, features
-            hidden = model.get_decoder()(**read).last_hidden_state
-            del read
+        if traced:
+            hidden = traced.hidden(ids)
         else:
             hidden = backbone(model)(ids, use_cache=False).last_hidden_state
         gone.append(gone_bytes(inputs))  # the last one's goes before the loss
@@ -241,11 +192,12 @@ def trace_step(
         live.mark("end")
         del total
     input_bytes = batch * seq_len * hidden_bytes
-    trace = trace_of_segments(kinds, live.segments, gone, input_bytes)
-    return replace(trace, calls=calls, picture_bytes=picture_bytes)
+    return trace_of_segments(kinds, live.segments, gone, input_bytes, traced)
 
 
-def trace_of_segments(kinds: list[int], segments: dict, gone: list[int], input_bytes: int) -> Trace:
+def trace_of_segments(
+    kinds: list[int], segments: dict, gone: list[int], input_bytes: int, pictures: object
+) -> Trace:
     """gone: bytes of each block's input that went after its end."""
     blocks = []
     for block, size in zip(segments["block"], gone, strict=True):
@@ -266,6 +218,7 @@ def trace_of_segments(kinds: list[int], segments: dict, gone: list[int], input_b
         blocks_back=backward[-2:0:-1],
         embedding_back=backward[-1],
         input_bytes=input_bytes,
+        pictures=pictures,
     )
 
 
@@ -349,23 +302,16 @@ def gone_bytes(inputs: list[tuple]) -> int:
 
 
 @contextmanager
-def parameters_in(
-    dtype: torch.dtype,
-    model: nn.Module,
-    repeats: list[nn.Module],
-    part: nn.Module | None = None,
-    make=torch.empty,
-) -> Iterator[None]:
-    """New parameters and buffers in place of the model's, or those of a part of it, in the dtype that FSDP
-    gathers, in a FakeTensorMode without memory; not in the modules `repeats`, which do not run. make:
-    torch.empty or zeros.
+def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]) -> Iterator[None]:
+    """New parameters and buffers in place of the model's, without memory, in the dtype that FSDP gathers;
+    not in the blocks `repeats`, which do not run.
     """
     replaced = []  # (table, name, tensor)
     made = {}  # one for each tensor: weights may be tied
     in_fp32 = fp32_modules(model, dtype)
     kept = {id(p) for module in in_fp32 for p in module.parameters()}
     idle = {module for layer in repeats for module in layer.modules()}
-    for module in (part or model).modules():
+    for module in model.modules():
         if module in idle:
             continue
         for table in (module._parameters, module._buffers):
@@ -374,7 +320,7 @@ def parameters_in(
                     continue
                 if id(tensor) not in made:
                     gathered = torch.float32 if id(tensor) in kept else dtype
-                    made[id(tensor)] = new_like(tensor, gathered, make)
+                    made[id(tensor)] = empty_like(tensor, gathered)
                 replaced.append((table, name, tensor))
                 table[name] = made[id(tensor)]
     try:
@@ -384,9 +330,9 @@ def parameters_in(
             table[name] = tensor
 
 
-def new_like(tensor: torch.Tensor, gathered: torch.dtype, make) -> torch.Tensor:
+def empty_like(tensor: torch.Tensor, gathered: torch.dtype) -> torch.Tensor:
     """Of the same shape, where new tensors are. Parameters of floating point get the dtype `gathered`."""
     if not isinstance(tensor, nn.Parameter):
-        return make(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     dtype = gathered if tensor.is_floating_point() else tensor.dtype
-    return nn.Parameter(make(tensor.shape, dtype=dtype), tensor.requires_grad)
+    return nn.Parameter(torch.empty(tensor.shape, dtype=dtype), tensor.requires_grad)
