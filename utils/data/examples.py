@@ -298,8 +298,9 @@ def write_tokens(
             if total.rows >= last_row:
                 break
         total.close(rows)
-        bounds = torch.tensor([0, *total.lengths]).cumsum(0)
-        files["bounds"].write(memoryview(bounds.numpy()))
+        row_ends = torch.frombuffer(total.lengths, dtype=torch.int64).cumsum(0)
+        files["bounds"].write(bytes(8))
+        files["bounds"].write(memoryview(row_ends.numpy()))
         files["trained_tokens"].write(total.trained_tokens)
         files["keys"].write(total.keys)
         files["rejected_at"].write(total.rejected_at)

@@ -7,7 +7,7 @@ full. The position of a run is one number, the row: it means the same tokens on 
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,17 +31,21 @@ class Line:
     key: str
 
     def __post_init__(self):
+        self.kept = (-1,)
         self.lengths = self.examples.bounds.diff()[self.documents]
         self.tokens = int(self.lengths.sum())
         self.size_bytes = int(self.examples.rejected_at[self.documents].sum())  # of the text
 
-    @lru_cache(maxsize=2)  # noqa: B019 - a run has a few lines
     def epoch(self, number: int) -> tuple[Tensor, Tensor]:
-        """(the documents in their order, where each ends), both (n,) int64."""
-        order = torch.arange(len(self.documents))
-        if self.key:
-            order = permutation(len(order), f"{self.key} {number}")
-        return self.documents[order], self.lengths[order].cumsum(0)
+        """(the documents in their order, where each ends), both (n,) int64. One epoch is kept: only a row at
+        the end of one needs two.
+        """
+        if self.kept[0] != number:
+            order = torch.arange(len(self.documents))
+            if self.key:
+                order = permutation.__wrapped__(len(order), f"{self.key} {number}")
+            self.kept = (number, self.documents[order], self.lengths[order].cumsum(0))
+        return self.kept[1:]
 
     def read(self, first: int, last: int) -> list[Example]:
         """Tokens [first, last), document by document; the first and the last may be parts of one."""
