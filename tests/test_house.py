@@ -25,6 +25,7 @@ MAY_IMPORT = {  # room -> rooms that it may know
     "plan": {"train", "model", "run"},
 }
 LATE = {  # (file, what it imports within a function): optional and heavy, or deletable
+    ("data/encode", "data/pictures"),
     ("data/encode", "data/preferences"),
     ("data/examples", "data/cache"),
     ("data/rows", "data/tables"),

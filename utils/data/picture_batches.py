@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ..run.errors import ConfigError, check
+from ..run.errors import ConfigError, check, say
 from ..run.signals import CAUGHT, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -102,9 +102,15 @@ class PictureBatches(GlobalBatches):
                 )
             )
         self.next_step = step + 1
-        found = [next(self.made) for _ in self.work(step)]
+        try:
+            found = [next(self.made) for _ in self.work(step)]
+        except RuntimeError as error:  # a signal to all processes ended the workers
+            say(f"warning: from now on the process that trains decodes the pictures: {error}")
+            self.workers = 0
+            return self.batches(step)
         for batch in found:
             if isinstance(batch, ConfigError):
+                self.made = iter(())
                 raise batch
         return found
 
