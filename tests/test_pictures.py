@@ -121,7 +121,7 @@ def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, open
         answers = [id for id, label in zip(*examples[i][:2], strict=True) if label != IGNORE]
         assert tokenizer.decode(answers).count("A picture.") == len(row["messages"]) // 2
         assert processor.image_token not in tokenizer.decode(answers)
-    assert (examples.patches > 0).tolist() == [True, True, False]
+    assert (examples.rejected_at > 0).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -258,7 +258,7 @@ def test_parquet_holds_bytes(opened, pictures):
         folder, tokenizer, _ = opened("llava")
         examples = data.load_examples(Rows(name, 500, processor=str(folder)), tokenizer)
         assert len(examples) == 1
-        assert examples.patches.tolist() == [16]
+        assert examples.rejected_at.tolist() == [16]
 
 
 def test_paths_are_relative_to_the_data_file_or_to_image_dir(opened, pictures):
@@ -369,7 +369,7 @@ def test_image_max_pixels_makes_pictures_smaller_and_keeps_their_shape(opened, p
     family = opened("qwen2_5_vl")[:2]
     large, small = (load([row], *family, image_max_pixels=n) for n in (0, 70 * 70))
     assert len(small[0].ids) < len(large[0].ids)
-    assert small.patches < large.patches
+    assert small.rejected_at < large.rejected_at
 
 
 def test_a_long_row_is_cut_only_behind_its_pictures(opened, pictures):
@@ -379,7 +379,7 @@ def test_a_long_row_is_cut_only_behind_its_pictures(opened, pictures):
     examples = load([long, pictured], *family, seq_len=100)
     assert [len(example.ids) for example in examples] == [100]
     assert [reason[:13] for reason in examples.dropped] == ["with pictures"]
-    assert examples.patches.tolist() == [48]
+    assert examples.rejected_at.tolist() == [48]
     dropped = load(
         [long, {"messages": [user(PART), ANSWER]}], *family, seq_len=100, too_long="drop"
     )

@@ -188,10 +188,10 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
 
 def say_pictures(part, pictures: list, patches: int) -> None:
     """Note the pictures of the row that was added last, or of its pieces, if it was."""
-    while len(part.patches) < len(part.lengths):
+    while len(part.rejected_at) < len(part.lengths):
         text = json.dumps(pictures)
         part.pictures.append(text)
-        part.patches.append(patches)
+        part.rejected_at.append(patches)
         if pictures:  # rows with the same words about other pictures are other rows
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             part.keys[-1] ^= int.from_bytes(digest, "little", signed=True)
