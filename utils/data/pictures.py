@@ -20,7 +20,8 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +81,8 @@ def load_processor(folder: Path | str, tokenizer):
     ConfigError: it has none, or one that transformers cannot read.
     """
     # Imported here because they import torch.
-    from transformers import PROCESSOR_MAPPING, AutoConfig, AutoImageProcessor, Idefics3Processor
+    from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with others_code(f"{folder}: its processor cannot be read", "a model that takes pictures"):
         kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
@@ -383,22 +385,16 @@ def open_picture(source: str, folder: str) -> Image.Image:
         return Image.open(file, formats=FORMATS)
 
 
-class picture_errors(warnings.catch_warnings):  # noqa: N801 - a context manager
+@contextmanager
+def picture_errors(source: str) -> Iterator[None]:
     """Whatever Pillow raises, and its warning of a picture that is too large, becomes a ValueError."""
-
-    def __init__(self, source: str):
-        super().__init__()
-        self.source = source
-
-    def __enter__(self):
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-
-    def __exit__(self, kind, error, trace):
-        super().__exit__(kind, error, trace)
-        if isinstance(error, Exception):
-            raise ValueError(f"{name_of(self.source)}: {reason_of_others(error)}") from None
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(f"{name_of(source)}: {reason_of_others(error)}") from None
 
 
 def size_of(source: str, folder: str) -> Size:
