@@ -421,6 +421,13 @@ def test_a_processor_that_gives_other_tokens_is_named(opened, pictures, tmp_path
     assert "the model's processor gives" in refusal(load, [row], tmp_path, other)
 
 
+def test_a_chat_template_that_leaves_out_a_picture_is_refused(opened, pictures):
+    folder, _, _ = opened("llava_onevision")
+    row = {"messages": [user(PART, "What?"), ANSWER]}
+    tokenizer = load_tokenizer(folder, "alpaca")
+    assert "writes 0 of 1 pictures" in refusal(load, [row], folder, tokenizer)
+
+
 def test_a_model_without_pictures_is_refused(tmp_path):
     from test_tokens import byte_level
 

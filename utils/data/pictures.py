@@ -163,14 +163,15 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
         say_pictures(part, [], 0)
         return form
-    for chat in render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes):
-        places = chat.text.count(processor.image_token) if sources else 0
-        if places > len(sources) or (places < len(sources) and not chat.spans):
-            raise ValueError(
-                f"the chat template writes {places} of {len(sources)} pictures (fix: another --chat_template)"
-            )
-        texts, patches = [], 0
-        end = 0
+    chats = render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes)
+    counts = [chat.text.count(processor.image_token) for chat in chats]
+    if max(counts) != len(sources):  # earlier sequences may end before the last picture
+        raise ValueError(
+            f"the chat template writes {max(counts)} of {len(sources)} pictures"
+            " (fix: another --chat_template)"
+        )
+    for chat, places in zip(chats, counts, strict=True):
+        patches, end = 0, 0
         whole = chat
         if places:
             texts, patches = room_of(processor, tuple(sizes[:places]))
