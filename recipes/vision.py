@@ -255,7 +255,7 @@ def main(cfg: Config) -> Path:
         rows = rows_of(cfg, source.folder)
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
-        if not examples.of_rows(examples.patches).any():
+        if not examples.of_rows(examples.row_sizes).any():  # no row has a picture
             cfg = replace(cfg, train="language")  # nothing else has a gradient
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------

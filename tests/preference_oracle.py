@@ -120,7 +120,7 @@ def labelled(case: str = "") -> list[Labelled]:
     return [row for row in found if row[2] or case != "desirable"]
 
 
-def examples_of(rows: Iterable[tuple[Ids, list[Ids]]], rejected_at: list[int]) -> Examples:
+def examples_of(rows: Iterable[tuple[Ids, list[Ids]]], row_sizes: list[int]) -> Examples:
     """Examples of (prompt, answers): one sequence for each answer, of which the answer is trained."""
     ids, mask, bounds, trained = [], [], [0], []
     for prompt, answers in rows:
@@ -136,7 +136,7 @@ def examples_of(rows: Iterable[tuple[Ids, list[Ids]]], rejected_at: list[int]) -
         trained_tokens=torch.tensor(trained),
         keys=torch.arange(len(trained)),
         where=[f"row {i}" for i in range(len(trained))],
-        rejected_at=torch.tensor(rejected_at),
+        row_sizes=torch.tensor(row_sizes),
     )
 
 

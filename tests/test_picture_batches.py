@@ -4,7 +4,9 @@ Alone: .venv/bin/python -m pytest tests/test_picture_batches.py
 """
 
 import json
+import multiprocessing
 import os
+import signal
 import time
 
 import pytest
@@ -265,6 +267,20 @@ def test_workers_end_with_the_loader(family):
     while children() - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert children() - before == set()
+
+
+def test_a_run_that_is_told_to_stop_still_has_its_last_step(family, capfd):
+    """A scheduler sends SIGTERM to every process of a job."""
+    made = family("llava")
+    plain, ahead = (made.loader([row("a.png"), row("b.png")], workers=n) for n in (0, 1))
+    first = ahead.batches(0)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGTERM)
+        worker.join()
+    for step in (1, 2, 3, 4):
+        assert all(map(equal, ahead.batches(step), plain.batches(step)))
+    assert all(map(equal, first, plain.batches(0)))
+    assert "the process that trains decodes" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -149,7 +149,7 @@ def test_a_pair_of_each_form_is_two_conversations_of_finetune(tokenizer, row, pr
     assert len(pair) == 1
     labels = load([row | more], tokenizer, task="labels")
     assert tokens(labels) == tokens(want)
-    assert labels.rejected_at.tolist() == [len(want[0].ids), 0]
+    assert labels.row_sizes.tolist() == [len(want[0].ids), 0]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_an_answer_with_a_label_is_the_conversation_of_finetune(tokenizer, row, 
     labels = load(rows, tokenizer, task="labels")
     want = load([{"messages": turns}], tokenizer, task="rows", train_on="last_assistant")
     assert tokens(labels) == tokens(want) * 3
-    assert labels.rejected_at.tolist() == [len(want[0].ids), 0, 0]
+    assert labels.row_sizes.tolist() == [len(want[0].ids), 0, 0]
 
 
 def test_texts_are_plain_without_a_template_and_on_demand(tokenizer, plain):
@@ -370,7 +370,7 @@ def test_the_cache_holds_what_memory_would_hold(plain, tmp_path, monkeypatch):
             patch.setattr(data, "SMALL", 0)
             mapped = data.load_examples(Rows("p.jsonl", 256, task=task), plain)
         assert mapped.fingerprint == memory.fingerprint
-        assert torch.equal(mapped.rejected_at, memory.rejected_at)
+        assert torch.equal(mapped.row_sizes, memory.row_sizes)
         assert mapped.summary() == memory.summary()
     assert len([*(tmp_path / "cache/raw_fsdp/data").glob("*.lock")]) == 2
 
@@ -386,13 +386,13 @@ def numbered(count: int) -> Examples:
         rejected = [i, i] + [2000 + i] * (1 + 3 * i % 11)
         mask = b"".join(b"\0\0" + b"\1" * (len(ids) - 2) for ids in (chosen, rejected))
         part.add(chosen + rejected, mask, f"f:{i}")
-        part.rejected_at.append(len(chosen))
+        part.row_sizes.append(len(chosen))
     return with_rejected(part)
 
 
 def with_rejected(part: Part) -> Examples:
     examples = examples_of(part)
-    object.__setattr__(examples, "rejected_at", torch.tensor(part.rejected_at))
+    object.__setattr__(examples, "row_sizes", torch.tensor(part.row_sizes))
     return examples
 
 
@@ -402,7 +402,7 @@ def labelled(count: int) -> Examples:
     for i in range(count):
         ids = [i, i] + [1000 + i] * (1 + 7 * i % 20)
         part.add(ids, b"\0\0" + b"\1" * (len(ids) - 2), f"f:{i}")
-        part.rejected_at.append(len(ids) * (i % 3 == 0))
+        part.row_sizes.append(len(ids) * (i % 3 == 0))
     return with_rejected(part)
 
 

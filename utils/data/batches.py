@@ -6,7 +6,7 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ class Batch:
     begins: torch.Tensor | None = None
     longest: int = 0  # tokens of a document in begins
     places: torch.Tensor | None = None  # (n,) int64, of what predicts a trained token, in (B * T,)
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # what the model takes of pictures
+    extra = {}  # what the model takes beside these, by its names: see PictureBatch
 
     @property
     def tokens(self) -> int:
@@ -47,8 +47,6 @@ class Batch:
         pin = device.type == "cuda"
 
         def move(value: object) -> object:
-            if isinstance(value, dict):
-                return {name: move(item) for name, item in value.items()}
             if not isinstance(value, torch.Tensor):
                 return value
             if pin:
@@ -126,10 +124,8 @@ class GlobalBatches:
 
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
-        return collate(self.items(rows) or [self.filler()], self.pad_id, self.multiple)
-
-    def filler(self) -> Example:
-        return Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
+        filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
+        return collate(self.items(rows) or [filler], self.pad_id, self.multiple)
 
     def items(self, rows: list[int]) -> list[Example]:
         """The sequences of some examples."""

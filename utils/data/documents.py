@@ -16,7 +16,7 @@ def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Count
 
     A conversation is what the chat template writes, text what it says, ids are as they are. A BOS token comes
     first where the tokenizer adds one, and an end-of-text token last where it has one; neither twice.
-    part.rejected_at: the document's bytes in UTF-8. The ids take two bytes each where all of the tokenizer's
+    part.row_sizes: the document's bytes in UTF-8. The ids take two bytes each where all of the tokenizer's
     do. ValueError: what is wrong with the row.
     """
     messages, tools = to_messages(row, form, notes)
@@ -46,7 +46,7 @@ def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Count
         part.ids = array("H")
     part.add(ids, b"", where)
     part.trained_tokens[-1] = len(ids)
-    part.rejected_at.append(size_bytes)
+    part.row_sizes.append(size_bytes)
 
 
 @lru_cache(maxsize=8)

@@ -58,9 +58,8 @@ class Part:
     lengths: array = field(default_factory=lambda: array("q"))
     trained_tokens: array = field(default_factory=lambda: array("q"))  # of each row
     keys: array = field(default_factory=lambda: array("q"))
-    rejected_at: array = field(default_factory=lambda: array("q"))  # see examples.Examples
-    patches: array = field(default_factory=lambda: array("q"))  # see examples.Examples
-    pictures: list[str] = field(default_factory=list)
+    row_sizes: array = field(default_factory=lambda: array("q"))  # see examples.Examples
+    pictures: list[str] = field(default_factory=list)  # see examples.Examples
     where: list[str] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
     notes: Counter = field(default_factory=Counter)
@@ -109,7 +108,7 @@ class Part:
         self.problem = self.problem or part.problem
         self.columns |= part.columns
         self.rows += part.rows
-        for name in ("lengths", "trained_tokens", "keys", "rejected_at", "patches", "bad"):
+        for name in ("lengths", "trained_tokens", "keys", "row_sizes", "bad"):
             getattr(self, name).extend(getattr(part, name))
         for name in ("dropped", "notes"):
             getattr(self, name).update(getattr(part, name))

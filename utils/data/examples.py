@@ -34,12 +34,11 @@ FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and 
     "bounds": torch.int64,
     "keys": torch.int64,
     "trained_tokens": torch.int64,
-    "rejected_at": torch.int64,
+    "row_sizes": torch.int64,
     "places": torch.uint8,
     "place_ends": torch.int64,
     "pictures": torch.uint8,
     "picture_ends": torch.int64,
-    "patches": torch.int64,
     "said": torch.uint8,
 }
 FormName = Literal["auto", *FORMS.values()]
@@ -89,14 +88,13 @@ class Examples:
     problem: str = ""
     rows: torch.Tensor | None = None  # the rows that count; None: all
     # (n,) int64. Of pairs: where in row i the rejected sequence begins, behind the chosen one. Of labels: the
-    # length of row i where it is desirable, else 0. Of documents: the bytes of their text. Of answers: None,
-    # or empty.
-    rejected_at: torch.Tensor | None = None
-    # Of rows with pictures, else None or empty: for each row JSON text, [[source, width, height], ...], as in
-    # Places; and the work that its pictures are for a vision tower.
+    # length of row i where it is desirable, else 0. Of documents: the bytes of their text. Of rows with
+    # pictures: the patches of those, or 0. Of answers: None, or empty.
+    row_sizes: torch.Tensor | None = None
+    # Of rows with pictures, else None or empty: the texts and ends of Places. A row's text is JSON,
+    # [[source, width, height], ...].
     pictures: torch.Tensor | None = None
-    picture_ends: torch.Tensor | None = None  # (n,) int64
-    patches: torch.Tensor | None = None  # (n,) int64
+    picture_ends: torch.Tensor | None = None
     unit: str = "rows"  # what a row is
     origins: Sequence[Origin] = ()
     bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
@@ -128,7 +126,7 @@ class Examples:
             self.ids,
             self.loss_mask,
             self.rows,
-            self.rejected_at,
+            self.row_sizes,
             self.pictures,
         ):
             if part is not None:
@@ -301,10 +299,8 @@ def write_tokens(
         row_ends = torch.frombuffer(total.lengths, dtype=torch.int64).cumsum(0)
         files["bounds"].write(bytes(8))
         files["bounds"].write(memoryview(row_ends.numpy()))
-        files["trained_tokens"].write(total.trained_tokens)
-        files["keys"].write(total.keys)
-        files["rejected_at"].write(total.rejected_at)
-        files["patches"].write(total.patches)
+        for name in ("trained_tokens", "keys", "row_sizes"):
+            files[name].write(getattr(total, name))
         said = {
             name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")
         }

@@ -39,7 +39,7 @@ def sequences(examples: Examples) -> Examples:
     """The 2 n sequences of n pairs: 2 i is the chosen one of pair i, 2 i + 1 the rejected one. For their ids,
     labels, lengths and places, such as in longest_row and check_positions; it has no counts.
     """
-    middles = examples.bounds[:-1] + examples.rejected_at
+    middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
     rows = examples.of_rows(torch.arange(len(examples.keys)))
     rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten()
@@ -107,7 +107,7 @@ class LabelBatches(PairBatches):
     answer_of = None  # row -> the row with its answer; None: its own
 
     def desirable(self, rows: list[int]) -> torch.Tensor:
-        return self.examples.of_rows(self.examples.rejected_at)[rows] > 0
+        return self.examples.of_rows(self.examples.row_sizes)[rows] > 0
 
     def items(self, rows: list[int]) -> list[Example]:
         """Each row's prompt and the answer of row answer_of[row], cut so that both fit in seq_len tokens."""

@@ -10,14 +10,14 @@ import os
 import signal
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ..run.errors import ConfigError, check
+from ..run.errors import ConfigError, check, say
 from ..run.signals import CAUGHT, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -32,10 +32,29 @@ Work = tuple[
 ]  # the rows of a micro-batch, and whether a blank picture comes with them
 
 
+@dataclass(frozen=True)
+class PictureBatch(Batch):
+    """A micro-batch with what the model takes of its pictures: pixel_values and what its family has beside
+    them; {} of a family without token types, where no rank has a picture.
+    """
+
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "PictureBatch":
+        moved = super().to(device)
+        extra = {
+            name: (value.pin_memory() if device.type == "cuda" else value).to(
+                device, non_blocking=True
+            )
+            for name, value in self.extra.items()
+        }
+        return replace(moved, extra=extra)
+
+
 @dataclass(eq=False)
 class PictureBatches(GlobalBatches):
-    """GlobalBatches with Batch.extra: what the model takes of pictures, as its own processor gives it for
-    these rows, padded on the right. A row costs its tokens and its patches.
+    """GlobalBatches of PictureBatch: as the model's own processor gives them for these rows, padded on the
+    right. A row costs its tokens and its patches.
 
     source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
     this one does. ConfigError names the row of a picture that cannot be decoded.
@@ -48,7 +67,7 @@ class PictureBatches(GlobalBatches):
     def __post_init__(self):
         super().__post_init__()
         self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
-        self.patches = self.examples.of_rows(self.examples.patches)
+        self.patches = self.examples.of_rows(self.examples.row_sizes)
         self.blank = process(self.processor, [Image.new("RGB", BLANK)])
         check(
             "aspect_ratio_ids" not in self.blank.features
@@ -106,9 +125,15 @@ class PictureBatches(GlobalBatches):
                 )
             )
         self.next_step = step + 1
-        found = [next(self.made) for _ in self.work(step)]
+        try:
+            found = [next(self.made) for _ in self.work(step)]
+        except RuntimeError as error:  # a signal to all processes ended the workers
+            say(f"warning: from now on the process that trains decodes the pictures: {error}")
+            self.workers = 0
+            return self.batches(step)
         for batch in found:
             if isinstance(batch, ConfigError):
+                self.made = iter(())
                 raise batch
         return found
 
@@ -119,7 +144,8 @@ class PictureBatches(GlobalBatches):
             step += 1
 
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
-        items = self.items(rows) or [self.filler()]
+        filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
+        items = self.items(rows) or [filler]
         features = [self.features(row) for row in rows] or [{}]
         if blank:
             room = encode(self.processor.tokenizer, self.blank.texts[0]).ids
@@ -134,7 +160,7 @@ class PictureBatches(GlobalBatches):
             extra[self.blank.types] = torch.isin(batch.ids, tokens).long()
         if "aspect_ratio_mask" in extra:
             extra["cross_attention_mask"] = self.cross_attention(batch.ids, extra)
-        return replace(batch, extra=extra)
+        return PictureBatch(**vars(batch), extra=extra)
 
     def features(self, row: int) -> dict[str, torch.Tensor]:
         """What the processor makes of the pictures of a row; {} of none."""

@@ -20,7 +20,8 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +81,8 @@ def load_processor(folder: Path | str, tokenizer):
     ConfigError: it has none, or one that transformers cannot read.
     """
     # Imported here because they import torch.
-    from transformers import PROCESSOR_MAPPING, AutoConfig, AutoImageProcessor, Idefics3Processor
+    from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with others_code(f"{folder}: its processor cannot be read", "a model that takes pictures"):
         kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
@@ -161,14 +163,15 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
         say_pictures(part, [], 0)
         return form
-    for chat in render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes):
-        places = chat.text.count(processor.image_token) if sources else 0
-        if places > len(sources) or (places < len(sources) and not chat.spans):
-            raise ValueError(
-                f"the chat template writes {places} of {len(sources)} pictures (fix: another --chat_template)"
-            )
-        texts, patches = [], 0
-        end = 0
+    chats = render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes)
+    counts = [chat.text.count(processor.image_token) for chat in chats]
+    if max(counts) != len(sources):  # earlier sequences may end before the last picture
+        raise ValueError(
+            f"the chat template writes {max(counts)} of {len(sources)} pictures"
+            " (fix: another --chat_template)"
+        )
+    for chat, places in zip(chats, counts, strict=True):
+        patches, end = 0, 0
         whole = chat
         if places:
             texts, patches = room_of(processor, tuple(sizes[:places]))
@@ -188,10 +191,10 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
 
 def say_pictures(part, pictures: list, patches: int) -> None:
     """Note the pictures of the row that was added last, or of its pieces, if it was."""
-    while len(part.patches) < len(part.lengths):
+    while len(part.row_sizes) < len(part.lengths):
         text = json.dumps(pictures)
         part.pictures.append(text)
-        part.patches.append(patches)
+        part.row_sizes.append(patches)
         if pictures:  # rows with the same words about other pictures are other rows
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             part.keys[-1] ^= int.from_bytes(digest, "little", signed=True)
@@ -383,22 +386,16 @@ def open_picture(source: str, folder: str) -> Image.Image:
         return Image.open(file, formats=FORMATS)
 
 
-class picture_errors(warnings.catch_warnings):  # noqa: N801 - a context manager
+@contextmanager
+def picture_errors(source: str) -> Iterator[None]:
     """Whatever Pillow raises, and its warning of a picture that is too large, becomes a ValueError."""
-
-    def __init__(self, source: str):
-        super().__init__()
-        self.source = source
-
-    def __enter__(self):
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-
-    def __exit__(self, kind, error, trace):
-        super().__exit__(kind, error, trace)
-        if isinstance(error, Exception):
-            raise ValueError(f"{name_of(self.source)}: {reason_of_others(error)}") from None
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(f"{name_of(source)}: {reason_of_others(error)}") from None
 
 
 def size_of(source: str, folder: str) -> Size:

@@ -51,7 +51,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, notes: Counter
     """Add the pair or the labelled answers of a row to `part`; returns what the row's prompt stands under.
     part: an encode.Part; rows: an encode.Rows.
 
-    rows.task pairs: one row, whose ids are the chosen sequence and behind it the rejected one; rejected_at
+    rows.task pairs: one row, whose ids are the chosen sequence and behind it the rejected one; row_sizes
     says where. rows.task labels: one row for each sequence; a pair becomes two, of which the chosen one is
     desirable. rows.too_long counts for each sequence; drop drops the pair. Dropped and counted: equal
     answers, and prompts that leave no trained token within seq_len. ValueError: what is wrong with the row.
@@ -172,7 +172,7 @@ def add_cuts(part, cuts: list, labels: dict[str, bool], where: str, task: str) -
         for cut, label in zip(cuts, labels.values(), strict=True):
             if cut.lengths:
                 part.add(cut.ids, cut.loss_mask, where)
-                part.rejected_at.append(cut.lengths[0] * label)
+                part.row_sizes.append(cut.lengths[0] * label)
     elif not dropped:
         part.add(chosen.ids + rejected.ids, chosen.loss_mask + rejected.loss_mask, where)
-        part.rejected_at.append(len(chosen.ids))
+        part.row_sizes.append(len(chosen.ids))

@@ -34,7 +34,7 @@ class Line:
         self.kept = (-1,)
         self.lengths = self.examples.bounds.diff()[self.documents]
         self.tokens = int(self.lengths.sum())
-        self.size_bytes = int(self.examples.rejected_at[self.documents].sum())  # of the text
+        self.size_bytes = int(self.examples.row_sizes[self.documents].sum())  # of the text
 
     def epoch(self, number: int) -> tuple[Tensor, Tensor]:
         """(the documents in their order, where each ends), both (n,) int64. One epoch is kept: only a row at

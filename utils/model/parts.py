@@ -21,9 +21,12 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
     of_tower = set(model.get_encoder("image").parameters())
     names = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():
-        in_tower = parameter in of_tower and not PROJECTOR.search(name)
-        part = "language" if parameter in of_text else "vision" if in_tower else "projector"
-        names[part].append(name)
+        if parameter in of_text:
+            names["language"].append(name)
+        elif parameter in of_tower and not PROJECTOR.search(name):
+            names["vision"].append(name)
+        else:
+            names["projector"].append(name)
     return names
 
 

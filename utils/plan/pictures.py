@@ -49,6 +49,12 @@ class Pictures:
 
         return padded(found.ids), {name: padded(value) for name, value in found.extra.items()}
 
+    def trace(
+        self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int
+    ) -> tuple[LiveBytes, "PictureTrace"]:
+        """(what counts the operations of the language model, what comes before it)."""
+        return PictureBytes(), PictureTrace(model, dtype, *self.batch(rows, seq_len))
+
 
 @dataclass(frozen=True)
 class Call:
@@ -79,12 +85,12 @@ def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Indices with numbers for a true mask; how many a fake one has, it does not know."""
     found = []
     for index in indices:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
-        if is_mask and not isinstance(index, FakeTensor):
-            with unset_fake_temporarily():
-                found += index.nonzero().unbind(1)
-        else:
+        is_true = isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor)
+        if not is_true or index.dtype != torch.bool:
             found.append(index)
+            continue
+        with unset_fake_temporarily():
+            found += index.nonzero().unbind(1)
     return found
 
 
@@ -117,9 +123,9 @@ class PictureTrace:
             stack.enter_context(parameters_in(dtype, model, heavy))
             idle = {module for found in heavy for module in found.modules()}
             for module in set(model.modules()) - idle:
-                for tensor in (*module._parameters.values(), *module._buffers.values()):
-                    if tensor is not None:
-                        tensor.data.zero_()
+                own = (*module._parameters.values(), *module._buffers.values())
+                for tensor in filter(torch.is_tensor, own):
+                    tensor.data.zero_()
             for module in (*large, decoder):
                 module.forward = reach if module is decoder else partial(self.run, module)
                 stack.callback(delattr, module, "forward")
@@ -145,9 +151,13 @@ class PictureTrace:
                 self.known[key] = self.trace_call(module, args, kwargs)
             forward, backward, outputs = self.known[key]
             if module is not self.embedding:
-                layer = self.layers.index(module) if module in self.layers else -1
-                trains = any(value.requires_grad for value in tree_leaves(outputs))
-                self.calls.append(Call(layer, forward, backward, trains))
+                call = Call(
+                    layer=self.layers.index(module) if module in self.layers else -1,
+                    forward=forward,
+                    backward=backward,
+                    trains=any(value.requires_grad for value in tree_leaves(outputs)),
+                )
+                self.calls.append(call)
             return tree_map_only(torch.Tensor, zeros_like, outputs)
 
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
@@ -156,7 +166,9 @@ class PictureTrace:
         own = next(name for name, module in self.model.named_modules() if module is called)
         others = []
         for name, module in self.model.named_modules():
-            if not (f"{own}.".startswith(f"{name}.") or name.startswith(own)) and name:
+            is_within = name.startswith(own)
+            holds_it = not name or own.startswith(f"{name}.")
+            if not is_within and not holds_it:
                 others.append(module)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -233,11 +245,12 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def meta_like(value: torch.Tensor) -> torch.Tensor:
-    options = {"dtype": value.dtype, "requires_grad": value.requires_grad}
-    return torch.empty(value.shape, device="meta", **options)
+    like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return like.requires_grad_(value.requires_grad)
 
 
 def zeros_like(value: torch.Tensor) -> torch.Tensor:
     """Real ones, which code may write into."""
-    options = {"dtype": value.dtype, "requires_grad": value.requires_grad}
-    return torch.zeros(value.shape, **options).clone()
+    zeros = torch.zeros(value.shape, dtype=value.dtype)
+    zeros.requires_grad_(value.requires_grad)
+    return zeros.clone()

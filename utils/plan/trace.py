@@ -125,7 +125,7 @@ def trace_step(
 ) -> Trace:
     """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
     documents apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys:
-    see sharding.lacks_grouped_kernels. pictures: of a model that reads some.
+    see sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
@@ -155,10 +155,7 @@ def trace_step(
 
                 hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
         if pictures:
-            from .pictures import PictureBytes, PictureTrace
-
-            live = PictureBytes()
-            traced = PictureTrace(model, dtype, *pictures.batch(batch, seq_len))
+            live, traced = pictures.trace(model, dtype, batch, seq_len)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
