@@ -177,6 +177,7 @@ def check_packing(model: nn.Module, device: torch.device) -> None:
             begins=begins if flat else None,
             longest=length,
             places=None,
+            extra={},
         )
         # some layers with a state know that they cannot keep documents apart
         with others_code("--packing", "leave out --packing"):
