@@ -16,6 +16,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
@@ -27,6 +28,7 @@ from utils.model.attention import settle_attention
 from utils.model.folder import read_json
 from utils.model.loading import build_model
 from utils.model.options import Lora, Quant
+from utils.model.parts import parse_parts
 from utils.model.sharding import DTYPES
 from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
 from utils.plan.search import (
@@ -36,7 +38,6 @@ from utils.plan.search import (
     largest_batch,
     levers_of,
     longest_row,
-    methods,
 )
 from utils.plan.states import Setting, planned_model
 from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
@@ -92,6 +93,10 @@ class Config:
     batch_size: int = 1  # rows per rank and micro-batch
     grad_accum: int = 1  # micro-batches per step
     packing: bool = False  # rows hold several documents
+    images: str = (
+        ""  # sizes of a row's pictures in pixels, 1344x896,448x448: of a model that reads some
+    )
+    train: str = ""  # of such a model: language,projector,vision; empty: the first two
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # to compute in
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -115,6 +120,8 @@ class Config:
         check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, grad_accum=1)
         if self.optimizer_in_backward:
             check_in_backward(0, self.grad_accum, self.dtype, self.cpu_offload)
+        check(self.images or not self.train, "--train is for --images (fix: --images 1024x1024)")
+        parse_parts(self.train or "language")
         if self.gpu:
             check_card(self.gpu)
             check(
@@ -165,6 +172,9 @@ def main(cfg: Config) -> dict:
         optimizer_in_backward=cfg.optimizer_in_backward,
         repeats_keys=repeats_keys,
     )
+    if cfg.images:
+        asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
+        asked = replace(asked, pictures=pictures_of(cfg, asked))
     need = need_of(asked)
     whole = replace(asked, lora=Lora(), quant=Quant())
     plan = {
@@ -192,7 +202,7 @@ def main(cfg: Config) -> dict:
             host = need_of(best).host * best.local_ranks
             answer = answer_of(best, need_of(best), room)
             plan["recommended"] = levers_of(best) | {"answer": answer, "host_bytes": host}
-            plain = Setting(config, best.dtype, best.dtype, 1)
+            plain = Setting(config, best.dtype, best.dtype, 1, kind=asked.kind)
             plan["command"] = command(cfg, flags_between(plain, best))
             other = fastest(asked, room, any_method=True, may_offload=False)
             if best.cpu_offload and other:
@@ -200,6 +210,30 @@ def main(cfg: Config) -> dict:
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
     return plan
+
+
+def pictures_of(cfg: Config, asked: Setting):
+    """Rows with pictures of the sizes in --images, as the model's own image processor makes them."""
+    from utils.plan.pictures import blank_pictures
+
+    sizes = [tuple(map(int, re.findall(r"\d+", size))) for size in cfg.images.split(",")]
+    good = all(re.fullmatch(r" *\d+x\d+ *", size) for size in cfg.images.split(","))
+    check(good, f"--images {cfg.images}: expected sizes in pixels (fix: --images 1344x896,448x448)")
+    model, config = planned_model(asked), asked.config
+    fix = "a folder with a preprocessor_config.json, or a shape of configs/shapes with pictures"
+    with TemporaryDirectory() as made, others_code(f"--images: {cfg.model}", fix):
+        folder = config.name_or_path
+        if settings := getattr(config, "_image_processor", None):
+            folder = made
+            Path(made, "preprocessor_config.json").write_text(json.dumps(settings))
+        processor = transformers.AutoImageProcessor.from_pretrained(folder)
+        pictures = blank_pictures(model, processor, sizes)
+        tokens = pictures.rows_of(1).ids.shape[1]
+    check(
+        tokens <= cfg.seq_len,
+        f"--images {cfg.images} are {tokens:,} tokens (fix: --seq_len {tokens + 512})",
+    )
+    return pictures
 
 
 def kernel_of(asked: Setting, packing: bool) -> str:
@@ -241,7 +275,10 @@ def command(cfg: Config, levers: str) -> str:
             flags.append(f"--{name}" if value is True else f"--{name} {value}")
     if cfg.optimizer_in_backward:
         flags.append("--clip_norm 0")
-    return f"{launch} recipes/finetune.py {' '.join(flags)}"
+    if cfg.train and "--lora_rank" not in levers:
+        flags.append(f"--train {cfg.train}")
+    recipe = "vision" if cfg.images else "finetune"
+    return f"{launch} recipes/{recipe}.py {' '.join(flags)}"
 
 
 def check_card(name: str) -> None:
@@ -310,9 +347,10 @@ def positions_of(config: transformers.PretrainedConfig) -> int:
 
 def strategies(asked: Setting, room: Room) -> list[dict]:
     """One row for each method, with and without recomputing and offload."""
-    full = replace(asked, lora=Lora(), quant=Quant())
-    names = ("full", "LoRA", "8bit", "4bit")
-    of_methods = zip(names, methods(replace(full, lora=asked.lora)), strict=False)
+    lora = asked.lora or Lora(lora_rank=16)
+    of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
+    for name, kind in (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")):
+        of_methods.append((name, replace(asked, lora=lora, quant=Quant(kind))))
     rows, longest = [], 0
     offloads = (False,) if asked.optimizer_in_backward else (False, True)
     for (name, method), recompute, offload in itertools.product(of_methods, RECOMPUTE, offloads):

@@ -4,12 +4,15 @@ python -m pytest tests/test_configs.py
 """
 
 import re
+from dataclasses import replace
 
 import finetune
 import grpo
+import plan
 import prefer
 import pretrain
 import pytest
+import vision
 from shell import ROOT
 from transformers import AutoConfig
 
@@ -36,7 +39,7 @@ SHAPES = {  # from the models' public config.json files: the sizes by NAMES, and
 
 
 def recipe_of(path):
-    named = {"dpo": prefer, "grpo": grpo, "pretrain": pretrain}
+    named = {"dpo": prefer, "grpo": grpo, "pretrain": pretrain, "vision": vision}
     return next((named[word] for word in path.stem.split("_") if word in named), finetune)
 
 
@@ -53,8 +56,15 @@ def test_every_config_is_valid_and_says_what_it_is_for(path):
     assert "GPUs:" in header
 
 
+def marked(path):
+    """Towers take a while to be traced."""
+    return pytest.param(path, marks=[pytest.mark.slow] if "vision" in path.stem else [])
+
+
 @pytest.mark.parametrize(
-    "path", [p for p in PATHS if "Planned" in header_of(p)], ids=lambda path: path.stem
+    "path",
+    [marked(p) for p in PATHS if "Planned" in header_of(p)],
+    ids=lambda path: path.stem,
 )
 def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     cfg, header = load_config(recipe_of(path).Config, path), header_of(path)
@@ -62,8 +72,14 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
     processes = int(found[1]) if (found := re.search(r"--nproc_per_node (\d+)", header)) else 1
     nodes = int(found[1]) if (found := re.search(r"--nnodes (\d+)", header)) else 1
     assert processes * nodes == ranks
-    kind, sizes, others = SHAPES[cfg.model]
-    config = AutoConfig.for_model(kind, **dict(zip(NAMES.split(), sizes, strict=True)), **others)
+    pictures = re.search(r"Pictures: +([\dx]+)", header)
+    if pictures:  # the model is a shape in configs/shapes
+        shape = cfg.model.rpartition("/")[2].removesuffix("-Instruct")
+        config = plan.find_config(shape, False)
+    else:
+        kind, sizes, others = SHAPES[cfg.model]
+        sizes = dict(zip(NAMES.split(), sizes, strict=True))
+        config = AutoConfig.for_model(kind, **sizes, **others)
     gib = int(re.search(r"GPUs: +\d+ x (\d+) GB", header)[1])
     rows = 0
     if recipe_of(path) is grpo:  # of those that learn
@@ -95,6 +111,10 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
         sync_each_microbatch=cfg.sync_each_microbatch,
         repeats_keys="V100" in header,
     )
+    if pictures:
+        setting = replace(setting, kind="pictures", parts="" if lora else cfg.train)
+        asked = plan.Config(images=pictures[1], seq_len=cfg.seq_len)
+        setting = replace(setting, pictures=plan.pictures_of(asked, setting))
     need = need_of(setting)
     assert need.comfortable <= 0.98 * gib * GIB  # of 80 GiB, an H100 shows 79.6
     host, states = need.host * processes / GIB, need.states.total / GIB

@@ -5,17 +5,21 @@ zeros up to its language model, and only what is large in it (the embedding, the
 projector) on fake tensors, module by module.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..model.parts import PROJECTOR, tower_layers
 from .replay import Replay, Unit
@@ -27,33 +31,116 @@ INDEXED = (
     torch.ops.aten.index_put_.default,
 )
 
+MORE = 8  # tokens
+
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
     """What the plan takes each row for: the one with the most pictures. rows_of(n) is a batch of n such rows:
-    ids (n, T), and extra, what the model takes beside them.
+    ids (n, t), and extra, what the model takes beside them.
     """
 
     rows_of: Callable
+    known: dict[tuple, list] = field(default_factory=dict)
     towers = staticmethod(tower_layers)
 
-    def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(ids (rows, seq_len), the rest of such a batch)."""
-        found = self.rows_of(rows)
+    def batch(self, rows: int, seq_len: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(ids (rows, seq_len), the rest of such a batch). seq_len 0: as many tokens as rows_of gives."""
+        if rows not in self.known:
+            self.known[rows] = self.rows_of(rows)
+        found = self.known[rows]
         shape = found.ids.shape
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.shape[:2] != shape:  # not of each token
+            if not seq_len or tensor.shape[:2] != shape:  # not of each token
                 return tensor
             return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - shape[1]))
 
         return padded(found.ids), {name: padded(value) for name, value in found.extra.items()}
 
     def trace(
-        self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int
-    ) -> tuple[LiveBytes, "PictureTrace"]:
-        """(what counts the operations of the language model, what comes before it)."""
-        return PictureBytes(), PictureTrace(model, dtype, *self.batch(rows, seq_len))
+        self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int, recompute: str
+    ) -> tuple[LiveBytes, "Before"]:
+        """(what counts the operations of the language model, what comes before it). It grows with the rows in
+        a straight line, of which two small micro-batches are two points.
+        """
+        text = {*model.get_decoder().parameters()}
+        seen = [(p.dtype, p.requires_grad) for p in model.parameters() if p not in text]
+        key = (dtype, recompute, *seen)
+        tokens = self.batch(1)[0].shape[1]
+        if key not in self.known:
+            shapes = ((1, tokens), (2, tokens + MORE))
+            self.known[key] = [
+                PictureTrace(model, dtype).come_to_language(*self.batch(*shape)) for shape in shapes
+            ]
+        one, two = self.known[key]
+
+        def at(of_one: int, of_two: int) -> int:
+            return of_one + (rows - 1) * (of_two - of_one)
+
+        def segment(a: Segment, b: Segment) -> Segment:
+            return Segment(at(a.peak, b.peak), at(a.rest, b.rest))
+
+        if len(one.calls) == len(two.calls):
+            calls = [
+                replace(
+                    a,
+                    forward=segment(a.forward, b.forward),
+                    backward=segment(a.backward, b.backward),
+                )
+                for a, b in zip(one.calls, two.calls, strict=True)
+            ]
+        else:  # one for each picture
+            calls = one.calls * rows
+        leaves, structure = tree_flatten(one.read)
+        pairs = zip(leaves, tree_leaves(two.read), strict=True)
+        read = [resized(a, b, tokens, rows, seq_len) for a, b in pairs]
+        size = at(one.bytes, two.bytes)
+        return PictureBytes(), Before(model, calls, size, tree_unflatten(read, structure))
+
+
+def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
+    """What the language model is called with, of other rows and tokens, from that of (1, tokens) and of (2,
+    tokens + MORE). Numbers are true, where they are few.
+    """
+    if not isinstance(one, torch.Tensor):
+        return one
+    shape = []
+    for size, other in zip(one.shape, two.shape, strict=True):
+        of_tokens = size == tokens and other == tokens + MORE
+        shape.append(seq_len if of_tokens else size + (rows - 1) * (other - size))
+    if one.is_floating_point() or math.prod(shape) > 2**26:
+        return torch.empty(shape, dtype=one.dtype, device="meta", requires_grad=one.requires_grad)
+    for dim, size in enumerate(shape):
+        copies = -(-size // one.shape[dim])
+        one = torch.cat([one] * copies, dim).narrow(dim, 0, size)
+    return one
+
+
+def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) -> Pictures:
+    """Rows with blank pictures of these sizes (width, height), and without words. model: on meta."""
+    blanks = [Image.new("RGB", size) for size in sizes]
+    names = ("image_token_id", "image_token_index")
+    token = next(filter(None, (getattr(model.config, name, None) for name in names)), 1)
+    known = inspect.signature(type(model.base_model).forward).parameters
+
+    def features(rows: int) -> dict[str, torch.Tensor]:
+        extra = image_processor(images=blanks * rows, return_tensors="pt")
+        return {name: value for name, value in extra.items() if name in known}
+
+    @cache
+    def tokens_of_row() -> int:
+        return PictureTrace(model, torch.float32).tokens(features(1))
+
+    def rows_of(rows: int) -> SimpleNamespace:
+        extra = features(rows)
+        ids = torch.full((rows, tokens_of_row()), token)
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in known:
+                extra[name] = torch.ones_like(ids)
+        return SimpleNamespace(ids=ids, extra=extra)
+
+    return Pictures(rows_of)
 
 
 @dataclass(frozen=True)
@@ -74,8 +161,13 @@ class PictureBytes(LiveBytes):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in INDEXED:
             args = (args[0], numbered(args[1]), *args[2:])
-        given = list(tensors_in((args, kwargs or {})))
-        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        is_true = not any(isinstance(tensor, FakeTensor) for tensor in given)
+        if not given:  # it makes a tensor: numbers are true, what is computed with is not
+            dtype = kwargs.get("dtype") or torch.float32
+            is_true = not dtype.is_floating_point or func.overloadpacket is torch.ops.aten.arange
+        if is_true:
             with unset_fake_temporarily():
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -99,39 +191,55 @@ class Reached(Exception):
 
 
 class PictureTrace:
-    """The calls of tower and projector, in their order, in the forward of a micro-batch, the bytes that are
-    kept beside those, and what the language model is called with.
-    """
+    """Finds calls, bytes and read of Before, in the forward of a small micro-batch."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, ids: torch.Tensor, extra: dict):
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
         """model: on meta, in training mode."""
         self.model, self.dtype = model, dtype
         self.layers = tower_layers(model)
         self.calls: list[Call] = []
         self.known: dict[tuple, tuple] = {}  # equal calls are traced once
         self.graphs = []  # what the backward of the real parts needs stays
-        decoder, self.embedding = model.get_decoder(), model.get_input_embeddings()
+        self.embedding = model.get_input_embeddings()
         projector, inside = [], {m for layer in self.layers for m in layer.modules()}
         for name, module in model.named_modules():
             is_called = not isinstance(module, nn.ModuleList)
             if PROJECTOR.search(name) and is_called and module not in inside:
                 projector.append(module)
                 inside.update(module.modules())
-        large = [self.embedding, *projector, *self.layers]
-        heavy = [*large, decoder, model.get_output_embeddings()]
+        self.large = [self.embedding, *projector, *self.layers]
+
+    @contextmanager
+    def on_zeros(self) -> Iterator[None]:
+        """What is not large is real, and zero."""
+        decoder = self.model.get_decoder()
+        heavy = [*self.large, decoder, self.model.get_output_embeddings()]
         with ExitStack() as stack:
-            stack.enter_context(parameters_in(dtype, model, heavy))
+            stack.enter_context(parameters_in(self.dtype, self.model, heavy))
             idle = {module for found in heavy for module in found.modules()}
-            for module in set(model.modules()) - idle:
+            for module in set(self.model.modules()) - idle:
                 own = (*module._parameters.values(), *module._buffers.values())
                 for tensor in filter(torch.is_tensor, own):
                     tensor.data.zero_()
-            for module in (*large, decoder):
+            for module in (*self.large, decoder):
                 module.forward = reach if module is decoder else partial(self.run, module)
                 stack.callback(delattr, module, "forward")
-            live = stack.enter_context(LiveBytes())
+            yield
+
+    def tokens(self, extra: dict) -> int:
+        """How many tokens the model makes of some pictures."""
+        with self.on_zeros():
+            found = self.model.base_model.get_image_features(**extra)
+        features = tree_leaves(getattr(found, "pooler_output", found))
+        width = self.model.config.get_text_config().hidden_size
+        return sum(part.numel() for part in features) // width
+
+    def come_to_language(self, ids: torch.Tensor, extra: dict) -> "PictureTrace":
+        """Run the model, up to its language model, on a micro-batch."""
+        live = LiveBytes()
+        with self.on_zeros(), live:
             try:
-                model.base_model(ids, **extra, use_cache=False)
+                self.model.base_model(ids, **extra, use_cache=False)
             except Reached as reached:
                 (self.read,) = reached.args
         self.bytes = live.live + sum(value.nbytes for value in extra.values())
@@ -139,6 +247,7 @@ class PictureTrace:
             key = self.read["inputs_embeds"].untyped_storage()._cdata
             self.bytes -= live.sizes.get(key, 0)
         self.graphs.clear()
+        return self
 
     def run(self, module: nn.Module, *args, **kwargs):
         """In place of the forward of a large module: zeros like what it gives."""
@@ -190,17 +299,27 @@ class PictureTrace:
                 live.mark("backward")
         return live.segments["forward"][0], live.segments["backward"][0], shapes
 
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """What comes before the language model: calls, in their order; bytes that are kept beside those; read,
+    what the language model is called with.
+    """
+
+    model: nn.Module
+    calls: list[Call]
+    bytes: int
+    read: dict
+
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """The last hidden states of the language model, where parameters and ids (B, T) are fake."""
-        embedded = self.embedding(ids)
+        embedded = self.model.get_input_embeddings()(ids)
         trains = any(call.trains for call in self.calls)
         features = torch.empty(embedded.shape, dtype=embedded.dtype, requires_grad=trains)
-        self.read["input_ids"] = None
-        self.read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
+        read = tree_map_only(torch.Tensor, fake_like, self.read) | {"input_ids": None}
+        read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
         del embedded, features
-        output = self.model.get_decoder()(**self.read)
-        self.read.clear()
-        return output.last_hidden_state
+        return self.model.get_decoder()(**read).last_hidden_state
 
     def forward(self, replay: Replay, towers: list[Unit]) -> None:
         """The part of a step that comes between the embedding and the blocks."""
@@ -231,7 +350,8 @@ def description(value: object) -> object:
     """What two calls have in common that need the same memory."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    numbers = value.numpy().tobytes() if not value.is_floating_point() else b""
+    is_known = not value.is_floating_point() and not value.is_meta
+    numbers = value.numpy().tobytes() if is_known else b""
     return value.shape, value.dtype, value.requires_grad, numbers
 
 
@@ -239,7 +359,7 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
     """A new tensor of that shape, in a FakeTensorMode. Whole numbers, such as sizes of pictures, stay what
     they are.
     """
-    if not value.is_floating_point():
+    if not (value.is_floating_point() or value.is_meta):
         return value
     return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
 
@@ -252,5 +372,4 @@ def meta_like(value: torch.Tensor) -> torch.Tensor:
 def zeros_like(value: torch.Tensor) -> torch.Tensor:
     """Real ones, which code may write into."""
     zeros = torch.zeros(value.shape, dtype=value.dtype)
-    zeros.requires_grad_(value.requires_grad)
-    return zeros.clone()
+    return zeros.requires_grad_().clone() if value.requires_grad else zeros

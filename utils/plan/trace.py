@@ -48,7 +48,7 @@ class Trace:
     blocks_back: list[Segment]  # rest: without what was kept, and with the unsharded gradients
     embedding_back: Segment
     input_bytes: int  # of a block's input
-    pictures: object = None  # a pictures.PictureTrace
+    pictures: object = None  # a pictures.Before
 
 
 class LiveBytes(TorchDispatchMode):
@@ -155,7 +155,7 @@ def trace_step(
 
                 hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
         if pictures:
-            live, traced = pictures.trace(model, dtype, batch, seq_len)
+            live, traced = pictures.trace(model, dtype, batch, seq_len, recompute)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
