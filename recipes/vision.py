@@ -317,11 +317,12 @@ def main(cfg: Config) -> Path:
             cfg.batch_size, cfg.grad_accum, wanted, data_ranks
         )
         shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
+        micro_batches += loader.separates
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
         # On a GPU kernels are chosen, or compiled, for each length.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64

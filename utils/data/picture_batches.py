@@ -54,7 +54,7 @@ class PictureBatch(Batch):
 @dataclass(eq=False)
 class PictureBatches(GlobalBatches):
     """GlobalBatches of PictureBatch: as the model's own processor gives them for these rows, padded on the
-    right. A row costs its tokens and its patches.
+    right. A row costs its tokens and its patches. Where `separates`, a step may have one micro-batch more.
 
     source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
     this one does. ConfigError names the row of a picture that cannot be decoded.
@@ -69,13 +69,9 @@ class PictureBatches(GlobalBatches):
         self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
         self.blank = process(self.processor, [Image.new("RGB", BLANK)])
-        check(
-            "aspect_ratio_ids" not in self.blank.features
-            or self.patches.all()
-            or not self.patches.any(),
-            "this model has layers for pictures, which a text alone skips: rows with pictures and rows"
-            " without are not trained in one run (fix: remove the rows without)",
-        )
+        # A text alone skips the layers for pictures: rows without have micro-batches of their own.
+        skips = "aspect_ratio_ids" in self.blank.features
+        self.separates = bool(skips and self.patches.any() and not self.patches.all())
         self.next_step = -1
         self.made: Iterator = iter(())
 
@@ -98,6 +94,14 @@ class PictureBatches(GlobalBatches):
 
     def costs(self, rows: list[int]) -> torch.Tensor:
         return super().costs(rows) + self.patches[rows]
+
+    def shares(self, step: int) -> list[list[list]]:
+        if not self.separates:
+            return super().shares(step)
+        rows = self.rows_of(step)
+        texts = self.dealt([row for row in rows if not self.patches[row]])
+        pictured = self.dealt([row for row in rows if self.patches[row]])
+        return [one + other for one, other in zip(texts, pictured, strict=True)]
 
     def work(self, step: int) -> list[Work]:
         """This rank's micro-batches of a step. Every rank knows what all of them have."""
