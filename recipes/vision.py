@@ -421,7 +421,9 @@ def main(cfg: Config) -> Path:
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
-    for unit in found:  # a micro-batch of texts, which leaves some out, needs that each was whole once
+    for (
+        unit
+    ) in found:  # a micro-batch of texts, which leaves some out, needs that each was whole once
         unit.modules[0].unshard()
         unit.modules[0].reshard()
 

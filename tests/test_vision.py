@@ -195,6 +195,18 @@ def test_two_ranks_learn_what_a_page_of_pytorch_learns(name, parts, folder_of, r
     assert files - {path.name for path in (out / "model").iterdir()} == set()
 
 
+def test_a_step_may_begin_with_texts_alone(folder_of, rows, tmp_path):
+    """FSDP2 then reduces gradients of towers that have not run."""
+    folder, file = folder_of("llava"), rows.parent / "long.jsonl"
+    texts = [chat("Long? " * 60, "So " * i) for i in range(1, 5)]
+    write(file, [*texts, chat("What?", "So", "0.png"), chat("What?", "So it is", "1.png")])
+    model = plain(folder)
+    expected = Page(folder, file).train(model)
+    out, found, _ = trained(2, tmp_path / "out", folder, file, train=ALL)
+    saved = AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32)
+    assert_alike((found, expected), saved.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("name", ["llava", pytest.param("mllama", marks=slow)])
 def test_adapters_learn_what_pefts_learn(name, folder_of, rows, tmp_path):
     folder = folder_of(name)
@@ -332,7 +344,7 @@ def bad(rows: Path, name: str, **parts) -> str:
         ("--dataset {rows}/missing.jsonl", r"bad|missing.jsonl"),
         ("--train tower", "--train tower: tower is none of language, projector, vision"),
         ("--train vision --lora_rank 4", "--train vision beside --lora_rank"),
-        ("--model recipes/tiny", "recipes/tiny"),
+        ("--model recipes/tiny", "llama is no model of pictures and text"),
         ("missing.png", r"bad.jsonl:1: picture 'missing.png': no such file"),
         ("https://x.org/a.png", r"bad.jsonl:1: picture 'https://x.org/a.png': https: is not"),
         ("../a.png", r"bad.jsonl:1: picture '../a.png' leads out of"),

@@ -160,7 +160,8 @@ def make_model() -> None:
     model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
     model.model.language_model.load_state_dict(text.model.state_dict())
     import torch as t
-    sd=t.load('/tmp/h2/p/tower.pt')
+
+    sd = t.load("/tmp/h2/p/tower.pt")
     print(model.model.vision_tower.load_state_dict(sd))
     model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<|end|>")]
     model.save_pretrained(FOLDER)

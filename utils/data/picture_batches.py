@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ..run.errors import ConfigError, check, say
+from ..run.errors import ConfigError, say
 from ..run.signals import CAUGHT, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -54,7 +54,7 @@ class PictureBatch(Batch):
 @dataclass(eq=False)
 class PictureBatches(GlobalBatches):
     """GlobalBatches of PictureBatch: as the model's own processor gives them for these rows, padded on the
-    right. A row costs its tokens and its patches. Where `separates`, a step may have one micro-batch more.
+    right. A row costs its tokens and its patches. Where `separates`, a step may have more micro-batches.
 
     source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
     this one does. ConfigError names the row of a picture that cannot be decoded.
@@ -69,9 +69,14 @@ class PictureBatches(GlobalBatches):
         self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
         self.blank = process(self.processor, [Image.new("RGB", BLANK)])
-        # A text alone skips the layers for pictures: rows without have micro-batches of their own.
-        skips = "aspect_ratio_ids" in self.blank.features
-        self.separates = bool(skips and self.patches.any() and not self.patches.all())
+        # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
+        # of pictures too, so only rows with equally many share a micro-batch.
+        self.counts = [0] * len(self.patches)
+        if "aspect_ratio_ids" in self.blank.features:
+            self.counts = [
+                len(json.loads(self.pictures[n])) for n in map(self.number, range(len(self.counts)))
+            ]
+        self.separates = len({*self.counts}) > 1
         self.next_step = -1
         self.made: Iterator = iter(())
 
@@ -96,12 +101,13 @@ class PictureBatches(GlobalBatches):
         return super().costs(rows) + self.patches[rows]
 
     def shares(self, step: int) -> list[list[list]]:
-        if not self.separates:
-            return super().shares(step)
+        shares: list[list[list]] = [[] for _ in range(self.ranks)]
         rows = self.rows_of(step)
-        texts = self.dealt([row for row in rows if not self.patches[row]])
-        pictured = self.dealt([row for row in rows if self.patches[row]])
-        return [one + other for one, other in zip(texts, pictured, strict=True)]
+        for count in sorted({self.counts[row] for row in rows}):
+            alike = self.dealt([row for row in rows if self.counts[row] == count])
+            for share, more in zip(shares, alike, strict=True):
+                share += more
+        return shares
 
     def work(self, step: int) -> list[Work]:
         """This rank's micro-batches of a step. Every rank knows what all of them have."""
@@ -128,6 +134,8 @@ class PictureBatches(GlobalBatches):
                     generator=torch.Generator(),  # else it draws from the one of dropout
                 )
             )
+            # torch's handler raises wherever the run is when a worker is killed; next() says it too.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.next_step = step + 1
         try:
             found = [next(self.made) for _ in self.work(step)]
@@ -166,9 +174,13 @@ class PictureBatches(GlobalBatches):
             extra["cross_attention_mask"] = self.cross_attention(batch.ids, extra)
         return PictureBatch(**vars(batch), extra=extra)
 
+    def number(self, row: int) -> int:
+        """Of a row among all that were read, of which these may be a part."""
+        return row if self.examples.rows is None else int(self.examples.rows[row])
+
     def features(self, row: int) -> dict[str, torch.Tensor]:
         """What the processor makes of the pictures of a row; {} of none."""
-        number = row if self.examples.rows is None else int(self.examples.rows[row])
+        number = self.number(row)
         where = self.examples.where[number]
         images = []
         try:
