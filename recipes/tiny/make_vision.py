@@ -2,8 +2,9 @@
 
     python recipes/tiny/make_vision.py     # write recipes/tiny/vision anew
 
-The language part is recipes/tiny/model.safetensors, which has never seen a picture; vision tower and
-projector are random. Everything is a function of the numbers here.
+As in LLaVA, each part knows its own: the language part is that of recipes/tiny, which has read stories, the
+vision tower has learned here which shape and colour is in each cell of a picture. The projector between them
+is random, so the model has no words for what it sees: to find them is the task.
 """
 
 import base64
@@ -13,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from transformers import (
     AutoModelForCausalLM,
@@ -32,13 +34,13 @@ COLOURS = {
     "green": (40, 160, 60),
     "blue": (50, 80, 220),
     "yellow": (235, 205, 40),
-    "black": (20, 20, 20),
-    "white": (255, 255, 255),
 }
 SHAPES = ("circle", "square", "triangle")
-NUMBERS = ("zero", "one", "two", "three", "four")
+NUMBERS = ("zero", "one", "two", "three")
 GROUND = (150, 150, 150)
-PICTURES, HELD_OUT = 900, 300
+PICTURES, HELD_OUT = 600, 250
+QUESTIONS = 6  # about a picture, at most
+TOWER_STEPS, TOWER_BATCH, TOWER_LR = 400, 64, 3e-3
 IMAGE = "<image>"
 TEMPLATE = """\
 {{- bos_token -}}
@@ -61,26 +63,36 @@ TEMPLATE = """\
 Thing = tuple[str, str]  # shape, colour
 
 
-def draw(rng: Random, things: list[Thing]) -> bytes:
-    """A PNG of things in cells of their own, of different sizes."""
+def some_things(rng: Random) -> dict[int, Thing]:
+    """The cells of a picture that are not empty."""
+    cells = rng.sample(range(CELLS * CELLS), rng.randint(1, 3))
+    return {cell: (rng.choice(SHAPES), rng.choice(list(COLOURS))) for cell in cells}
+
+
+def draw(rng: Random, things: dict[int, Thing]) -> Image.Image:
+    """A picture of things of different sizes, anywhere in their cells."""
     image = Image.new("RGB", (CELL * CELLS, CELL * CELLS), GROUND)
     pen = ImageDraw.Draw(image)
-    cells = rng.sample(range(CELLS * CELLS), len(things))
-    for cell, (shape, colour) in zip(cells, things, strict=True):
+    for cell, (shape, colour) in things.items():
         size = rng.randint(9, 13)  # pixels
         left = cell % CELLS * CELL + rng.randint(1, CELL - 2 - size)
         top = cell // CELLS * CELL + rng.randint(1, CELL - 2 - size)
-        box = (left, top, left + size, top + size)
+        right, bottom = left + size, top + size
         if shape == "circle":
-            pen.ellipse(box, COLOURS[colour])
+            pen.ellipse((left, top, right, bottom), COLOURS[colour])
         elif shape == "square":
-            pen.rectangle(box, COLOURS[colour])
+            pen.rectangle((left, top, right, bottom), COLOURS[colour])
         else:
-            corners = [(left + size // 2, top), (left, top + size), (left + size, top + size)]
+            corners = [(left + size // 2, top), (left, bottom), (right, bottom)]
             pen.polygon(corners, COLOURS[colour])
+    return image
+
+
+def png_url(image: Image.Image) -> str:
+    """The picture within a row, in some 200 characters."""
     file = io.BytesIO()
     image.quantize(len(COLOURS) + 1).save(file, "PNG", optimize=True)
-    return file.getvalue()
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def questions(things: list[Thing]) -> list[tuple[str, str]]:
@@ -96,15 +108,20 @@ def questions(things: list[Thing]) -> list[tuple[str, str]]:
     return found
 
 
-def make_rows(file: Path, pictures: int, turns: int, seed: int) -> None:
-    """Write conversations about pictures, each with some questions about one."""
-    rng = Random(seed)
+def make_rows(file: Path, pictures: int, turns: int, without: set[str]) -> set[str]:
+    """Write conversations about pictures, each with some questions about one that is in no other file; the
+    pictures.
+    """
+    rng = Random(file.name)
+    drawn: set[str] = set()
     with open(file, "w") as rows:
-        for _ in range(pictures):
-            count = rng.randint(2, 4)
-            things = [(rng.choice(SHAPES), rng.choice(list(COLOURS))) for _ in range(count)]
-            url = "data:image/png;base64," + base64.b64encode(draw(rng, things)).decode()
-            asked = questions(things)
+        while len(drawn) < pictures:
+            things = some_things(rng)
+            url = png_url(draw(rng, things))
+            if url in drawn | without:
+                continue
+            drawn.add(url)
+            asked = questions(list(things.values()))
             messages = []
             for question, answer in rng.sample(asked, min(turns, len(asked))):
                 messages.append({"role": "user", "content": question})
@@ -112,6 +129,40 @@ def make_rows(file: Path, pictures: int, turns: int, seed: int) -> None:
             picture = {"type": "image_url", "image_url": {"url": url}}
             messages[0]["content"] = [picture, {"type": "text", "text": messages[0]["content"]}]
             rows.write(json.dumps({"messages": messages}) + "\n")
+    return drawn
+
+
+def make_task(folder: Path) -> None:
+    """Write rows.jsonl and heldout.jsonl."""
+    drawn = make_rows(folder / "rows.jsonl", PICTURES, QUESTIONS, set())
+    make_rows(folder / "heldout.jsonl", HELD_OUT, 1, drawn)
+
+
+def train_tower(tower: torch.nn.Module, processor: CLIPImageProcessor) -> None:
+    """Teach it to tell the shape and the colour in each cell, of pictures that are drawn anew every step."""
+    rng = Random(0)
+    kinds = [(shape, colour) for shape in SHAPES for colour in COLOURS]
+    head = torch.nn.Linear(tower.config.hidden_size, 1 + len(kinds))  # 0: empty
+    params = [*tower.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=TOWER_LR)
+    for step in range(TOWER_STEPS):
+        images = []
+        labels = torch.zeros(TOWER_BATCH, CELLS * CELLS, dtype=torch.int64)
+        for row in range(TOWER_BATCH):
+            things = some_things(rng)
+            images.append(draw(rng, things))
+            for cell, thing in things.items():
+                labels[row, cell] = 1 + kinds.index(thing)
+        pixels = processor(images, return_tensors="pt")["pixel_values"]  # (B, 3, side, side)
+        hidden = tower(pixel_values=pixels).last_hidden_state[:, 1:]  # (B, cells, D)
+        loss = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
+        for group in optimizer.param_groups:
+            group["lr"] = TOWER_LR * min(1, (step + 1) / 20) * (1 - step / TOWER_STEPS)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"tower: loss {loss:.5f} after {TOWER_STEPS} steps")
 
 
 def make_model() -> None:
@@ -139,15 +190,15 @@ def make_model() -> None:
     text = AutoModelForCausalLM.from_pretrained(HERE, dtype=torch.bfloat16)
     torch.manual_seed(0)
     text.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    text.config._name_or_path = ""  # a folder of this machine
     tower = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=32,
+        intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=2,
         image_size=CELL * CELLS,
         patch_size=CELL,
-        projection_dim=64,
-        initializer_factor=1.0,
+        projection_dim=32,
     )
     config = LlavaConfig(
         text_config=text.config,
@@ -157,18 +208,16 @@ def make_model() -> None:
         vision_feature_layer=-1,
         tie_word_embeddings=True,
     )
-    model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
+    model = LlavaForConditionalGeneration(config)
+    train_tower(model.model.vision_tower, images)
+    model = model.to(torch.bfloat16)
     model.model.language_model.load_state_dict(text.model.state_dict())
-    import torch as t
-
-    sd = t.load("/tmp/h2/p/tower.pt")
-    print(model.model.vision_tower.load_state_dict(sd))
     model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids("<|end|>")]
     model.save_pretrained(FOLDER)
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    make_rows(FOLDER / "rows.jsonl", PICTURES, turns=4, seed=0)
-    make_rows(FOLDER / "heldout.jsonl", HELD_OUT, turns=1, seed=1)
+    torch.set_num_threads(1)  # sums depend on it
+    make_task(FOLDER)
     make_model()
