@@ -28,7 +28,7 @@ from transformers import (
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "vision"
-CELL, CELLS = 16, 3  # pixels of a cell, cells in a row
+CELL, CELLS = 16, 2  # pixels of a cell, cells in a row
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 160, 60),
