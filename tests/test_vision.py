@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from picture_families import family_folder
 from PIL import Image
 from ranks import run_ranks
 from safetensors.torch import load_file
+from shell import ROOT, shell
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageTextToText
 
@@ -31,6 +33,10 @@ from utils.data.picture_batches import PictureBatches
 from utils.data.pictures import in_parts, load_processor, read_pictured
 from utils.data.tokens import load_tokenizer, pad_id, render
 from utils.model.parts import part_names
+
+sys.path.append(str(ROOT / "recipes" / "tiny"))
+
+import make_vision
 
 slow = pytest.mark.slow
 ALL = "language,projector,vision"
@@ -395,3 +401,24 @@ def test_the_death_of_a_worker_ends_no_run(folder_of, rows, tmp_path):
         assert run.end(120) == 0
     assert "the process that trains decodes" in run.text
     assert "finished  60 steps" in run.text
+
+
+def test_the_task_of_the_tiny_model_is_made_again_byte_for_byte(tmp_path):
+    folder = ROOT / "recipes" / "tiny" / "vision"
+    make_vision.make_task(tmp_path)
+    for name in ("rows.jsonl", "heldout.jsonl"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2_000_000
+
+
+@slow
+def test_the_demo_teaches_it(tmp_path):
+    """Exact match by transformers alone on pictures that no training row has: score.py asks for 90 %."""
+    demo = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/vision.py", tmp_path, seconds=400)
+    assert demo.returncode == 0, demo.stderr
+    tiny = ROOT / "recipes" / "tiny"
+    folders = f"{tiny}/vision {tmp_path}/output/vision-001/model"
+    questions = f"--questions {tiny}/vision/heldout.jsonl"
+    score = shell(f"python {tiny}/score.py {folders} {questions}", tmp_path)
+    assert "exact match before: 0 of 250" in score.stdout
+    assert score.returncode == 0, score.stdout
