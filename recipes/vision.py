@@ -92,7 +92,7 @@ from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny" / "vision"
 # What stands for flags that are not given, where --model is not.
-TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}
+TINY_VALUES = {"epochs": 13, "batch_size": 8, "lr": 3e-3, "log_every": 80}
 BETAS = (0.9, 0.95)  # of AdamW
 
 
@@ -317,11 +317,12 @@ def main(cfg: Config) -> Path:
             cfg.batch_size, cfg.grad_accum, wanted, data_ranks
         )
         shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
+        micro_batches += loader.separates
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
         # On a GPU kernels are chosen, or compiled, for each length.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
@@ -420,6 +421,11 @@ def main(cfg: Config) -> Path:
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
+    for (
+        unit
+    ) in found:  # a micro-batch of texts, which leaves some out, needs that each was whole once
+        unit.modules[0].unshard()
+        unit.modules[0].reshard()
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")

@@ -24,7 +24,7 @@ from utils.model.loss import arguments
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
 
-# mllama skips layers where there is no picture, and refuses the mixture.
+# mllama skips layers where there is no picture: rows with and without are not in one micro-batch.
 MIXING = [name for name in NAMES if name != "mllama"]
 SIZES = {"a.png": (60, 40), "b.png": (200, 100), "c.png": (30, 90)}
 ANSWER = {"role": "assistant", "content": "A picture."}
@@ -207,13 +207,18 @@ def test_a_rank_without_rows_gives_a_filler_with_a_picture(family):
     assert forward(made.model(), batch).isfinite().all()
 
 
-def test_a_model_that_skips_layers_without_a_picture_takes_no_mixture(family):
+def test_where_a_text_skips_layers_each_micro_batch_is_of_one_kind_on_all_ranks(family):
     made = family("mllama")
-    with pytest.raises(ConfigError, match="layers for pictures"):
-        made.loader([row("a.png"), row()])
+    rows = [row(words="x" * n) for n in (50, 45, 40)] + [row("a.png"), row("b.png"), row("c.png")]
+    seen = [made.loader(rows, ranks=2, rank=rank).batches(0) for rank in range(2)]
+    pictures = [["pixel_values" in batch.extra for batch in batches] for batches in seen]
+    assert pictures == [[False, False, True, True]] * 2
+    names = [where for batches in seen for batch in batches for where in batch.where]
+    assert sorted(names) == ["filler"] * 2 + [f"t.jsonl:{n}" for n in range(1, 7)]
+    model = made.model()
+    for batches in seen:
+        assert all(forward(model, batch).isfinite().all() for batch in batches)
     assert made.loader([row(), row()], ranks=2).batches(0)[0].extra == {}
-    (filler,) = made.loader([row("a.png")], ranks=2, rank=1).batches(0)
-    assert forward(made.model(), filler).isfinite().all()
 
 
 def test_rows_are_dealt_by_tokens_and_patches_and_each_once(family):

@@ -111,6 +111,9 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
         words += ["--max_new_tokens", "4", "--global_batch_size", "2"]
         values["--dataset"] = str(tmp_path / "math.jsonl")
         Path(values["--dataset"]).write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 4)
+    if "vision.py" in command:
+        values["--model"] = f"{ROOT}/recipes/tiny/vision"
+        values["--dataset"] = f"{ROOT}/recipes/tiny/vision/heldout.jsonl"
     if "plan.py" in command:  # its names are known
         values.clear()
     for i, word in enumerate(words[:-1]):
@@ -118,7 +121,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     if "--config" in words:
         words += ["--model", str(model), "--dataset", str(rows)]
     if "--help" not in words and re.search(
-        "finetune.py|prefer.py|reward.py|pretrain.py|grpo.py", command
+        "finetune.py|prefer.py|reward.py|pretrain.py|grpo.py|vision.py", command
     ):
         words += ["--tokens", "2000"] if "pretrain.py" in command else ["--steps", "2"]
         words += ["--save_every", "0"]

@@ -17,7 +17,9 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
 )
 
@@ -58,7 +60,10 @@ def main() -> int:
 
     every = max(1, len(questions) // 5)
     for i in range(0, len(questions), every)[:5]:  # examples
-        print(f"\n{shown(questions[i][-1]['content'])}")
+        asked = questions[i][-1]["content"]
+        if isinstance(asked, list):  # with pictures
+            asked = " ".join(part.get("text", "(picture)") for part in asked)
+        print(f"\n{shown(asked)}")
         print(f"  expected: {shown(expected[i][:80])}")
         print(f"  before:   {shown(before[i][:80])}")
         print(f"  after:    {shown(after[i][:80])}")
@@ -92,20 +97,26 @@ def answers(folder: str, questions: list[list[dict]]) -> list[str]:
     """The model's most likely answers, until it ends its turn itself or has written 48 tokens. Thoughts are
     not part of an answer.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    if hasattr(AutoConfig.from_pretrained(folder), "vision_config"):
+        reader = AutoProcessor.from_pretrained(folder, padding_side="left")
+        model = AutoModelForImageTextToText.from_pretrained(folder)
+        options = {"tokenize": True, "processor_kwargs": {"padding": True}}
+    else:
+        reader = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        options = {"padding": True}
     found = []
     for start in range(0, len(questions), BATCH):
-        batch = tokenizer.apply_chat_template(
+        batch = reader.apply_chat_template(
             questions[start : start + BATCH],
             add_generation_prompt=True,
-            padding=True,
             return_dict=True,
             return_tensors="pt",
+            **options,
         )
         output = model.generate(**batch, do_sample=False, max_new_tokens=48)
         new_ids = output[:, batch["input_ids"].shape[1] :]
-        for text in tokenizer.batch_decode(new_ids, skip_special_tokens=True):
+        for text in reader.batch_decode(new_ids, skip_special_tokens=True):
             found.append(text.split("</think>")[-1].strip())
     return found
 

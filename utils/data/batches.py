@@ -139,7 +139,10 @@ class GlobalBatches:
 
     def shares(self, step: int) -> list[list[list]]:
         """The rows of each micro-batch of each rank."""
-        rows = self.rows_of(step)
+        return self.dealt(self.rows_of(step))
+
+    def dealt(self, rows: list) -> list[list[list]]:
+        """Some rows as micro-batches of each rank; every rank has as many."""
         starts = range(0, math.ceil(len(rows) / self.ranks), self.batch_size)
         return [
             [[rows[i] for i in share[start : start + self.batch_size]] for start in starts]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ..run.errors import ConfigError, check, say
+from ..run.errors import ConfigError, say
 from ..run.signals import CAUGHT, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -54,7 +54,7 @@ class PictureBatch(Batch):
 @dataclass(eq=False)
 class PictureBatches(GlobalBatches):
     """GlobalBatches of PictureBatch: as the model's own processor gives them for these rows, padded on the
-    right. A row costs its tokens and its patches.
+    right. A row costs its tokens and its patches. Where `separates`, a step may have more micro-batches.
 
     source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
     this one does. ConfigError names the row of a picture that cannot be decoded.
@@ -69,13 +69,14 @@ class PictureBatches(GlobalBatches):
         self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
         self.blank = process(self.processor, [Image.new("RGB", BLANK)])
-        check(
-            "aspect_ratio_ids" not in self.blank.features
-            or self.patches.all()
-            or not self.patches.any(),
-            "this model has layers for pictures, which a text alone skips: rows with pictures and rows"
-            " without are not trained in one run (fix: remove the rows without)",
-        )
+        # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
+        # of pictures too, so only rows with equally many share a micro-batch.
+        self.counts = [0] * len(self.patches)
+        if "aspect_ratio_ids" in self.blank.features:
+            self.counts = [
+                len(json.loads(self.pictures[n])) for n in map(self.number, range(len(self.counts)))
+            ]
+        self.separates = len({*self.counts}) > 1
         self.next_step = -1
         self.made: Iterator = iter(())
 
@@ -98,6 +99,15 @@ class PictureBatches(GlobalBatches):
 
     def costs(self, rows: list[int]) -> torch.Tensor:
         return super().costs(rows) + self.patches[rows]
+
+    def shares(self, step: int) -> list[list[list]]:
+        shares: list[list[list]] = [[] for _ in range(self.ranks)]
+        rows = self.rows_of(step)
+        for count in sorted({self.counts[row] for row in rows}):
+            alike = self.dealt([row for row in rows if self.counts[row] == count])
+            for share, more in zip(shares, alike, strict=True):
+                share += more
+        return shares
 
     def work(self, step: int) -> list[Work]:
         """This rank's micro-batches of a step. Every rank knows what all of them have."""
@@ -124,6 +134,8 @@ class PictureBatches(GlobalBatches):
                     generator=torch.Generator(),  # else it draws from the one of dropout
                 )
             )
+            # torch's handler raises wherever the run is when a worker is killed; next() says it too.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.next_step = step + 1
         try:
             found = [next(self.made) for _ in self.work(step)]
@@ -162,9 +174,13 @@ class PictureBatches(GlobalBatches):
             extra["cross_attention_mask"] = self.cross_attention(batch.ids, extra)
         return PictureBatch(**vars(batch), extra=extra)
 
+    def number(self, row: int) -> int:
+        """Of a row among all that were read, of which these may be a part."""
+        return row if self.examples.rows is None else int(self.examples.rows[row])
+
     def features(self, row: int) -> dict[str, torch.Tensor]:
         """What the processor makes of the pictures of a row; {} of none."""
-        number = row if self.examples.rows is None else int(self.examples.rows[row])
+        number = self.number(row)
         where = self.examples.where[number]
         images = []
         try:

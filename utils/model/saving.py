@@ -25,7 +25,14 @@ from .folder import INDEX, read_json
 from .pieces import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
 
 # Files beside the weights that a save takes along.
-COMPANIONS = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*", "*processor_config.json")
+COMPANIONS = (
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+    "*processor_config.json",
+    "chat_template.json",  # of processors, before chat_template.jinja
+)
 
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
 # (name of the file, first byte, the bytes as uint8, name of the tensor)

@@ -1,0 +1,424 @@
+"""recipes/vision.py: what a page of PyTorch learns from pictures, on any number of ranks.
+
+python -m pytest tests/test_vision.py -m ""
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vision
+from launch import Forked, forked
+from metrics import read_metrics
+from peft import PeftModel
+from picture_families import family_folder
+from PIL import Image
+from ranks import run_ranks
+from safetensors.torch import load_file
+from shell import ROOT, shell
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForImageTextToText
+
+from utils.data.encode import Rows
+from utils.data.examples import load_examples
+from utils.data.picture_batches import PictureBatches
+from utils.data.pictures import in_parts, load_processor, read_pictured
+from utils.data.tokens import load_tokenizer, pad_id, render
+from utils.model.parts import part_names
+
+sys.path.append(str(ROOT / "recipes" / "tiny"))
+
+import make_vision
+
+slow = pytest.mark.slow
+ALL = "language,projector,vision"
+STEPS, GLOBAL_BATCH = 3, 6
+# With AdamW a gradient near 0 makes a whole step of its rounding: the rate is small.
+RUN = {
+    "steps": STEPS,
+    "lr": 1e-4,
+    "warmup": 1,
+    "schedule": "constant",
+    "global_batch_size": GLOBAL_BATCH,
+    "batch_size": 1,
+    "seed": 3,
+    "save_every": 0,
+    "workers": 0,  # the ranks of run_ranks may have no processes of their own
+}
+
+
+def chat(text: str, answer: str, *pictures: str) -> dict:
+    parts = [{"type": "image", "path": name} for name in pictures]
+    question = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Rows with one picture, two and none, of very different lengths; 10 do not divide into 6 and 6."""
+    root = tmp_path_factory.mktemp("rows")
+    for i, size in enumerate([(60, 40), (120, 60), (30, 90)]):
+        torch.manual_seed(i)
+        noise = torch.randint(256, (size[1], size[0], 3), dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(root / f"{i}.png")
+    lines = []
+    for i in range(10):
+        pictures = [[f"{i % 3}.png"], [], [f"{i % 2}.png", "2.png"], []][i % 4]
+        lines.append(chat("What? " * (1 + i % 3), "So " * (1 + i % 5), *pictures))
+    write(root / "rows.jsonl", lines)
+    write(root / "texts.jsonl", [line for i, line in enumerate(lines) if i % 2])
+    return root / "rows.jsonl"
+
+
+def write(file: Path, lines: list[dict]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+
+    def folder(name: str) -> Path:
+        return root / name if (root / name).exists() else family_folder(name, root)
+
+    return folder
+
+
+def train(world, flags):
+    return vision.main(vision.Config(**flags))
+
+
+def trained(ranks, out, folder, rows, **flags):
+    """(run folder, [(loss, gradient norm)] by step, final weights)."""
+    flags = RUN | {"model": str(folder), "dataset": str(rows), "output_dir": str(out)} | flags
+    out = run_ranks(train, ranks, flags)[0]
+    (result,) = out.glob("*/*model.safetensors")
+    return out, curve(out), load_file(result)
+
+
+def curve(out: Path) -> list[tuple[float, float]]:
+    return [
+        (found["loss"], found["grad_norm"])
+        for found in read_metrics(out / "metrics.jsonl")
+        if "loss" in found
+    ]
+
+
+def assert_alike(curves, weights, expected, rtol=1e-5):
+    """The norm of a gradient through cross-attention is 1e-4 where the two kinds of rows cancel."""
+    torch.testing.assert_close(curves[0], curves[1], rtol=10 * rtol, atol=rtol)
+    for name, tensor in weights.items():
+        assert (tensor - expected[name]).norm() <= rtol * expected[name].norm(), name
+
+
+class Page:
+    """The rows as the model's own processor gives them, one by one, and their labels."""
+
+    def __init__(self, folder: Path, rows: Path):
+        tokenizer = load_tokenizer(folder)
+        processor = load_processor(folder, tokenizer)
+        source = Rows(str(rows), 2048, processor=str(folder))
+        examples = load_examples(source, tokenizer)
+        sizes = (GLOBAL_BATCH, GLOBAL_BATCH, 0, 1, pad_id(tokenizer))
+        self.batches = PictureBatches(examples, RUN["seed"], *sizes, source, processor, 0)
+        self.rows = []
+        for number, line in enumerate(rows.read_text().splitlines()):
+            messages, _, sources, _ = read_pictured(json.loads(line), "chat", {})
+            pictures = [Image.open(rows.parent / name) for name in sources]
+            batch = dict(
+                processor(
+                    text=[render(tokenizer, in_parts(messages))],
+                    images=[pictures] if pictures else None,
+                    add_special_tokens=False,
+                    return_tensors="pt",
+                )
+            )
+            example = examples[number]
+            assert batch["input_ids"][0].tolist() == example.ids.tolist()
+            self.rows.append((batch, example.labels.long()))
+
+    def loss(self, model, numbers: list[int]) -> torch.Tensor:
+        """Per trained token of these rows."""
+        total, count = 0, 0
+        for number in numbers:
+            batch, labels = self.rows[number]
+            logits = model(**batch, use_cache=False).logits[0, :-1].float()  # (T - 1, V)
+            total = total + F.cross_entropy(logits, labels[1:], reduction="sum")
+            count += int((labels[1:] != -100).sum())
+        return total / count
+
+    def train(self, model) -> list[tuple[float, float]]:
+        """What the recipe does, as a page of PyTorch: [(loss, gradient norm)] by step."""
+        params = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in params if p.ndim > 1]},
+            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, RUN["lr"], (0.9, 0.95), weight_decay=0.01)
+        found = []
+        for step in range(STEPS):
+            loss = self.loss(model, self.batches.rows_of(step))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), norm.item()))
+        return found
+
+
+def plain(folder: Path, parts: str = ALL):
+    """transformers' own model, of which some parts are trained."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    for part, names in part_names(model).items():
+        for name in names:
+            model.get_parameter(name).requires_grad_(part in parts)
+    return model
+
+
+@pytest.mark.parametrize("parts", [ALL, "language,projector"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "mllama", *(pytest.param(n, marks=slow) for n in ("gemma3", "internvl"))]
+)
+def test_two_ranks_learn_what_a_page_of_pytorch_learns(name, parts, folder_of, rows, tmp_path):
+    """transformers' own class and full logits, the processor's own rows one by one, no FSDP, no blank
+    pictures; rows with pictures and without.
+    """
+    folder = folder_of(name)
+    model = plain(folder, parts)
+    expected = Page(folder, rows).train(model)
+    out, found, _ = trained(2, tmp_path / "out", folder, rows, train=parts)
+    saved = AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32)
+    assert_alike((found, expected), saved.state_dict(), model.state_dict())
+    files = {path.name for path in folder.iterdir()}
+    assert files - {path.name for path in (out / "model").iterdir()} == set()
+
+
+def test_a_step_may_begin_with_texts_alone(folder_of, rows, tmp_path):
+    """FSDP2 then reduces gradients of towers that have not run."""
+    folder, file = folder_of("llava"), rows.parent / "long.jsonl"
+    texts = [chat("Long? " * 60, "So " * i) for i in range(1, 5)]
+    write(file, [*texts, chat("What?", "So", "0.png"), chat("What?", "So it is", "1.png")])
+    model = plain(folder)
+    expected = Page(folder, file).train(model)
+    out, found, _ = trained(2, tmp_path / "out", folder, file, train=ALL)
+    saved = AutoModelForImageTextToText.from_pretrained(out / "model", dtype=torch.float32)
+    assert_alike((found, expected), saved.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["llava", pytest.param("mllama", marks=slow)])
+def test_adapters_learn_what_pefts_learn(name, folder_of, rows, tmp_path):
+    folder = folder_of(name)
+    start, _, _ = trained(1, tmp_path / "start", folder, rows, lora_rank=4, steps=1, lr=1e-30)
+    base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, start / "adapter", is_trainable=True).train()
+    expected = Page(folder, rows).train(model)
+    adapter = str(start / "adapter")
+    out, found, _ = trained(2, tmp_path / "out", folder, rows, adapter=adapter)
+    base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    saved = PeftModel.from_pretrained(base, out / "adapter")
+    # lora_B begins at 0, so it is all rounding's steps
+    assert_alike((found, expected), saved.state_dict(), model.state_dict(), rtol=1e-4)
+    trains = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trains
+    assert not [n for n in trains if "vision" in n or "projector" in n]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ranks": 2, "batch_size": 2, "activation_checkpointing": "full", "cpu_offload": True},
+        pytest.param({"ranks": 2, "low_cpu_fsdp": False}, marks=slow),
+        pytest.param({"ranks": 4, "replicate": 2}, marks=slow),
+        pytest.param({"ranks": 4, "sync_each_microbatch": True}, marks=slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mllama", pytest.param("qwen3_vl", marks=slow)])
+def test_any_ranks_and_micro_batches_learn_the_same(name, how, folder_of, rows, tmp_path):
+    how = {"train": ALL, "global_batch_size": 8} | how
+    alone = {"train": ALL, "global_batch_size": 8, "batch_size": 8}
+    _, one, expected = trained(1, tmp_path / "one", folder_of(name), rows, **alone)
+    _, many, weights = trained(how.pop("ranks"), tmp_path / "many", folder_of(name), rows, **how)
+    assert_alike((many, one), weights, expected)
+
+
+@pytest.mark.parametrize("how", [{"train": ALL}, {"lora_rank": 4}], ids=str)
+def test_a_run_that_was_cut_goes_on_bit_for_bit(how, folder_of, rows, tmp_path):
+    flags = {"save_every": 2, "keep": 0, "steps": 4, **how}
+    out, expected, weights = trained(2, tmp_path / "out", folder_of("mllama"), rows, **flags)
+    shutil.rmtree(out / "checkpoints" / "step_00000004")
+    shutil.rmtree(out / ("adapter" if "lora_rank" in how else "model"))
+    (out / "plan.json").unlink()
+    one = shutil.copytree(out, tmp_path / "one")
+    _, found, again = trained(2, out, folder_of("mllama"), rows, **flags)
+    assert found == expected
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    _, found, _ = trained(1, one, folder_of("mllama"), rows, **flags)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_frozen_tower_has_no_state_and_does_not_change(folder_of, rows, tmp_path):
+    folder = folder_of("llava")
+    flags = {"save_every": STEPS, "dtype": "bf16"}
+    out, _, weights = trained(2, tmp_path / "out", folder, rows, **flags)
+    stored = FileSystemReader(out / "checkpoints" / f"step_{STEPS:08d}").read_metadata()
+    names = list(stored.state_dict_metadata)
+    assert [name for name in names if "multi_modal_projector" in name and "exp_avg" in name]
+    assert not [name for name in names if "vision_tower" in name]
+    changed = {
+        name
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not torch.equal(tensor.bfloat16(), weights[name].bfloat16())
+    }
+    assert changed
+    assert not [name for name in changed if "vision_tower" in name]
+
+
+def test_each_part_has_its_own_rate(folder_of, rows, tmp_path):
+    """The first step of AdamW moves a weight by its rate, whatever the gradient."""
+    folder = folder_of("llava")
+    rates = {"lr": 1e-4, "lr_projector": 3e-4, "lr_vision": 1e-5}
+    flags = {"train": ALL, "steps": 1, "weight_decay": 0.0, "clip_norm": 0.0, **rates}
+    out, _, _ = trained(2, tmp_path / "out", folder, rows, **flags)
+    before = plain(folder)
+    after = plain(out / "model").state_dict()
+    for part, names in part_names(before).items():
+        moved = max((after[n] - before.get_parameter(n)).abs().max().item() for n in names)
+        rate = rates.get(f"lr_{part}", rates["lr"])
+        assert moved == pytest.approx(rate, rel=0.01), part
+
+
+def test_without_a_picture_the_language_model_alone_trains(folder_of, rows, tmp_path):
+    folder, texts = folder_of("llava"), rows.parent / "texts.jsonl"
+    out, _, weights = trained(2, tmp_path / "out", folder, texts, train=ALL)
+    assert json.loads((out / "plan.json").read_text())
+    changed = {
+        name
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not torch.equal(tensor, weights[name])
+    }
+    assert changed
+    assert not [name for name in changed if "vision_tower" in name or "projector" in name]
+
+
+@pytest.mark.parametrize("quantization", ["8bit", "4bit"])
+def test_adapters_on_quantized_weights_learn_on_two_ranks_as_on_one(
+    quantization, folder_of, rows, tmp_path
+):
+    flags = {"lora_rank": 4, "quantization": quantization, "lr": 1e-3, "steps": 8}
+    flags["global_batch_size"] = 10
+    _, one, _ = trained(1, tmp_path / "one", folder_of("qwen2_5_vl"), rows, **flags)
+    _, two, _ = trained(2, tmp_path / "two", folder_of("qwen2_5_vl"), rows, **flags)
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-4)
+    assert two[-1][0] < two[0][0] - 0.1
+
+
+def test_the_held_out_loss_is_that_of_the_model_that_is_saved(folder_of, rows, tmp_path):
+    folder = folder_of("mllama")
+    out, _, _ = trained(2, tmp_path / "out", folder, rows, eval_dataset=str(rows), eval_every=2)
+    found = [f["eval_loss"] for f in read_metrics(out / "metrics.jsonl") if "eval_loss" in f]
+    with torch.no_grad():
+        loss = Page(folder, rows).loss(plain(out / "model").eval(), list(range(10)))
+    assert len(found) == 2
+    assert found[-1] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def bad(rows: Path, name: str, **parts) -> str:
+    """A file of one row about that picture."""
+    file = rows.parent / "bad.jsonl"
+    write(file, [chat("What?", "So", name)])
+    return f"--dataset {file}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--dataset {rows}/missing.jsonl", r"bad|missing.jsonl"),
+        ("--train tower", "--train tower: tower is none of language, projector, vision"),
+        ("--train vision --lora_rank 4", "--train vision beside --lora_rank"),
+        ("--model recipes/tiny", "llama is no model of pictures and text"),
+        ("missing.png", r"bad.jsonl:1: picture 'missing.png': no such file"),
+        ("https://x.org/a.png", r"bad.jsonl:1: picture 'https://x.org/a.png': https: is not"),
+        ("../a.png", r"bad.jsonl:1: picture '../a.png' leads out of"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(flags, said, folder_of, rows, tmp_path):
+    words = {"--model": folder_of("llava"), "--dataset": rows, "--output_dir": tmp_path / "out"}
+    if not flags.startswith("--"):
+        write(rows.parent / "bad.jsonl", [chat("What?", "So", flags)])
+        flags = f"--dataset {rows.parent}/bad.jsonl"
+    given = flags.format(rows=rows.parent)
+    others = " ".join(f"{key} {value}" for key, value in words.items() if key not in given)
+    done = forked(f"torchrun --nproc_per_node 2 recipes/vision.py {others} {given}")
+    assert done.returncode
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert re.search(said, line), line
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def endless(folder: Path, rows: Path, out: Path, **flags) -> Forked:
+    words = {"model": folder, "dataset": rows, "output_dir": out, "steps": 100_000, "lr": 1e-5}
+    words |= {"workers": 2, "save_every": 1_000_000} | flags
+    given = " ".join(f"--{key} {value}" for key, value in words.items())
+    return Forked(f"torchrun --nproc_per_node 2 recipes/vision.py {given}")
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_process(folder_of, rows, tmp_path):
+    with endless(folder_of("llava"), rows, tmp_path / "out") as run:
+        run.until("step 3/")
+        workers = [pid for rank in run.pids.values() for pid in children(rank)]
+        assert len(workers) >= 4
+        for pid in (*run.pids.values(), *workers):  # a terminal sends it to all of them
+            os.kill(pid, signal.SIGINT)
+        started = time.monotonic()
+        run.end(60)
+        assert time.monotonic() - started < 30
+    assert "stopped   by SIGINT" in run.text
+    assert len(list((tmp_path / "out" / "checkpoints").glob("step_*"))) == 1
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_the_death_of_a_worker_ends_no_run(folder_of, rows, tmp_path):
+    with endless(folder_of("llava"), rows, tmp_path / "out", steps=60) as run:
+        run.until("step 3/")
+        os.kill(children(run.pids[0])[-1], signal.SIGKILL)
+        assert run.end(120) == 0
+    assert "the process that trains decodes" in run.text
+    assert "finished  60 steps" in run.text
+
+
+def test_the_task_of_the_tiny_model_is_made_again_byte_for_byte(tmp_path):
+    folder = ROOT / "recipes" / "tiny" / "vision"
+    make_vision.make_task(tmp_path)
+    for name in ("rows.jsonl", "heldout.jsonl"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2_000_000
+
+
+@slow
+def test_the_demo_teaches_it(tmp_path):
+    """Exact match by transformers alone on pictures that no training row has: score.py asks for 90 %."""
+    demo = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/vision.py", tmp_path, seconds=400)
+    assert demo.returncode == 0, demo.stderr
+    tiny = ROOT / "recipes" / "tiny"
+    folders = f"{tiny}/vision {tmp_path}/output/vision-001/model"
+    questions = f"--questions {tiny}/vision/heldout.jsonl"
+    score = shell(f"python {tiny}/score.py {folders} {questions}", tmp_path)
+    assert "exact match before: 0 of 250" in score.stdout
+    assert score.returncode == 0, score.stdout
