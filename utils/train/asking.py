@@ -124,6 +124,6 @@ def score_batch(model: nn.Module, batch) -> list[tuple[float, int, bool]]:
 
 
 def signed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(c, V) and (c,) -> (c,): below 0 where the target is not the likeliest token, and 0 only where it is."""
+    """(c, V) and (c,) -> (c,): below 0 where the target is not the likeliest token."""
     loss = F.cross_entropy(logits, targets, reduction="none")
     return torch.where(logits.argmax(1) == targets, loss, -loss)
