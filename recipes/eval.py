@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
@@ -53,7 +54,6 @@ from utils.run.signals import stop_at_once
 from utils.run.units import IGNORE
 from utils.train.asking import Asker
 from utils.train.resume import differences
-from utils.train.rollout import Sampling
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
 
 TINY = Path(__file__).resolve().parent / "tiny"
@@ -62,22 +62,15 @@ TINY_ROWS = {  # of the tasks that have some
     "perplexity": "heldout.jsonl",
     "pairs": "heldout_pairs.jsonl",
 }
-ROWS = ("exact_match", "perplexity", "choices", "pairs")
-OF_TASKS = {  # settings that have an effect on some tasks only
-    "dataset": ROWS,
-    "columns": ROWS,
-    "format": ("exact_match", "choices", "pairs"),
-    "too_long": ("exact_match", "pairs"),
-    "match": ("exact_match",),
-    "max_new_tokens": ("exact_match", "lm_eval"),
-    "stride": ("perplexity",),
-    "tasks": ("lm_eval",),
-    "include_path": ("lm_eval",),
-    "num_fewshot": ("lm_eval",),
-    "apply_chat_template": ("lm_eval",),
+HAS = {  # the settings that only some tasks have
+    "exact_match": "dataset columns format too_long match max_new_tokens",
+    "perplexity": "dataset columns stride",
+    "choices": "dataset columns format",
+    "pairs": "dataset columns format too_long",
+    "lm_eval": "tasks include_path num_fewshot apply_chat_template max_new_tokens",
 }
-# Settings that change no answer, or of which the contents count.
-FREE = {"model", "adapter", "checkpoint", "dataset", "batch_size", "force", "output_dir"}
+# They change no answer; or their contents count, and not their names.
+FREE = "model adapter checkpoint dataset batch_size force output_dir".split()
 
 
 @dataclass
@@ -120,12 +113,14 @@ class Config:
 
     def __post_init__(self):
         check_least(self, batch_size=1, num_fewshot=-1)
+        own = HAS[self.task].split()
         for field in fields(self):
-            tasks = OF_TASKS.get(field.name, (self.task,))
-            has_effect = self.task in tasks or getattr(self, field.name) == field.default
-            check(has_effect, f"--{field.name} is for --task {' or '.join(tasks)}")
-        if self.task in OF_TASKS["max_new_tokens"]:
-            self.max_new_tokens = self.max_new_tokens or (256 if self.dataset or self.tasks else 48)
+            name = field.name
+            is_given = getattr(self, name) != field.default
+            wrong = is_given and name in " ".join(HAS.values()).split() and name not in own
+            check(not wrong, f"--{name} has no effect on --task {self.task} (fix: leave it out)")
+        if "max_new_tokens" in own and not self.max_new_tokens:
+            self.max_new_tokens = 256 if self.dataset or self.tasks else 48
         check(
             not (self.adapter and self.checkpoint), "--adapter and --checkpoint: give one of them"
         )
@@ -168,7 +163,7 @@ def main(cfg: Config) -> Path:
     with together(world, patient=True):
         task = TASKS[cfg.task](cfg, rows_of(cfg, seq_len), tokenizer)
         notes = [f"{count:,} dropped: {why}" for why, count in task.dropped.items()]
-        print0(f"data      {', '.join([f'{task.items:,} items', *notes])}")
+        print0(f"data      {', '.join([f'{len(task.groups):,} items', *notes])}")
     facts = facts_of(cfg, trained, task.data, dtype, seq_len)
     finished = False
     with together(world), disk_errors(out):
@@ -182,9 +177,9 @@ def main(cfg: Config) -> Path:
     act("plan")
     with together(world):
         new = cfg.max_new_tokens
-        parts = estimate_generation(
-            model, world.size, DTYPES[dtype], cfg.batch_size, task.longest, new
-        )
+        lengths = [len(sequence.ids) for group in task.groups for sequence in group]
+        longest = max(lengths, default=seq_len - new)
+        parts = estimate_generation(model, world.size, DTYPES[dtype], cfg.batch_size, longest, new)
         check_room(parts, world, cfg.force)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
@@ -204,20 +199,14 @@ def main(cfg: Config) -> Path:
     # --- evaluate ---------------------------------------------------------------------------------
     act("evaluate")
     pad = pad_id(tokenizer)
-    sampling = Sampling(
-        max_new_tokens=cfg.max_new_tokens,
-        temperature=0.0,
-        end_ids=frozenset(ends_of(trained.source.folder, model, tokenizer)),
-        pad_id=pad,
-        batch_size=cfg.batch_size,
-    )
 
     def batch_of(rows: list[Example]) -> Batch:
         filler = Example(torch.tensor([pad]), torch.tensor([IGNORE]), "filler")
         return collate(rows or [filler], pad, 1)
 
     file = None if cfg.task == "lm_eval" else out / "items.jsonl"
-    results = task.results(Asker(model, world, batch_of, sampling, file))
+    ends = ends_of(trained.source.folder, model, tokenizer)
+    results = task.results(Asker(model, world, batch_of, cfg.batch_size, ends, pad, file))
     with together(world), disk_errors(out):
         if world.rank == 0:
             text = json.dumps({"results": results, "facts": facts}, indent=2)
@@ -241,8 +230,7 @@ class Task(NamedTuple):
     """What is asked, and what the answers say."""
 
     data: str  # a fingerprint of all that is asked
-    items: int
-    longest: int  # tokens of a sequence or prompt
+    groups: list  # the sequences of each item, of which the answers are kept
     dropped: dict[str, int]  # reason -> rows
     results: Callable[[Asker], dict]
 
@@ -254,6 +242,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     rewards = parse_rewards(cfg.match, "--match")
     check_columns(rewards, questions.names)
     asked = [questions[i] for i in range(len(questions))]
+    prompts = [scored(question.ids, len(question.ids)) for question in asked]
 
     def judge(i: int, ids: list[int]) -> dict:
         question = asked[i]
@@ -271,13 +260,11 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         }
 
     def results(asker: Asker) -> dict:
-        prompts = [scored(question.ids, len(question.ids)) for question in asked]
         answers = asker.complete(prompts, cfg.max_new_tokens, judge)
         cut = sum(row["tokens"] == cfg.max_new_tokens for row in answers)
         return means(answers, [reward.name for reward in rewards]) | {"longest_answers": cut}
 
-    longest = max(len(question.ids) for question in asked)
-    return Task(questions.fingerprint, len(asked), longest, questions.dropped, results)
+    return Task(questions.fingerprint, [[prompt] for prompt in prompts], questions.dropped, results)
 
 
 def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -319,10 +306,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             "bytes": size_bytes,
         }
 
-    longest = max(len(sequence.ids) for (sequence,) in groups)
-    return Task(
-        f"{documents.fingerprint} {stride}", len(groups), longest, documents.dropped, results
-    )
+    return Task(documents.fingerprint, groups, documents.dropped, results)
 
 
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -348,8 +332,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["acc", "acc_norm"])
 
-    longest = max(len(sequence.ids) for group in groups for sequence in group)
-    return Task(questions.fingerprint, len(groups), longest, questions.dropped, results)
+    return Task(questions.fingerprint, groups, questions.dropped, results)
 
 
 def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -371,8 +354,7 @@ def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"])
 
-    longest = int(both.lengths.max())
-    return Task(examples.fingerprint, len(groups), longest, examples.dropped, results)
+    return Task(examples.fingerprint, groups, examples.dropped, results)
 
 
 def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -385,20 +367,12 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     except ImportError as error:
         raise ConfigError(f"--task lm_eval: {error} (fix: pip install lm-eval)") from None
     names = cfg.tasks.split(",")
-    unknown = [name for name in names if name not in manager.all_tasks]
-    check(not unknown, f"--tasks {cfg.tasks}: lm_eval has no {', '.join(unknown)}")
+    unknown = {*names} - {*manager.all_tasks}
+    check(not unknown, f"--tasks: lm_eval has no {', '.join(sorted(unknown))}")
 
     def results(asker: Asker) -> dict:
-        def score_all(requests: list[Example]) -> list[tuple[float, bool]]:
-            judge = lambda _, scores: {"scores": scores}  # noqa: E731
-            found = asker.score([[request] for request in requests], judge)
-            return [(log_prob, greedy) for row in found for log_prob, _, greedy in row["scores"]]
-
-        def complete_all(prompts: list[Example], new: int) -> list[list[int]]:
-            return [row["ids"] for row in asker.complete(prompts, new, lambda _, ids: {"ids": ids})]
-
         new = cfg.max_new_tokens
-        harness = harness_of(base, tokenizer, score_all, complete_all, rows.seq_len, new)
+        harness = harness_of(base, tokenizer, asker, rows.seq_len, new)
         with others_code("lm_eval"):
             found = evaluate(
                 model=harness,
@@ -417,23 +391,21 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
                     figures[f"{task} {name.removesuffix(',none')}"] = value
         return figures
 
-    return Task(f"lm_eval {version}", 0, rows.seq_len - cfg.max_new_tokens, {}, results)
+    return Task(f"lm_eval {version}", [], {}, results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}
 
 
 def means(answers: list[dict], names: list[str]) -> dict:
-    """Of each figure its mean over the answers that have it, the standard error of that, and the sum."""
+    """Of each figure its mean over the answers that have it, two or more, its standard error, and the sum."""
     found: dict[str, float] = {"items": len(answers)}
     for name in names:
         values = [row[name] for row in answers if row[name] is not None]
-        n = len(values)
-        mean = math.fsum(values) / max(1, n)
-        variance = math.fsum((value - mean) ** 2 for value in values) / max(1, n - 1)
-        found[name] = mean
-        found[f"{name}_stderr"] = math.sqrt(variance / max(1, n))
-        found[f"{name}_sum"] = math.fsum(values)
+        if len(values) > 1:
+            found[name] = fmean(values)
+            found[f"{name}_stderr"] = stdev(values) / math.sqrt(len(values))
+            found[f"{name}_sum"] = math.fsum(values)
     return found
 
 
@@ -451,14 +423,9 @@ def rows_of(cfg: Config, seq_len: int) -> Rows:
 def settle_seq_len(cfg: Config, model) -> int:
     """--seq_len, or what the model has positions for, at most 2,048."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    text = (
-        f"--seq_len {cfg.seq_len}: the model has {positions} positions (fix: --seq_len {positions})"
-    )
-    check(cfg.seq_len <= positions, text)
-    seq_len = cfg.seq_len or min(2048, positions)
-    least = 2 + (cfg.max_new_tokens if cfg.task == "exact_match" else 0)
-    text = f"--seq_len {seq_len} is too small: prompts and --max_new_tokens take {least} or more"
-    check(seq_len >= least, f"{text} (fix: a smaller --max_new_tokens)")
+    seq_len, new = cfg.seq_len or min(2048, positions), cfg.max_new_tokens
+    rule = f"more than --max_new_tokens {new}, at most the model's {positions} positions"
+    check(new + 2 <= seq_len <= positions, f"--seq_len {seq_len} does not fit (fix: {rule})")
     return seq_len
 
 
@@ -480,9 +447,8 @@ def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int)
             digest.update(file.read_bytes())
     if trained.checkpoint:
         digest.update((trained.checkpoint / "manifest.json").read_bytes())
-    settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
     known = {"dtype": dtype, "seq_len": seq_len, "data": data, "model": digest.hexdigest()}
-    return settings | known
+    return {name: value for name, value in asdict(cfg).items() if name not in FREE} | known
 
 
 def finished_before(out: Path, facts: dict) -> bool:

@@ -1,33 +1,26 @@
 """EleutherAI's lm-eval asks our model: https://github.com/EleutherAI/lm-evaluation-harness.
 
-Every rank is rank 0 of 1 to it and asks the same, and `score` and `complete` divide the work. So all ranks
-get all answers, and no figure depends on how many ranks there are.
+Every rank is rank 0 of 1 to it and asks the same, and the asker divides the work. So all ranks get all
+answers, and no figure depends on how many ranks there are.
 """
-
-from collections.abc import Callable
 
 from ..run.errors import check
 from .evaluated import scored, windows
-from .examples import Example
 
 
-def harness_of(
-    base: type,
-    tokenizer,
-    score: Callable[[list[Example]], list[tuple[float, bool]]],
-    complete: Callable[[list[Example], int], list[list[int]]],
-    seq_len: int,
-    max_new_tokens: int,
-):
-    """A model for lm_eval. base: its class TemplateLM, which encodes requests.
+def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
+    """A model for lm_eval. base: its class TemplateLM, which encodes requests. asker: see train/asking.py.
 
-    score: sequences -> of each the log-probability of its scored tokens in nats, and whether all are the
-    likeliest. complete: (prompts, the most new tokens) -> the ids of the likeliest completion of each.
     seq_len: tokens that a sequence has at most; what lm-eval calls max_length is one less, since the last
     token is not read. max_new_tokens: of an answer, where the task does not say. What is too long is cut at
     its left, as by lm-eval's own models.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def score(sequences: list) -> list[tuple[float, bool]]:
+        groups = [[sequence] for sequence in sequences]
+        rows = asker.score(groups, lambda _, scores: {"score": scores[0]})
+        return [(row["score"][0], row["score"][2]) for row in rows]
 
     class Harness(base):
         tokenizer_name = str(tokenizer.name_or_path)
@@ -58,8 +51,8 @@ def harness_of(
             sequences, numbers = [], []
             for number, request in enumerate(requests):
                 ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
-                for _, first, end in windows(len(ids), seq_len, seq_len - 1):
-                    sequences.append(scored(ids[first - 1 : end], 1))
+                for begin, first, end in windows(len(ids), seq_len, seq_len - 1):
+                    sequences.append(scored(ids[begin:end], first - begin))
                     numbers.append(number)
             sums = [0.0] * len(requests)
             for number, (log_prob, _) in zip(numbers, score(sequences), strict=True):
@@ -83,8 +76,9 @@ def harness_of(
                 for number in numbers:
                     ids = self.tok_encode(requests[number].args[0])[size + 1 - seq_len :]
                     prompts.append(scored(ids, len(ids)))
-                for number, ids in zip(numbers, complete(prompts, size), strict=True):
-                    texts[number] = tokenizer.decode(ids, skip_special_tokens=True)
+                rows = asker.complete(prompts, size, lambda _, ids: {"ids": ids})
+                for number, row in zip(numbers, rows, strict=True):
+                    texts[number] = tokenizer.decode(row["ids"], skip_special_tokens=True)
                     until = requests[number].args[1].get("until") or []
                     for stop in [until] if isinstance(until, str) else until:
                         texts[number] = texts[number].split(stop)[0] if stop else texts[number]

@@ -4,7 +4,7 @@ kept in a file, by which a start that was killed goes on.
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,8 @@ from .rollout import Sampling, generate
 class Asker:
     """Asks a model of add_chunked_loss. All ranks ask the same, and all get every answer.
 
-    batch_of: makes a Batch of sequences (data's Examples); of none, a filler. file: of the answers, which
+    batch_of: makes a Batch of sequences (data's Examples); of none, a filler. batch_size: sequences of a rank
+    and forward. end_ids: tokens that end an answer. file: of the answers, which
     rank 0 writes; None: they are not kept.
     """
 
@@ -31,16 +32,18 @@ class Asker:
         model: nn.Module,
         world: World,
         batch_of: Callable,
-        sampling: Sampling,
+        batch_size: int,
+        end_ids: set[int],
+        pad_id: int,
         file: Path | None,
     ):
         self.model, self.world, self.batch_of = model, world, batch_of
-        self.sampling, self.file = sampling, file
+        self.file, self.batch_size = file, batch_size
+        self.greedy = partial(Sampling, temperature=0.0, end_ids=frozenset(end_ids), pad_id=pad_id)
         lines: list[str] = []
         if file and world.rank == 0 and file.exists():
-            text = file.read_text("utf-8")
-            lines = text[: text.rfind("\n") + 1].splitlines(True)  # a kill may have cut the last
-            replace_file(file, "".join(lines))
+            *lines, _ = file.read_text("utf-8").split("\n")  # a kill may have cut the last
+            replace_file(file, "".join(line + "\n" for line in lines))
         rows = [json.loads(line) for line in broadcast(world, lines)]
         self.known: dict[int, dict] = {row["number"]: row for row in rows}
 
@@ -64,8 +67,7 @@ class Asker:
 
         def answers(batches: list[list[int]]) -> list:
             ids = [prompts[i].ids.tolist() for batch in batches for i in batch]
-            size = len(batches[0])
-            greedy = replace(self.sampling, max_new_tokens=new, temperature=0.0, batch_size=size)
+            greedy = self.greedy(max_new_tokens=new, batch_size=len(batches[0]))
             keys = [(i,) for i in range(len(ids))]
             found = generate(self.model, ids, keys, greedy, self.world, self.world.size > 1)
             return [found[i].ids for i in sorted(found)]
@@ -86,7 +88,7 @@ class Asker:
             self.known = {}
         lengths = [max(len(sequence.ids) for sequence in group) for group in groups]
         order = sorted(range(len(groups)), key=lambda i: -lengths[i])
-        size = max(1, self.sampling.batch_size // max(map(len, groups), default=1))
+        size = max(1, self.batch_size // max(map(len, groups), default=1))
         batches = [order[i : i + size] for i in range(0, len(order), size)]
         batches = [batch for batch in batches if any(i not in self.known for i in batch)]
         asked = sum(map(len, batches))
