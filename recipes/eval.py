@@ -24,8 +24,6 @@ from typing import Literal, NamedTuple
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
-import torch
-
 from utils.data.batches import Batch, collate
 from utils.data.evaluated import choices_of, scored, windows
 from utils.data.examples import Example, FormName, Rows, load_examples
@@ -51,7 +49,6 @@ from utils.run.files import disk_errors, replace_file
 from utils.run.folder import claim_output, releases_output
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_at_once
-from utils.run.units import IGNORE
 from utils.train.asking import Asker
 from utils.train.resume import differences
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
@@ -192,17 +189,15 @@ def main(cfg: Config) -> Path:
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
     load_trained(trained, cfg.adapter, world)
-    full_logits = check_chunked_loss(add_chunked_loss(model), world.device)
-    if full_logits:
-        print0(f"warning: {full_logits}")
+    note = check_chunked_loss(add_chunked_loss(model), world.device)
+    print0(f"compute   {dtype} {note}")
 
     # --- evaluate ---------------------------------------------------------------------------------
     act("evaluate")
     pad = pad_id(tokenizer)
 
     def batch_of(rows: list[Example]) -> Batch:
-        filler = Example(torch.tensor([pad]), torch.tensor([IGNORE]), "filler")
-        return collate(rows or [filler], pad, 1)
+        return collate(rows or [scored([pad], 1)], pad, multiple=1)
 
     file = None if cfg.task == "lm_eval" else out / "items.jsonl"
     ends = ends_of(trained.source.folder, model, tokenizer)
