@@ -175,7 +175,7 @@ def main(cfg: Config) -> Path:
     with together(world):
         new = cfg.max_new_tokens
         lengths = [len(sequence.ids) for group in task.groups for sequence in group]
-        longest = max(lengths, default=seq_len - new)
+        longest = max(lengths, default=seq_len)
         parts = estimate_generation(model, world.size, DTYPES[dtype], cfg.batch_size, longest, new)
         check_room(parts, world, cfg.force)
 
@@ -418,7 +418,8 @@ def rows_of(cfg: Config, seq_len: int) -> Rows:
 def settle_seq_len(cfg: Config, model) -> int:
     """--seq_len, or what the model has positions for, at most 2,048."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    seq_len, new = cfg.seq_len or min(2048, positions), cfg.max_new_tokens
+    seq_len = cfg.seq_len or min(2048, positions)
+    new = cfg.max_new_tokens * (cfg.task == "exact_match")  # lm_eval's tasks have their own
     rule = f"more than --max_new_tokens {new}, at most the model's {positions} positions"
     check(new + 2 <= seq_len <= positions, f"--seq_len {seq_len} does not fit (fix: {rule})")
     return seq_len
