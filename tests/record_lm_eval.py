@@ -45,7 +45,7 @@ def main() -> None:
     encoded = [
         model._encode_pair(*pair)
         if pair[0]
-        else ([model.prefix_token_id], model.tok_encode(pair[1]))
+        else ([model.prefix_token_id], model.tok_encode(pair[1], add_special_tokens=False))
         for pair in pairs
     ]
     found = {
