@@ -35,7 +35,14 @@ from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.fit import plan_memory
 from utils.plan.states import Setting
-from utils.run.distributed import alone, mesh_axes, mesh_sentence, together
+from utils.run.distributed import (
+    World,
+    device_of,
+    env_int,
+    mesh_axes,
+    mesh_sentence,
+    together,
+)
 from utils.run.errors import ConfigError, act, check, escaped, print0, print_once, report_errors
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import stop_at_once
@@ -136,7 +143,10 @@ def main(cfg: Config) -> bool:
 
     # --- world: one process, which stands for all ranks of the run --------------------------------
     act("world")
-    world = alone(cfg.ranks)
+    if env_int("RANK"):  # torchrun has started more
+        sys.exit(0)
+    ranks = cfg.ranks or env_int("WORLD_SIZE", 1)
+    world = World(0, ranks, 0, ranks, device_of(0, 1))
     axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
     model_name = cfg.model or str(TINY)
     dtype = settle_dtype(cfg.dtype, world.device)

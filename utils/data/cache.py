@@ -27,8 +27,9 @@ from pathlib import Path
 import tokenizers
 import transformers
 
+from ..run.cached import cache_folder
 from ..run.errors import ConfigError, check, print0
-from ..run.files import cache_folder, sync_path
+from ..run.files import sync_path
 from ..run.signals import die_with_parent
 from .encode import Part
 from .rows import Source

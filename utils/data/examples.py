@@ -339,26 +339,11 @@ def permutation(rows: int, key: str) -> torch.Tensor:
 
 
 def draw(examples: Examples) -> Examples:
-    """The examples that count: all, or of weighted sources as many of each as its weight says, none twice,
-    all of the one that is scarcest for its weight.
-
-    What is weighed are examples as they are trained, after long rows were cut or dropped. Which ones follows
-    from the source's name, so it is the same everywhere. Their order stays.
-    """
-    drawn = None
+    """The examples that count: all, or of weighted sources those that mixed_rows gives."""
     if examples.unit != "documents" and any(origin.weight for origin in examples.origins):
-        for origin in examples.origins:
-            check(
-                origin.last > origin.first,
-                f"{origin.name}: no row is left of it, so nothing can be mixed",
-            )
-        total = min((origin.last - origin.first) / origin.weight for origin in examples.origins)
-        parts = []
-        for origin in examples.origins:
-            order = permutation(origin.last - origin.first, origin.name)
-            parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
-        drawn = torch.cat(parts)
-    examples = replace(examples, rows=drawn)
+        from .held_out import mixed_rows
+
+        examples = replace(examples, rows=mixed_rows(examples, permutation))
     keys = examples.of_rows(examples.keys)
     examples.notes[TWICE] = len(keys) - len(keys.unique())
     return examples

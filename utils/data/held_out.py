@@ -1,4 +1,4 @@
-"""Rows that are held out of the training."""
+"""Which rows count: those of mixtures with weights, and those that are held out of the training."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +7,26 @@ import torch
 
 from ..run.errors import check, print0
 from .encode import Rows
+
+
+def mixed_rows(examples, order_of: Callable) -> torch.Tensor:
+    """The rows (n,) of weighted sources: as many of each as its weight says, none twice, all of the one that
+    is scarcest for its weight. order_of: see examples.permutation.
+
+    What is weighed are examples as they are trained, after long rows were cut or dropped. Which ones follows
+    from the source's name, so it is the same everywhere. Their order stays.
+    """
+    for origin in examples.origins:
+        check(
+            origin.last > origin.first,
+            f"{origin.name}: no row is left of it, so nothing can be mixed",
+        )
+    total = min((origin.last - origin.first) / origin.weight for origin in examples.origins)
+    parts = []
+    for origin in examples.origins:
+        order = order_of(origin.last - origin.first, origin.name)
+        parts.append(origin.first + order[: round(total * origin.weight)].sort().values)
+    return torch.cat(parts)
 
 
 def hold_out(examples, rows: Rows, load: Callable) -> tuple:

@@ -83,12 +83,15 @@ def load_processor(folder: Path | str, tokenizer):
     # Imported here because they import torch.
     from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     with others_code(f"{folder}: its processor cannot be read", "a model that takes pictures"):
         kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
+        of_images = AutoImageProcessor
         if kind.__name__ == "SmolVLMProcessor":
             kind = Idefics3Processor  # the same for pictures
-        images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            of_images = SmolVLMImageProcessorPil  # which 5.17 does not find without torchvision
+        images = of_images.from_pretrained(folder, local_files_only=True)
         words, _ = kind.get_processor_dict(folder, local_files_only=True)
 
         class Processor(kind):

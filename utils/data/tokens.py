@@ -419,45 +419,12 @@ def encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 def encode(tokenizer, text: str) -> Encoded:
     """As tokenizer(text, add_special_tokens=False), with hidden text put back."""
     if HIDDEN.search(text):
-        return encode_hidden(tokenizer, text)
+        from .spelled import encode_hidden
+
+        return encoded(*encode_hidden(tokenizer, text, special_tokens(tokenizer), HIDDEN))
     tokenizer.backend_tokenizer.encode_special_tokens = False
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     return encoded(encoding.ids, encoding.offsets)
-
-
-def encode_hidden(tokenizer, text: str) -> Encoded:
-    """The tokens of a text in which special tokens are hidden: those stay text.
-
-    ValueError where the tokenizer reads text between special tokens otherwise alone than in the whole.
-    """
-    special, names, _ = special_tokens(tokenizer)
-    backend = tokenizer.backend_tokenizer
-
-    def read(shown) -> tuple[list[int], list[tuple[int, int]]]:
-        ids, offsets = [], []
-        backend.encode_special_tokens = True
-        begin = 0
-        for found in [*special.finditer(text), None]:
-            end = found.start() if found else len(text)
-            piece = backend.encode(HIDDEN.sub(shown, text[begin:end]), add_special_tokens=False)
-            ids += piece.ids
-            offsets += [(first + begin, last + begin) for first, last in piece.offsets]
-            if found:
-                ids.append(backend.token_to_id(found[0]))
-                offsets.append(found.span())
-                begin = found.end()
-        return ids, offsets
-
-    def harmless(found: re.Match) -> str:
-        return "x" * len(found[0])
-
-    backend.encode_special_tokens = False
-    whole = backend.encode(HIDDEN.sub(harmless, text), add_special_tokens=False)
-    if read(harmless)[0] != whole.ids:
-        raise ValueError(
-            "its text spells a special token, which this tokenizer cannot read as text"
-        )
-    return encoded(*read(lambda found: names.get(found[0], found[0])))
 
 
 def hidden(tokenizer, value: object) -> object:

@@ -180,6 +180,7 @@ def check_packing(
             begins=begins if flat else None,
             longest=length,
             places=None,
+            extra={},
         )
         # some layers with a state know that they cannot keep documents apart
         with others_code(flag, fix):

@@ -20,16 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 
 from ..run.distributed import World, gather, host_name, together
-from ..run.errors import ConfigError, check, first_five, others_code, reason_of_others
+from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN, did_you_mean, file_inside, impostor
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
 COSMETIC = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-# What a hub id is fetched for, and the weights in other layouts.
-FILES = ["*.safetensors", "*.json", "tokenizer.*", "*.model", "*.jinja", "*.txt"]
-NOT_FILES = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]
 
 # What transformers lists as causal language models, and what cannot be trained as one: tests/test_families.py
 # finds the reasons again in tiny models.
@@ -85,21 +82,11 @@ def find_model(name: str, world: World, trust_remote_code: bool = False) -> Path
     fetched = ""
     with together(world, patient=True):
         if world.local_rank == 0:
-            fetched = _fetch(name, trust_remote_code, did_you_mean(folder))
+            from .hub import fetch
+
+            fetched = fetch(name, trust_remote_code, did_you_mean(folder))
     # what this machine's first rank has found
     return Path(gather(world, fetched)[world.rank - world.local_rank])
-
-
-def _fetch(name: str, trust_remote_code: bool, near: str) -> str:
-    from huggingface_hub import snapshot_download
-
-    patterns = FILES + ["*.py"] * trust_remote_code
-    try:
-        return snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FILES)
-    except Exception as error:  # of the network, the hub, the disk
-        fix = "its name; HF_TOKEN where it is private or gated; HF_HOME on a disk with room"
-        what = f"{name} is no folder and cannot be had from the hub{near}"
-        raise ConfigError(f"{what}: {reason_of_others(error)} (fix: {fix})") from None
 
 
 @dataclass(frozen=True)
@@ -183,11 +170,6 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
 
     Comes before transformers sees the folder. Raises ConfigError naming the file and the field.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as PICTURES,
-    )
-
     file = file_inside(folder, "config.json")
     config = read_json(file)
     for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):
@@ -205,10 +187,6 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
         both = section.get("use_bidirectional_attention") in (True, "all")
         why = f"{file}: with use_bidirectional_attention tokens see what they are to predict"
         check(not both, f"{why} (fix: another --model, or false there)")
-    kind = config.get("model_type")
-    known = config.get("auto_map") or str(kind) in MODELS or str(kind) in PICTURES
-    what = f"transformers has no causal language model {kind!r}"
-    check(known, f"{file}: model_type: {what} (fix: another --model, or a newer transformers)")
 
 
 def check_family(kind: str) -> None:

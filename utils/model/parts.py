@@ -30,6 +30,22 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
+def tower_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of what reads pictures: of each list that has more than 5 % of all parameters."""
+
+    def numel(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    layers, least = [], 0.05 * numel(model)
+    seen = set(model.get_decoder().modules())
+    for module in model.modules():
+        is_list = isinstance(module, nn.ModuleList) and module not in seen
+        if is_list and numel(module) > least:
+            layers += module
+            seen.update(module.modules())
+    return layers
+
+
 def parse_parts(text: str) -> set[str]:
     """The parts of --train language,projector, or ConfigError."""
     parts = {part.strip() for part in text.split(",")}

@@ -4,6 +4,7 @@ A unit is what is gathered together, used, and freed. See the FSDP2 tutorial,
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -36,17 +37,18 @@ class Unit:
     cast_forward_inputs: bool = False
 
 
-def units(model: nn.Module, dtype: torch.dtype) -> list[Unit]:
+def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()) -> list[Unit]:
     """The units of a model on meta, inner ones first, and the dtypes of its tensors made so that they can be.
 
-    dtype: of compute. The last unit is the root, with what is left: the final norm, position embeddings.
+    dtype: of compute. towers: layers of what reads pictures. The last unit is the root, with what is left:
+    the final norm, position embeddings.
     """
     prepare_dtypes(model, dtype)
     param_dtype = None if dtype == torch.float32 else dtype
     in_fp32 = fp32_modules(model, dtype)
     found = []
     layers = decoder_layers(model)
-    for layer in [*tower_layers(model), *layers]:
+    for layer in [*towers, *layers]:
         inner = [module for module in layer.modules() if module in in_fp32]
         for mixer in layer.modules():
             for conv in mixer.children():
@@ -183,28 +185,9 @@ def reshard(model: nn.Module) -> None:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The repeated block: of what reads text, the list of modules that holds the most parameters."""
-    lists = lists_of(model.get_decoder())
+    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m)]
     check(lists, f"{type(model).__name__} has no list of layers to shard by")
-    return max(lists, key=numel)
-
-
-def tower_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of what reads pictures: of each list that has more than 5 % of all parameters."""
-    layers, least = [], 0.05 * numel(model)
-    seen = set(model.get_decoder().modules())
-    for found in lists_of(model):
-        if found not in seen and numel(found) > least:
-            layers += found
-            seen.update(found.modules())
-    return layers
-
-
-def lists_of(model: nn.Module) -> list[nn.ModuleList]:
-    return [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-
-
-def numel(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
 
 def recompute_activations(model: nn.Module, mode: str) -> nn.Module:

@@ -133,7 +133,6 @@ def need_of(setting: Setting) -> Need:
             seq_len=1,
             reshard_after_forward=True,
             activation_checkpointing="none",
-            pictures=None,
         )
     )
     peak, why, inputs = None, "", 0

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ..model.parts import PROJECTOR
-from ..model.sharding import tower_layers
+from ..model.parts import PROJECTOR, tower_layers
 from .replay import Replay, Unit
 from .trace import LiveBytes, Segment, parameters_in, tensors_in
 
@@ -36,6 +35,7 @@ class Pictures:
     """
 
     rows_of: Callable
+    towers = staticmethod(tower_layers)
 
     def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(ids (rows, seq_len), the rest of such a batch)."""

@@ -35,7 +35,8 @@ def units_of(
     """(the rest, the embedding, the blocks, the head, the layers of towers) as sharding.units forms them. A
     tied head is in one unit with the embedding, and None here.
     """
-    layers, towers = sharding.decoder_layers(model), sharding.tower_layers(model)
+    layers = sharding.decoder_layers(model)
+    towers = setting.pictures.towers(model) if setting.pictures else []
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     is_tied = embedding.weight is head.weight

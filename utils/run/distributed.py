@@ -8,7 +8,6 @@ machine without a GPU.
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,23 +60,13 @@ class World:
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # one process without a group, for what needs none
 
 
-def alone(ranks: int = 0) -> World:
-    """A world of one process without a group, which plans for `ranks` on this machine; 0: for those that
-    torchrun has started, of which the first does the work and the others end here.
-    """
-    if _env_int("RANK"):
-        sys.exit(0)
-    ranks = ranks or _env_int("WORLD_SIZE", 1)
-    return World(0, ranks, 0, ranks, _device(0, 1))
-
-
 def init_distributed(use_gpu: bool = True) -> World:
     """Join the gloo group that torchrun's variables describe; a world of one where there are none.
 
     Raises ConfigError for variables that do not fit together, a port in use, more ranks on this machine than
     GPUs, or a GPU that this torch cannot use.
     """
-    rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
+    rank, size = env_int("RANK"), env_int("WORLD_SIZE")
     store = None
     if rank is None and size is None:
         rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
@@ -86,8 +75,8 @@ def init_distributed(use_gpu: bool = True) -> World:
         lacks = [name for name in names if not os.environ.get(name)]
         check(not lacks, f"some of {', '.join(names)} are set, but not {', '.join(lacks)} {FIX}")
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
-    local_rank, local_size = _env_int("LOCAL_RANK", rank), _env_int("LOCAL_WORLD_SIZE", size)
-    device = _device(local_rank, local_size) if use_gpu else torch.device("cpu")
+    local_rank, local_size = env_int("LOCAL_RANK", rank), env_int("LOCAL_WORLD_SIZE", size)
+    device = device_of(local_rank, local_size) if use_gpu else torch.device("cpu")
     use_expandable_segments(device)
     if device.type == "cuda":
         check_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
@@ -256,7 +245,7 @@ def agree(world: World, values: dict, what: str) -> None:
             raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
 
 
-def _env_int(name: str, default: int | None = None) -> int | None:
+def env_int(name: str, default: int | None = None) -> int | None:
     value = os.environ.get(name)
     check(value is None or value.isdecimal(), f"{name}={value} is not a number {FIX}")
     return default if value is None else int(value)
@@ -274,7 +263,7 @@ def use_expandable_segments(device: torch.device) -> None:
         print0(f"allocator PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}, since it was not set")
 
 
-def _device(local_rank: int, local_size: int) -> torch.device:
+def device_of(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
         is_meant = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         what = f"torch {torch.__version__}, of CUDA {torch.version.cuda}, cannot use the GPU"

@@ -56,15 +56,6 @@ def replace_file(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def cache_folder(name: str) -> Path:
-    """For what can be made again, in $XDG_CACHE_HOME or ~/.cache. ConfigError: a user without a home."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        raise ConfigError(f"no folder for {name}: {error} (fix: XDG_CACHE_HOME=FOLDER)") from None
-    return home / "raw_fsdp" / name
-
-
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Say in one line what the file system refused while `path` was written, and what helps against it."""

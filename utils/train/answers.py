@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..model.log_probs import per_sequence, token_log_probs
 from ..model.sharding import reshard
+from ..run.cached import cache_folder
 from ..run.distributed import World, all_reduce_sum, broadcast, gather, sum_on_device, together
 from ..run.errors import check, print0
-from ..run.files import cache_folder, replace_file
+from ..run.files import replace_file
 
 AGREE = 0.05  # nats an answer, and as a share of it: batches of other shapes round otherwise
 

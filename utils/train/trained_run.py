@@ -22,6 +22,7 @@ from ..model.folder import Source, find_model, open_model
 from ..model.loading import build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, check_chunked_loss
 from ..model.options import Lora
+from ..model.parts import tower_layers
 from ..model.pieces import Piece
 from ..model.scores import add_scores
 from ..model.sharding import (
@@ -157,7 +158,7 @@ def shard_model(
     see stored_as_computed, which says what a single rank leaves uncut.
     """
     offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    found = units(model, dtype)
+    found = units(model, dtype, tower_layers(model))
     plain = set()
     if mesh.size() == 1 and not cpu_offload:
         plain = stored_as_computed(found, accumulates)

@@ -1,0 +1,41 @@
+"""Texts in which words spell special tokens, and stay words."""
+
+import re
+
+
+def encode_hidden(
+    tokenizer, text: str, special_tokens: tuple, marks: re.Pattern
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """(ids, offsets) of a text in which special tokens are hidden behind marks: those stay text.
+    special_tokens: of tokens.special_tokens.
+
+    ValueError where the tokenizer reads text between special tokens otherwise alone than in the whole.
+    """
+    special, names, _ = special_tokens
+    backend = tokenizer.backend_tokenizer
+
+    def read(shown) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, offsets = [], []
+        backend.encode_special_tokens = True
+        begin = 0
+        for found in [*special.finditer(text), None]:
+            end = found.start() if found else len(text)
+            piece = backend.encode(marks.sub(shown, text[begin:end]), add_special_tokens=False)
+            ids += piece.ids
+            offsets += [(first + begin, last + begin) for first, last in piece.offsets]
+            if found:
+                ids.append(backend.token_to_id(found[0]))
+                offsets.append(found.span())
+                begin = found.end()
+        return ids, offsets
+
+    def harmless(found: re.Match) -> str:
+        return "x" * len(found[0])
+
+    backend.encode_special_tokens = False
+    whole = backend.encode(marks.sub(harmless, text), add_special_tokens=False)
+    if read(harmless)[0] != whole.ids:
+        raise ValueError(
+            "its text spells a special token, which this tokenizer cannot read as text"
+        )
+    return read(lambda found: names.get(found[0], found[0]))
