@@ -72,16 +72,20 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 by_size.setdefault(size, []).append(number)
             texts = [""] * len(requests)
             for size, numbers in by_size.items():
+                left = seq_len - 1 - size  # tokens of a prompt
                 prompts = []
                 for number in numbers:
-                    ids = self.tok_encode(requests[number].args[0])[size + 1 - seq_len :]
+                    context, _ = requests[number].args
+                    ids = self.tok_encode(context)[-left:]
                     prompts.append(scored(ids, len(ids)))
                 rows = asker.complete(prompts, size, lambda _, ids: {"ids": ids})
                 for number, row in zip(numbers, rows, strict=True):
-                    texts[number] = tokenizer.decode(row["ids"], skip_special_tokens=True)
-                    until = requests[number].args[1].get("until") or []
+                    text = tokenizer.decode(row["ids"], skip_special_tokens=True)
+                    _, options = requests[number].args
+                    until = options.get("until") or []
                     for stop in [until] if isinstance(until, str) else until:
-                        texts[number] = texts[number].split(stop)[0] if stop else texts[number]
+                        text = text.split(stop)[0] if stop else text
+                    texts[number] = text
             return texts
 
     Harness.tokenizer = tokenizer  # of which lm-eval reads the chat template

@@ -37,15 +37,25 @@ class Asker:
         pad_id: int,
         file: Path | None,
     ):
-        self.model, self.world, self.batch_of = model, world, batch_of
-        self.file, self.batch_size = file, batch_size
-        self.greedy = partial(Sampling, temperature=0.0, end_ids=frozenset(end_ids), pad_id=pad_id)
+        self.model = model
+        self.world = world
+        self.batch_of = batch_of
+        self.batch_size = batch_size
+        self.file = file
+        self.sampling = partial(
+            Sampling,
+            temperature=0.0,
+            end_ids=frozenset(end_ids),
+            pad_id=pad_id,
+        )
         lines: list[str] = []
         if file and world.rank == 0 and file.exists():
             *lines, _ = file.read_text("utf-8").split("\n")  # a kill may have cut the last
             replace_file(file, "".join(line + "\n" for line in lines))
-        rows = [json.loads(line) for line in broadcast(world, lines)]
-        self.known: dict[int, dict] = {row["number"]: row for row in rows}
+        self.known: dict[int, dict] = {}  # rows by number
+        for line in broadcast(world, lines):
+            row = json.loads(line)
+            self.known[row["number"]] = row
 
     def score(self, groups: list[list], judge: Callable) -> list[dict]:
         """A row for each group of sequences: {"number": i} | judge(i, (log-probability of the trained tokens
@@ -54,8 +64,12 @@ class Asker:
 
         def answers(batches: list[list[int]]) -> list:
             own = self.own(batches)
-            batch = self.batch_of([sequence for i in own for sequence in groups[i]])
-            scores = iter(score_batch(self.model, batch.to(self.world.device)))
+            sequences = []
+            for i in own:
+                sequences += groups[i]
+            batch = self.batch_of(sequences)
+            batch = batch.to(self.world.device)
+            scores = iter(score_batch(self.model, batch))
             return [[next(scores) for _ in groups[i]] for i in own]
 
         return self.ask(groups, answers, judge)
@@ -67,16 +81,23 @@ class Asker:
 
         def answers(batches: list[list[int]]) -> list:
             ids = [prompts[i].ids.tolist() for batch in batches for i in batch]
-            greedy = self.greedy(max_new_tokens=new, batch_size=len(batches[0]))
-            keys = [(i,) for i in range(len(ids))]
-            found = generate(self.model, ids, keys, greedy, self.world, self.world.size > 1)
+            found = generate(
+                self.model,
+                ids,
+                [(i,) for i in range(len(ids))],
+                self.sampling(max_new_tokens=new, batch_size=len(batches[0])),
+                self.world,
+                lockstep=self.world.size > 1,
+            )
             return [found[i].ids for i in sorted(found)]
 
-        return self.ask([[prompt] for prompt in prompts], answers, judge)
+        groups = [[prompt] for prompt in prompts]
+        return self.ask(groups, answers, judge)
 
     def own(self, batches: list) -> list:
         """This rank's batch; none where there are fewer batches than ranks."""
-        return batches[self.world.rank] if self.world.rank < len(batches) else []
+        rank = self.world.rank
+        return batches[rank] if rank < len(batches) else []
 
     def ask(self, groups: list[list], answers: Callable, judge: Callable) -> list[dict]:
         """The rows of all groups; those that are not known are asked for.
@@ -87,32 +108,42 @@ class Asker:
         if not self.file:
             self.known = {}
         lengths = [max(len(sequence.ids) for sequence in group) for group in groups]
-        order = sorted(range(len(groups)), key=lambda i: -lengths[i])
-        size = max(1, self.batch_size // max(map(len, groups), default=1))
-        batches = [order[i : i + size] for i in range(0, len(order), size)]
-        batches = [batch for batch in batches if any(i not in self.known for i in batch)]
-        asked = sum(map(len, batches))
-        quiet = None if self.world.rank == 0 else True  # None: where it is no terminal
-        with tqdm(
-            total=len(order), initial=len(order) - asked, unit=" items", disable=quiet
-        ) as bar:
+        longest_first = sorted(range(len(groups)), key=lambda i: -lengths[i])
+        largest = max(map(len, groups), default=1)
+        size = max(1, self.batch_size // largest)
+        batches = []
+        for start in range(0, len(groups), size):
+            batch = longest_first[start : start + size]
+            if not self.known.keys() >= {*batch}:
+                batches.append(batch)
+        bar = tqdm(
+            total=len(groups),
+            initial=len(groups) - sum(map(len, batches)),
+            unit=" items",
+            disable=True if self.world.rank else None,  # None: where it is no terminal
+        )
+        with bar:
             for start in range(0, len(batches), self.world.size):
                 several = batches[start : start + self.world.size]
                 found = answers(several)
+                rows = []
                 with together(self.world):
-                    own = zip(self.own(several), found, strict=True)
-                    rows = [{"number": i} | judge(i, answer) for i, answer in own]
-                self.keep(sum(gather(self.world, rows), []))
+                    for i, answer in zip(self.own(several), found, strict=True):
+                        rows.append({"number": i} | judge(i, answer))
+                for of_rank in gather(self.world, rows):
+                    self.keep(of_rank)
                 bar.update(sum(map(len, several)))
         return [self.known[i] for i in range(len(groups))]
 
     def keep(self, rows: list[dict]) -> None:
         """Know rows, and write on rank 0 those that are new."""
         new = [row for row in rows if row["number"] not in self.known]
-        self.known |= {row["number"]: row for row in new}
+        for row in new:
+            self.known[row["number"]] = row
         if self.file and self.world.rank == 0:
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in new]
             with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in new)
+                file.writelines(lines)
 
 
 @torch.no_grad()
