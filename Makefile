@@ -23,6 +23,9 @@ demo: $(READY)  ## fine-tune the tiny model on 2 ranks, then show its answers be
 	$(BIN)/torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
 	$(BIN)/python recipes/tiny/score.py recipes/tiny $$(ls -dt output/finetune-*/model | head -n 1)
 
+demo-all: $(READY) ## the bare command of each recipe in turn, and a table: before, after, seconds
+	$(BIN)/python recipes/tiny/all.py
+
 test: lint      ## lint and tests, at most 5 minutes on 2 cores
 	$(BIN)/python -m pytest $(SPREAD)
 
@@ -55,4 +58,4 @@ house: $(READY) ## figures of the code: tokens, lines, density, imports
 tiny: $(READY)  ## make recipes/tiny again: text, tokenizer, model, task
 	$(BIN)/python recipes/tiny/make.py
 
-.PHONY: help setup demo test test-all lint format bench gpu house tiny
+.PHONY: help setup demo demo-all test test-all lint format bench gpu house tiny

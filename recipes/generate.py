@@ -28,12 +28,8 @@ import transformers
 from utils.data.prompts import Prompt, encode_prompt, read_prompts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
-from utils.model.loading import load_pieces
 from utils.model.sharding import DTYPES, settle_dtype
-from utils.plan.fit import room_here
-from utils.plan.generation import estimate_generation
-from utils.plan.need import must_and_comfortable
-from utils.plan.states import sum_of
+from utils.plan.generation import check_room, estimate_generation
 from utils.run.distributed import (
     World,
     broadcast,
@@ -47,9 +43,8 @@ from utils.run.errors import ConfigError, act, check, escaped, others_code, prin
 from utils.run.folder import releases_output
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
-from utils.run.units import GIB
 from utils.train.rollout import pad_left
-from utils.train.trained_run import compute_alone, load_weights, open_trained, shard_model
+from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
 
 
 @dataclass
@@ -162,19 +157,7 @@ def main(cfg: Config) -> None:
 
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
-    pieces = trained.pieces
-    if (
-        trained.checkpoint and not trained.adapter
-    ):  # it holds every parameter: buffers are read here
-        state = model.state_dict(keep_vars=True)
-        pieces = [p for p in pieces if not isinstance(state[p.param], torch.nn.Parameter)]
-    load_pieces(model, pieces, world.device, names=trained.names)
-    if cfg.adapter:
-        with together(world):
-            load_adapter(model, Path(cfg.adapter))
-    if trained.checkpoint:
-        load_weights(trained.checkpoint, model)
-    model.eval()
+    load_trained(trained, cfg.adapter, world)
 
     # --- generate ---------------------------------------------------------------------------------
     act("generate")
@@ -203,21 +186,6 @@ def plan_memory(cfg: Config, model, dtype: torch.dtype, encoded: list, world: Wo
     rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
     parts = estimate_generation(model, world.size, dtype, rows, longest, cfg.max_new_tokens)
     check_room(parts, world, cfg.force)
-
-
-def check_room(parts: dict[str, int], world: World, force: bool) -> None:
-    """Print what a rank needs by part and what there is. ConfigError where that is less, unless force."""
-    room = room_here(world)
-    must = sum(parts.values())
-    if world.device.type == "cuda":
-        must, _ = must_and_comfortable(must, must, world.size)
-    print0(f"memory    {sum_of(parts)} on the fullest rank")
-    print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
-    part, size = max(parts.items(), key=lambda part: part[1])
-    why = f"a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB"
-    fix = "a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try"
-    fits = force or must <= room.device
-    check(fits, f"this does not fit: {why}; there is {room.text} (fix: {fix})")
 
 
 def answer(cfg: Config, model, tokenizer, encoded: list, settings: dict, world: World) -> list[str]:

@@ -38,30 +38,31 @@ class Reward(NamedTuple):
     name: str  # in metrics: rewards/exact
     function: Callable
     weight: float
+    flag: str = "--rewards"  # that names it
 
 
-def parse_rewards(text: str) -> list[Reward]:
-    """The rewards of the flag; the files that it names are run. ConfigError names the part that is wrong."""
+def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
+    """The rewards of a flag; the files that it names are run. ConfigError names the part that is wrong."""
     rewards: list[Reward] = []
     files = {None: BUILT_IN}
     for part in NEXT.split(text) if text else ():
-        flag = f"--rewards {part}"
+        given = f"{flag} {part}"
         match = PART.fullmatch(part.strip())
-        check(match, f"{flag}: {FORMS}")
+        check(match, f"{given}: {FORMS}")
         pattern, file, name, weight = match.groups()
         if pattern:
             name = "regex"
-            with others_code(flag):
+            with others_code(given):
                 function = of_pattern(re.compile(pattern, re.S))
         else:
             if file not in files:
-                files[file] = run_file(Path(file), flag)
+                files[file] = run_file(Path(file), given)
             function = files[file].get(name)
             usable = callable(function) and not inspect.iscoroutinefunction(function)
-            check(usable, f"{flag}: no function {name}, or an async one; {FORMS}")
+            check(usable, f"{given}: no function {name}, or an async one; {FORMS}")
         if name in {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
-        rewards.append(Reward(name, function, float(weight or 1)))
+        rewards.append(Reward(name, function, float(weight or 1), flag))
     return rewards
 
 
@@ -85,7 +86,7 @@ def check_columns(rewards: list[Reward], names: set[str]) -> None:
         except TypeError as error:
             has = ", ".join(sorted(names)) or "none"
             fix = "(fix: --columns answer=THEIRS, or **columns as the last parameter)"
-            text = f"--rewards {reward.name}: {error}; the columns are: {has} {fix}"
+            text = f"{reward.flag} {reward.name}: {error}; the columns are: {has} {fix}"
             raise ConfigError(text) from None
 
 
@@ -213,7 +214,7 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
         frame = traceback.extract_tb(error.__traceback__)[-1]
         fault = f"{reason_of_others(error)} ({frame.filename}:{frame.lineno})"
         shown = text_of(given["completions"][0])[:200]
-        text = f"--rewards {reward.name}: {fault}; {where[0]}, completion {shown!r}"
+        text = f"{reward.flag} {reward.name}: {fault}; {where[0]}, completion {shown!r}"
         raise ConfigError(text) from error
     return values
 

@@ -14,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .loss import arguments, chunk_by_chunk
+from .loss import PerToken, arguments, chunk_by_chunk
 
 
-def token_log_probs(model: nn.Module, batch, temperature: float = 1.0) -> torch.Tensor:
+def token_log_probs(
+    model: nn.Module, batch, temperature: float = 1.0, per_token: PerToken | None = None
+) -> torch.Tensor:
     """log p(token | what is before it) of each trained token of a batch, where the token stands, and 0
     elsewhere: (B, T) in fp32, in nats. model: of add_chunked_loss. temperature: divides the logits.
+    per_token: gives another value than -log p, and what is returned is minus that.
 
     Any loss of them can be differentiated. A batch that trains nothing gives zeros with a graph, so that
     every rank takes part in the backward. The router loss of a mixture of experts is left out. Extra memory:
@@ -28,12 +31,11 @@ def token_log_probs(model: nn.Module, batch, temperature: float = 1.0) -> torch.
 
     Source: the log-probs of DPO, https://arxiv.org/abs/2305.18290, and of GRPO, arXiv 2402.03300.
     """
-    tempered = None
     if temperature != 1:
-        tempered = partial(_cross_entropy, temperature=temperature)
+        per_token = partial(_cross_entropy, temperature=temperature)
     places, found = model(
         batch.ids,
-        per_token=tempered,
+        per_token=per_token,
         chunked=_TokenLosses,
         **arguments(batch),
     )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..run.distributed import World
-from ..run.errors import check
+from ..run.errors import check, print0
 from ..run.units import GIB
 from .fit import MemoryPlan, room_here
 from .need import HOST_BYTES, HOST_SLACK, must_and_comfortable
@@ -56,6 +56,23 @@ def estimate_generation(
         # In fp32 too, sorted, and their order.
         "logits": rows * config.vocab_size * (size + 4 + 16),
     }
+
+
+def check_room(parts: dict[str, int], world: World, force: bool) -> None:
+    """Print what a rank needs by part, of estimate_generation, and what there is. ConfigError where that is
+    less, unless force.
+    """
+    room = room_here(world)
+    must = sum(parts.values())
+    if world.device.type == "cuda":
+        must, _ = must_and_comfortable(must, must, world.size)
+    print0(f"memory    {sum_of(parts)} on the fullest rank")
+    print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
+    part, size = max(parts.items(), key=lambda part: part[1])
+    why = f"a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB"
+    fix = "a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try"
+    fits = force or must <= room.device
+    check(fits, f"this does not fit: {why}; there is {room.text} (fix: {fix})")
 
 
 def plan_rollout(

@@ -198,6 +198,25 @@ def frozen_copy(
     return model.eval()
 
 
+def load_trained(trained: Trained, adapter: str, world: World) -> None:
+    """Load what open_trained has opened, once the model is sharded or of compute_alone, and end its training
+    mode. adapter: the peft folder, as it was given.
+    """
+    pieces = trained.pieces
+    if trained.checkpoint and not trained.adapter:  # it holds every parameter
+        state = trained.model.state_dict(keep_vars=True)
+        pieces = [p for p in pieces if not isinstance(state[p.param], nn.Parameter)]
+    load_pieces(trained.model, pieces, world.device, names=trained.names)
+    if adapter:
+        from ..model.lora import load_adapter
+
+        with together(world):
+            load_adapter(trained.model, Path(adapter))
+    if trained.checkpoint:
+        load_weights(trained.checkpoint, trained.model)
+    trained.model.eval()
+
+
 def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """For a model on meta that is not sharded: the dtypes that from_pretrained(dtype=dtype) gives."""
     dtypes = dtypes_as_loaded(model, dtype)

@@ -1,0 +1,473 @@
+"""
+Numbers that can be trusted: what a model answers, and how sure each figure is.
+
+    python recipes/eval.py
+    python recipes/eval.py --checkpoint runs/first --dataset math.jsonl --match number
+    torchrun --nproc_per_node 2 recipes/eval.py --model DIR --task perplexity --dataset texts.jsonl
+    torchrun --nproc_per_node 8 recipes/eval.py --model DIR --task lm_eval --tasks hellaswag,gsm8k
+
+One process, or the model cut over all ranks: batches and figures are the same. OUT/items.jsonl has each
+answer, OUT/eval.json the figures with their standard errors. The same command again goes on where it was
+stopped. Without --model and --dataset it asks the tiny model in recipes/tiny what finetune.py teaches it.
+"""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Literal, NamedTuple
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
+
+from utils.data.batches import Batch, collate
+from utils.data.evaluated import choices_of, scored, windows
+from utils.data.examples import Example, FormName, Rows, load_examples
+from utils.data.harness import harness_of
+from utils.data.pairs import sequences
+from utils.data.questions import load_questions
+from utils.data.rewards import check_columns, parse_rewards, score
+from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
+from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
+from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.sharding import DTYPES, settle_dtype
+from utils.plan.generation import check_room, estimate_generation
+from utils.run.distributed import (
+    agree,
+    broadcast,
+    build_mesh,
+    init_distributed,
+    stop_distributed,
+    together,
+)
+from utils.run.errors import ConfigError, act, check, others_code, print0, report_errors
+from utils.run.files import disk_errors, replace_file
+from utils.run.folder import claim_output, releases_output
+from utils.run.settings import check_least, parse_cli
+from utils.run.signals import stop_at_once
+from utils.train.asking import Asker
+from utils.train.resume import differences
+from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
+
+TINY = Path(__file__).resolve().parent / "tiny"
+TINY_ROWS = {  # of the tasks that have some
+    "exact_match": "heldout.jsonl",
+    "perplexity": "heldout.jsonl",
+    "pairs": "heldout_pairs.jsonl",
+}
+HAS = {  # the settings that only some tasks have
+    "exact_match": "dataset columns format too_long match max_new_tokens",
+    "perplexity": "dataset columns stride",
+    "choices": "dataset columns format",
+    "pairs": "dataset columns format too_long",
+    "lm_eval": "tasks include_path num_fewshot apply_chat_template max_new_tokens",
+}
+# They change no answer; or their contents count, and not their names.
+FREE = "model adapter checkpoint dataset batch_size force output_dir".split()
+
+
+@dataclass
+class Config:
+    # What
+    model: str = (
+        ""  # folder or Hugging Face id; empty: the base of --adapter or --checkpoint, or tiny
+    )
+    adapter: str = ""  # folder of a LoRA adapter, as peft writes it
+    checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    # exact_match: greedy answers; perplexity: of texts; choices: the likeliest of several; pairs: is the
+    # chosen answer likelier than the rejected one; lm_eval: EleutherAI's harness, pip install lm-eval
+    task: Literal["exact_match", "perplexity", "choices", "pairs", "lm_eval"] = "exact_match"
+    dataset: str = ""  # file, folder, glob or id; several: a.jsonl,b.csv; empty: the tiny task
+    format: FormName = "auto"  # of rows; completion: texts are no turns of a chat
+    columns: str = ""  # our keys for the rows' columns: prompt=question,answer=solution
+    max_rows: int = 0  # only the first rows of each source, or of each lm_eval task; 0: all
+    match: str = "exact"  # or number (behind ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b
+    tasks: str = ""  # names of lm_eval's tasks: hellaswag,gsm8k
+    include_path: str = ""  # folder with more tasks of lm_eval, as .yaml
+    num_fewshot: int = -1  # solved examples before each question of lm_eval; -1: what the task says
+    apply_chat_template: bool = False  # lm_eval: questions are turns of a chat
+
+    # How much
+    max_new_tokens: int = 0  # longest answer; 0: 256, of the tiny task 48
+    seq_len: int = (
+        0  # tokens of a window, or of a row with its answer; 0: the model's, at most 2048
+    )
+    stride: int = 0  # tokens that a window scores; 0: half of --seq_len
+    too_long: Literal["error", "drop"] = "error"  # what becomes of longer rows
+    batch_size: int = 32  # sequences per rank and forward
+
+    # How
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
+    force: bool = False  # begin though the plan says that it does not fit
+
+    # Where
+    output_dir: str = ""  # folder of the answers; empty: the next free one in output/
+
+    def __post_init__(self):
+        check_least(self, batch_size=1, num_fewshot=-1)
+        own = HAS[self.task].split()
+        for field in fields(self):
+            name = field.name
+            is_given = getattr(self, name) != field.default
+            wrong = is_given and name in " ".join(HAS.values()).split() and name not in own
+            check(not wrong, f"--{name} has no effect on --task {self.task} (fix: leave it out)")
+        if "max_new_tokens" in own and not self.max_new_tokens:
+            self.max_new_tokens = 256 if self.dataset or self.tasks else 48
+        check(
+            not (self.adapter and self.checkpoint), "--adapter and --checkpoint: give one of them"
+        )
+        known = self.dataset or self.task in (*TINY_ROWS, "lm_eval")
+        check(known, f"--task {self.task}: what is asked? (fix: --dataset FILE)")
+        named = self.tasks or self.task != "lm_eval"
+        check(named, "--task lm_eval: which ones? (fix: --tasks hellaswag,gsm8k)")
+        given = self.model or self.adapter or self.checkpoint
+        check(given or (TINY / "config.json").exists(), "no --model given (fix: --model FOLDER)")
+
+
+@releases_output
+def main(cfg: Config) -> Path:
+    """Evaluate; returns the folder of the answers."""
+    quiet_transformers()
+
+    # --- world: who am I, who are the others ------------------------------------------------------
+    act("world")
+    world = init_distributed()
+    agree(world, asdict(cfg), "flags")
+
+    # --- folder: the model's, and that of the answers ---------------------------------------------
+    act("folder")
+    dtype = settle_dtype(cfg.dtype, world.device)
+    base = cfg.model or ("" if cfg.adapter or cfg.checkpoint else str(TINY))
+    trained = open_trained(base, cfg.adapter, cfg.checkpoint, dtype, world, cfg.trust_remote_code)
+    model = trained.model
+    with together(world):
+        tokenizer = load_tokenizer(*trained.tokenizer)
+        check_vocab(len(tokenizer), trained.source.config.get_text_config().vocab_size)
+        seq_len = settle_seq_len(cfg, model)
+        if cfg.adapter:
+            from utils.model.lora import load_adapter
+
+            load_adapter(model, Path(cfg.adapter))  # on meta this only checks names and shapes
+    out = claim_output(cfg.output_dir, Path(__file__).stem, world)
+
+    # --- data: every row is read, checked and tokenized -------------------------------------------
+    act("data")
+    with together(world, patient=True):
+        task = TASKS[cfg.task](cfg, rows_of(cfg, seq_len), tokenizer)
+        notes = [f"{count:,} dropped: {why}" for why, count in task.dropped.items()]
+        print0(f"data      {', '.join([f'{len(task.groups):,} items', *notes])}")
+    facts = facts_of(cfg, trained, task.data, dtype, seq_len)
+    finished = False
+    with together(world), disk_errors(out):
+        if world.rank == 0:
+            finished = finished_before(out, facts)
+    if broadcast(world, finished):
+        print_results(out, read_json(out / "eval.json")["results"])
+        return out
+
+    # --- plan: memory; all that fails cheaply has failed after it ---------------------------------
+    act("plan")
+    with together(world):
+        new = cfg.max_new_tokens
+        lengths = [len(sequence.ids) for group in task.groups for sequence in group]
+        longest = max(lengths, default=seq_len)
+        parts = estimate_generation(model, world.size, DTYPES[dtype], cfg.batch_size, longest, new)
+        check_room(parts, world, cfg.force)
+
+    # --- shard: every parameter cut over the ranks ------------------------------------------------
+    act("shard")
+    if world.size > 1:
+        shard_model(model, build_mesh(world), DTYPES[dtype])
+    else:
+        compute_alone(model, DTYPES[dtype])
+
+    # --- load: the first act that costs memory ----------------------------------------------------
+    act("load")
+    load_trained(trained, cfg.adapter, world)
+    note = check_chunked_loss(add_chunked_loss(model), world.device)
+    print0(f"compute   {dtype} {note}")
+
+    # --- evaluate ---------------------------------------------------------------------------------
+    act("evaluate")
+    pad = pad_id(tokenizer)
+
+    def batch_of(rows: list[Example]) -> Batch:
+        return collate(rows or [scored([pad], 1)], pad, multiple=1)
+
+    file = None if cfg.task == "lm_eval" else out / "items.jsonl"
+    ends = ends_of(trained.source.folder, model, tokenizer)
+    results = task.results(Asker(model, world, batch_of, cfg.batch_size, ends, pad, file))
+    with together(world), disk_errors(out):
+        if world.rank == 0:
+            text = json.dumps({"results": results, "facts": facts}, indent=2)
+            replace_file(out / "eval.json", text + "\n")
+    print_results(out, results)
+    return out
+
+
+def print_results(out: Path, results: dict) -> None:
+    """Each figure with its standard error, and where the answers are."""
+    for name, value in results.items():
+        if name.endswith("_stderr"):
+            continue
+        error = results.get(f"{name}_stderr")
+        shown = f"{value:.6g}" + (f" +- {error:.2g}" if error is not None else "")
+        print0(f"{name:24} {shown}")
+    print0(f"finished  {out}/eval.json")
+
+
+class Task(NamedTuple):
+    """What is asked, and what the answers say."""
+
+    data: str  # a fingerprint of all that is asked
+    groups: list  # the sequences of each item, of which the answers are kept
+    dropped: dict[str, int]  # reason -> rows
+    results: Callable[[Asker], dict]
+
+
+def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
+    """Greedy answers to questions, compared with the rows' answers."""
+    longest = rows.seq_len - cfg.max_new_tokens
+    questions = load_questions(replace(rows, seq_len=longest), tokenizer)
+    rewards = parse_rewards(cfg.match, "--match")
+    check_columns(rewards, questions.names)
+    asked = [questions[i] for i in range(len(questions))]
+    prompts = [scored(question.ids, len(question.ids)) for question in asked]
+
+    def judge(i: int, ids: list[int]) -> dict:
+        question = asked[i]
+        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        answer = text.rpartition("</think>")[2].strip()  # thoughts are no part of it
+        columns = questions.columns_of([question])
+        found, _ = score(rewards, [question.content], [answer], columns, [question.where], [ids])
+        return {
+            "where": question.where,
+            "prompt": question.content,
+            "prediction": text,
+            "answer": question.columns.get("answer"),
+            "tokens": len(ids),
+            **{name: value for name, (value,) in found.items()},
+        }
+
+    def results(asker: Asker) -> dict:
+        answers = asker.complete(prompts, cfg.max_new_tokens, judge)
+        cut = sum(row["tokens"] == cfg.max_new_tokens for row in answers)
+        return means(answers, [reward.name for reward in rewards]) | {"longest_answers": cut}
+
+    return Task(questions.fingerprint, [[prompt] for prompt in prompts], questions.dropped, results)
+
+
+def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
+    """How likely texts are, in windows of --seq_len tokens that overlap by --seq_len less --stride."""
+    documents = load_examples(replace(rows, task="documents"), tokenizer)
+    stride = cfg.stride or rows.seq_len // 2
+    check(stride < rows.seq_len, f"--stride {stride} is not below --seq_len {rows.seq_len}")
+    groups, places = [], []
+    for number, length in enumerate(documents.lengths.tolist()):
+        ids = documents.ids[documents.bounds[number] :].tolist()[:length]
+        where = documents.where[number]
+        for begin, first, end in windows(length, rows.seq_len, stride):
+            groups.append([scored(ids[begin:end], first - begin)])
+            places.append({"where": where, "document": number, "begin": begin})
+
+    def judge(i: int, scores: list) -> dict:
+        ((log_prob, tokens, _),) = scores
+        return places[i] | {"tokens": tokens, "nats": -log_prob}
+
+    def results(asker: Asker) -> dict:
+        answers = asker.score(groups, judge)
+        nats = math.fsum(row["nats"] for row in answers)
+        tokens = sum(row["tokens"] for row in answers)
+        size_bytes = int(documents.row_sizes.sum())
+        mean = nats / tokens
+        # The error of a ratio of sums over documents, which are the independent observations.
+        residuals = [0.0] * len(documents)
+        for row in answers:
+            residuals[row["document"]] += row["nats"] - mean * row["tokens"]
+        n = len(residuals)
+        squares = math.fsum(residual**2 for residual in residuals)
+        return {
+            "nats_per_token": mean,
+            "nats_per_token_stderr": math.sqrt(squares * n / max(1, n - 1)) / tokens,
+            "perplexity": math.exp(min(mean, 700)),
+            "bits_per_byte": nats / math.log(2) / size_bytes,
+            "documents": n,
+            "tokens": tokens,
+            "bytes": size_bytes,
+        }
+
+    return Task(documents.fingerprint, groups, documents.dropped, results)
+
+
+def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
+    """Which of several texts goes on from a prompt, by log-likelihood; acc_norm: by that for each byte."""
+    questions = load_questions(rows, tokenizer)
+    is_plain = cfg.format == "completion" or tokenizer.template_name == "built-in plain"
+    groups, right = zip(*choices_of(questions, tokenizer, is_plain, rows.seq_len), strict=True)
+
+    def judge(i: int, scores: list) -> dict:
+        log_probs = [log_prob for log_prob, _, _ in scores]
+        texts = questions[i].columns["choices"]
+        by_byte = [value / len(text.encode()) for value, text in zip(log_probs, texts, strict=True)]
+        best = log_probs.index(max(log_probs))
+        return {
+            "where": questions[i].where,
+            "prediction": best,
+            "answer": right[i],
+            "log_probs": log_probs,
+            "acc": float(best == right[i]),
+            "acc_norm": float(by_byte.index(max(by_byte)) == right[i]),
+        }
+
+    def results(asker: Asker) -> dict:
+        return means(asker.score(groups, judge), ["acc", "acc_norm"])
+
+    return Task(questions.fingerprint, groups, questions.dropped, results)
+
+
+def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
+    """Is the chosen answer likelier than the rejected one, as a whole and by its mean token."""
+    examples = load_examples(replace(rows, task="pairs"), tokenizer)
+    both = sequences(examples)
+    groups = [[both[2 * i], both[2 * i + 1]] for i in range(len(examples))]
+
+    def judge(i: int, scores: list) -> dict:
+        (chosen, chosen_tokens, _), (rejected, rejected_tokens, _) = scores
+        return {
+            "where": groups[i][0].where,
+            "log_probs": [chosen, rejected],
+            "tokens": [chosen_tokens, rejected_tokens],
+            "accuracy": float(chosen > rejected),
+            "accuracy_by_mean": float(chosen / chosen_tokens > rejected / rejected_tokens),
+        }
+
+    def results(asker: Asker) -> dict:
+        return means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"])
+
+    return Task(examples.fingerprint, groups, examples.dropped, results)
+
+
+def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
+    """Tasks of EleutherAI's harness."""
+    try:
+        version = import_module("lm_eval").__version__
+        base = import_module("lm_eval.api.model").TemplateLM
+        evaluate = import_module("lm_eval.evaluator").simple_evaluate
+        manager = import_module("lm_eval.tasks").TaskManager(include_path=cfg.include_path or None)
+    except ImportError as error:
+        raise ConfigError(f"--task lm_eval: {error} (fix: pip install lm-eval)") from None
+    names = cfg.tasks.split(",")
+    unknown = {*names} - {*manager.all_tasks}
+    check(not unknown, f"--tasks: lm_eval has no {', '.join(sorted(unknown))}")
+
+    def results(asker: Asker) -> dict:
+        new = cfg.max_new_tokens
+        harness = harness_of(base, tokenizer, asker, rows.seq_len, new)
+        with others_code("lm_eval"):
+            found = evaluate(
+                model=harness,
+                tasks=names,
+                num_fewshot=None if cfg.num_fewshot < 0 else cfg.num_fewshot,
+                limit=cfg.max_rows or None,
+                apply_chat_template=cfg.apply_chat_template,
+                task_manager=manager,
+                log_samples=False,
+                bootstrap_iters=1000,
+            )
+        figures = {}
+        for task, values in found["results"].items() if found else ():  # rank 0 has them
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    figures[f"{task} {name.removesuffix(',none')}"] = value
+        return figures
+
+    return Task(f"lm_eval {version}", [], {}, results)
+
+
+TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}
+
+
+def means(answers: list[dict], names: list[str]) -> dict:
+    """Of each figure its mean over the answers that have it, two or more, its standard error, and the sum."""
+    found: dict[str, float] = {"items": len(answers)}
+    for name in names:
+        values = [row[name] for row in answers if row[name] is not None]
+        if len(values) > 1:
+            found[name] = fmean(values)
+            found[f"{name}_stderr"] = stdev(values) / math.sqrt(len(values))
+            found[f"{name}_sum"] = math.fsum(values)
+    return found
+
+
+def rows_of(cfg: Config, seq_len: int) -> Rows:
+    return Rows(
+        dataset=cfg.dataset or str(TINY / TINY_ROWS.get(cfg.task, "")),
+        seq_len=seq_len,
+        format=cfg.format,
+        columns=cfg.columns,
+        max_rows=cfg.max_rows,
+        too_long=cfg.too_long,
+    )
+
+
+def settle_seq_len(cfg: Config, model) -> int:
+    """--seq_len, or what the model has positions for, at most 2,048."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    seq_len = cfg.seq_len or min(2048, positions)
+    new = cfg.max_new_tokens * (cfg.task == "exact_match")  # lm_eval's tasks have their own
+    rule = f"more than --max_new_tokens {new}, at most the model's {positions} positions"
+    check(new + 2 <= seq_len <= positions, f"--seq_len {seq_len} does not fit (fix: {rule})")
+    return seq_len
+
+
+def ends_of(folder: Path, model, tokenizer) -> set[int]:
+    """The tokens that end an answer: those that the model's folder names, and the end of a turn."""
+    file = folder / "generation_config.json"
+    found = read_json(file) if file.exists() else model.config.to_dict()
+    named = found.get("eos_token_id")
+    named = named if isinstance(named, list) else [named]
+    return {end for end in named if end is not None} | end_of_turn_ids(tokenizer)
+
+
+def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:
+    """What the answers follow from, as JSON. Names of folders and files do not count."""
+    facts = run_facts(trained.source.config, trained.source.weights, data)
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    if cfg.adapter:
+        for file in sorted(Path(cfg.adapter).glob("adapter_*")):
+            digest.update(file.read_bytes())
+    if trained.checkpoint:
+        digest.update((trained.checkpoint / "manifest.json").read_bytes())
+    known = {"dtype": dtype, "seq_len": seq_len, "data": data, "model": digest.hexdigest()}
+    return {name: value for name, value in asdict(cfg).items() if name not in FREE} | known
+
+
+def finished_before(out: Path, facts: dict) -> bool:
+    """Whether the folder has all answers already; else the facts are kept there. ConfigError where it has
+    answers that follow from other facts.
+    """
+    file = out / "eval.json"
+    if not file.exists():
+        holds = (out / "items.jsonl").exists()
+        check(not holds, f"{out} has an items.jsonl of something else (fix: another --output_dir)")
+        replace_file(file, json.dumps({"facts": facts}, indent=2) + "\n")
+        return False
+    earlier = read_json(file)
+    changed = differences(earlier.get("facts", {}), facts)
+    check(
+        not changed, f"{out} has answers to something else: {changed} (fix: another --output_dir)"
+    )
+    return "results" in earlier
+
+
+if __name__ == "__main__":
+    # --- parse: the command line is understood completely, or refused, before anything starts -----
+    with report_errors():
+        stop_at_once()
+        main(parse_cli(Config))
+        stop_distributed()

@@ -1,0 +1,442 @@
+"""What eval.py counts is what transformers counts, and what lm-eval counts, on any number of ranks.
+
+python -m pytest tests/test_eval.py
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import eval as recipe
+import finetune
+import pytest
+import torch
+from launch import Forked
+from ranks import run_ranks
+from shell import ROOT, shell
+from test_export import lora_run, make_adapter
+from test_parity import write_rows
+from tiny import tiny_model_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from utils.data.batches import collate
+from utils.data.evaluated import scored, windows
+from utils.data.harness import harness_of
+from utils.model.loss import add_chunked_loss
+from utils.run.distributed import ALONE
+from utils.run.errors import ConfigError
+from utils.train.asking import Asker
+
+TINY = ROOT / "recipes" / "tiny"
+WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+NEW = 10  # tokens of an answer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("llama") / "model", vocab_size=271)
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts(path: Path) -> str:
+    return write(path, [{"text": " ".join(WORDS[: 2 + i] * (1 + i % 4))} for i in range(9)])
+
+
+def questions(path: Path) -> str:
+    rows = [{"prompt": f"What is {a} and {b}?", "answer": b} for a in WORDS[:3] for b in WORDS[3:6]]
+    return write(path, rows)
+
+
+def choices(path: Path) -> str:
+    rows = []
+    for i, word in enumerate(WORDS[:7]):
+        others = [f" {other}" for other in WORDS[i + 1 : i + 4]]
+        rows.append({"prompt": f"After {word} comes", "choices": others, "answer": i % 3})
+    rows[1]["answer"] = rows[1]["choices"][2]
+    return write(path, rows)
+
+
+def pairs(path: Path) -> str:
+    rows = [
+        {"prompt": f"Say {word}", "chosen": word, "rejected": f"{word} {word}"}
+        for word in WORDS[:7]
+    ]
+    return write(path, rows)
+
+
+ROWS = {"perplexity": texts, "exact_match": questions, "choices": choices, "pairs": pairs}
+FLAGS = {
+    "perplexity": {"seq_len": 32, "stride": 12},
+    "exact_match": {"max_new_tokens": NEW},
+    "choices": {"format": "completion"},
+    "pairs": {},
+}
+
+
+def on_rank(world, flags):
+    recipe.main(recipe.Config(**flags))
+
+
+def evaluated(out: Path, ranks: int = 1, **flags) -> tuple[dict, list[dict]]:
+    """(the results, the items) of the recipe in a folder."""
+    flags = {"output_dir": str(out), "batch_size": 4, **flags}
+    on_rank(None, flags) if ranks == 1 else run_ranks(on_rank, ranks, flags)
+    items = [json.loads(line) for line in (out / "items.jsonl").read_text().splitlines()]
+    results = json.loads((out / "eval.json").read_text())["results"]
+    return results, sorted(items, key=lambda item: item["number"])
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):
+    """Each task once, on one process: (flags, results, items, folder)."""
+    root = tmp_path_factory.mktemp("alone")
+    found = {}
+    for task, make in ROWS.items():
+        flags = {"model": str(folder), "task": task, "dataset": make(root / f"{task}.jsonl")}
+        flags |= FLAGS[task]
+        found[task] = (flags, *evaluated(root / task, **flags), root / task)
+    return found
+
+
+@torch.inference_mode()
+def log_probs(model, ids: list[int]) -> torch.Tensor:
+    """log p of each token but the first, (T - 1,), by full logits."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def test_windows_score_each_token_once_with_enough_context():
+    for tokens in (1, 5, 8, 9, 23, 24, 25):
+        for seq_len, stride in ((8, 3), (8, 7), (24, 12)):
+            seen = []
+            for begin, first, end in windows(tokens, seq_len, stride):
+                assert end - begin <= seq_len
+                assert begin == 0 or first - begin >= seq_len - stride
+                seen += range(first, end)
+            assert seen == list(range(1, tokens))
+
+
+def test_perplexity_is_that_of_a_plain_loop_with_full_logits(alone, folder):
+    flags, results, items, _ = alone["perplexity"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    nats, tokens, size_bytes = 0.0, 0, 0
+    for line in Path(flags["dataset"]).read_text().splitlines():
+        text = json.loads(line)["text"]
+        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+        size_bytes += len(text.encode())
+        known = 1  # tokens that were scored, or come first
+        while known < len(ids):
+            end = min(len(ids), 32 if known == 1 else known + 12)
+            part = ids[max(0, end - 32) : end]
+            nats -= log_probs(model, part)[-(end - known) :].sum().item()
+            tokens += end - known
+            known = end
+    assert len(items) > 9  # some texts have several windows
+    assert results["tokens"] == tokens
+    assert results["nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert results["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert results["bits_per_byte"] == pytest.approx(nats / math.log(2) / size_bytes, rel=1e-5)
+
+
+def test_answers_are_those_of_transformers_and_are_counted(alone, folder, tmp_path):
+    flags, results, items, _ = alone["exact_match"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rows = [json.loads(line) for line in Path(flags["dataset"]).read_text().splitlines()]
+    for row, item in zip(rows, items, strict=True):
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        chat = [{"role": "user", "content": row["prompt"]}]
+        ids = tokenizer.apply_chat_template(chat, **options)["input_ids"]
+        mask = torch.ones_like(ids)
+        stop = {"eos_token_id": [2, 4]}  # 4: <|im_end|>
+        output = model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, **stop
+        )
+        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        assert item["prediction"] == text.strip()
+    assert results["exact"] == 0.0
+    # the same questions with the answers that it gives, but for one
+    for row, item in zip(rows[1:], items[1:], strict=True):
+        row["answer"] = f"  {item['prediction']}\n"
+    file = write(tmp_path / "known.jsonl", rows)
+    results, _ = evaluated(tmp_path / "known", **flags | {"dataset": file})
+    n, share = len(rows), (len(rows) - 1) / len(rows)
+    assert results["exact_sum"] == n - 1
+    assert results["exact"] == pytest.approx(share)
+    assert results["exact_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (n - 1)))
+
+
+def test_choices_are_scored_as_by_log_softmax(alone, folder):
+    flags, results, items, _ = alone["choices"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    right, right_by_byte = 0, 0
+    for line, item in zip(Path(flags["dataset"]).read_text().splitlines(), items, strict=True):
+        row = json.loads(line)
+        before = len(tokenizer(row["prompt"])["input_ids"])
+        sums = []
+        for choice in row["choices"]:
+            ids = tokenizer(row["prompt"] + choice)["input_ids"]
+            sums.append(log_probs(model, ids)[before - 1 :].sum().item())
+        assert item["log_probs"] == pytest.approx(sums, rel=1e-5)
+        answer = row["answer"]
+        answer = row["choices"].index(answer) if isinstance(answer, str) else answer
+        by_byte = [value / len(c.encode()) for value, c in zip(sums, row["choices"], strict=True)]
+        right += sums.index(max(sums)) == answer
+        right_by_byte += by_byte.index(max(by_byte)) == answer
+    assert (results["acc_sum"], results["acc_norm_sum"]) == (right, right_by_byte)
+
+
+def test_pairs_are_scored_from_the_prompt_to_the_end_of_the_turn(alone, folder):
+    flags, results, items, _ = alone["pairs"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    likelier, by_mean = 0, 0
+    for line, item in zip(Path(flags["dataset"]).read_text().splitlines(), items, strict=True):
+        row = json.loads(line)
+        asked = [{"role": "user", "content": row["prompt"]}]
+        options = {"add_generation_prompt": True, "return_dict": True}
+        before = len(tokenizer.apply_chat_template(asked, **options)["input_ids"])
+        sums, means = [], []
+        for key in ("chosen", "rejected"):
+            chat = [*asked, {"role": "assistant", "content": row[key]}]
+            ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+            end = len(ids) - ids[::-1].index(4)  # <|im_end|>; the template may go on
+            found = log_probs(model, ids[:end])[before - 1 :]
+            sums.append(found.sum().item())
+            means.append(found.mean().item())
+        assert item["log_probs"] == pytest.approx(sums, rel=1e-5)
+        likelier += sums[0] > sums[1]
+        by_mean += means[0] > means[1]
+    assert (results["accuracy_sum"], results["accuracy_by_mean_sum"]) == (likelier, by_mean)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("task", ROWS)
+def test_any_number_of_ranks_gives_the_same_file(task, ranks, alone, tmp_path):
+    flags, results, items, _ = alone[task]
+    found, others = evaluated(tmp_path / "out", ranks, **flags)
+    assert found == pytest.approx(results, rel=1e-6)
+    counts = [key for key, value in results.items() if float(value).is_integer()]
+    assert all(found[key] == results[key] for key in counts)
+    for one, other in zip(items, others, strict=True):
+        assert one == {
+            key: pytest.approx(value, rel=1e-5) if key in ("nats", "log_probs") else value
+            for key, value in other.items()
+        }
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_what_is_answered_is_not_asked_again(task, alone, tmp_path):
+    """An answer that the model never gave stays, beside those that a kill has cut off."""
+    flags, results, items, before = alone[task]
+    out = shutil.copytree(before, tmp_path / "out")
+    lines = (out / "items.jsonl").read_text().splitlines()
+    first = json.loads(lines[0]) | {"where": "kept"}
+    (out / "items.jsonl").write_text(json.dumps(first) + "\n" + lines[1] + "\n" + lines[2][:20])
+    facts = json.loads((out / "eval.json").read_text())
+    (out / "eval.json").write_text(json.dumps({"facts": facts["facts"]}))
+    again, others = evaluated(out, **flags)
+    assert again == results
+    kept = items[first["number"]] | {"where": "kept"}
+    assert others == [*items[: first["number"]], kept, *items[first["number"] + 1 :]]
+
+
+def test_a_finished_folder_is_read_and_one_of_other_facts_refused(alone, folder, tmp_path, capsys):
+    flags, results, _, before = alone["choices"]
+    out = shutil.copytree(before, tmp_path / "out")
+    capsys.readouterr()
+    assert (
+        evaluated(
+            out,
+            **flags,
+        )[0]
+        == results
+    )
+    printed = capsys.readouterr().out
+    assert "--- load" not in printed
+    assert "acc_norm" in printed
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert evaluated(out, **flags | {"model": str(moved)})[0] == results
+    other = tiny_model_folder(tmp_path / "other", vocab_size=271, num_hidden_layers=2)
+    rows = Path(flags["dataset"]).read_text().replace("After", "Behind")
+    (tmp_path / "other.jsonl").write_text(rows)
+    changes = {"model": str(other), "dataset": str(tmp_path / "other.jsonl")}
+    named = {"model": "model", "dataset": "data", "max_rows": "max_rows 0 -> 5"}
+    for name, value in (changes | {"max_rows": 5}).items():
+        with pytest.raises(ConfigError, match=f"answers to something else: .*{named[name]}"):
+            evaluated(out, **flags | {name: value})
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_it_goes_on(tmp_path):
+    command = "torchrun --nproc_per_node 2 recipes/eval.py --batch_size 8 --output_dir"
+    whole = shell(f"{command} {tmp_path}/whole")
+    assert whole.returncode == 0, whole.stderr
+    items = tmp_path / "out" / "items.jsonl"
+    with Forked(f"{command} {tmp_path}/out") as run:
+        while not (items.exists() and len(items.read_bytes().splitlines()) > 20):
+            assert all(process.is_alive() for process in run.processes), run.text
+        run.signal(9)
+    assert len(items.read_bytes().splitlines()) < 300
+    begun = items.read_bytes()
+    again = shell(f"{command} {tmp_path}/out")
+    assert again.returncode == 0, again.stderr
+    assert items.read_bytes().startswith(begun[: begun.rfind(b"\n") + 1])
+    for name in ("items.jsonl", "eval.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adapter_and_a_checkpoint_give_what_their_folders_give(ranks, tmp_path):
+    run = lora_run(tmp_path)
+    rows = pairs(tmp_path / "pairs.jsonl")
+    flags = {"task": "pairs", "dataset": rows}
+    _, by_adapter = evaluated(tmp_path / "1", ranks, **flags, adapter=str(run / "adapter"))
+    _, by_run = evaluated(tmp_path / "2", ranks, **flags, checkpoint=str(run))
+    _, by_base = evaluated(tmp_path / "3", **flags, model=str(tmp_path / "base"))
+    assert by_adapter == by_run != by_base
+
+
+def test_a_run_of_all_weights_gives_what_its_model_gives(folder, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", 4)
+    flags = {"model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path / "run")}
+    out = finetune.main(finetune.Config(**flags, steps=2, lr=1e-2))
+    asked = {"task": "perplexity", "dataset": texts(tmp_path / "texts.jsonl")}
+    by_run, _ = evaluated(tmp_path / "1", **asked, checkpoint=str(out))
+    by_model, _ = evaluated(tmp_path / "2", **asked, model=str(out / "model"))
+    assert by_run == by_model
+
+
+def test_an_adapter_is_part_of_what_the_answers_follow_from(folder, tmp_path):
+    flags = {"model": str(folder), "task": "pairs", "dataset": pairs(tmp_path / "pairs.jsonl")}
+    first = make_adapter(folder, tmp_path / "first")
+    evaluated(tmp_path / "out", **flags, adapter=str(first))
+    second = make_adapter(folder, tmp_path / "second", r=2)
+    with pytest.raises(ConfigError, match="something else: model"):
+        evaluated(tmp_path / "out", **flags, adapter=str(second))
+
+
+# --- lm-eval: tests/record_lm_eval.py has asked its own model of transformers
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads((ROOT / "tests" / "lm_eval.json").read_text())
+
+
+def harness(recorded, world=ALONE):
+    """Our model for lm-eval, without its base class, which only encodes requests."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+
+    def batch_of(rows: list):
+        return collate(rows or [scored([0], 1)], 0, 1)
+
+    asker = Asker(add_chunked_loss(model).eval(), world, batch_of, 4, {2}, 0, None)
+    return harness_of(object, tokenizer, asker, recorded["max_length"] + 1, 256)
+
+
+def requests(arguments: list) -> list:
+    return [SimpleNamespace(args=given) for given in arguments]
+
+
+def answers_of(recorded, ours) -> tuple[list, list, list]:
+    encoded = [(None, *ids) for ids in recorded["encoded"]]
+    likelihoods = ours._loglikelihood_tokens(encoded)
+    rolling = ours.loglikelihood_rolling(requests([(text,) for text in recorded["rolling"]]))
+    return likelihoods, rolling, ours.generate_until(requests(recorded["prompts"]))
+
+
+def test_lm_eval_gets_what_its_own_model_of_transformers_gives(recorded):
+    likelihoods, rolling, generated = answers_of(recorded, harness(recorded))
+    expected = recorded["loglikelihood"]
+    assert {greedy for _, greedy in expected} == {True, False}
+    for (ours, our_greedy), (theirs, greedy) in zip(likelihoods, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+        assert our_greedy == greedy
+    assert rolling == pytest.approx(recorded["loglikelihood_rolling"], rel=1e-5)
+    assert generated == recorded["generate_until"]
+
+
+def on_ranks(world, recorded):
+    from utils.run.distributed import init_distributed
+
+    return answers_of(recorded, harness(recorded, init_distributed()))
+
+
+def test_every_rank_gets_all_answers_of_lm_eval(recorded):
+    first, second = run_ranks(on_ranks, 2, recorded)
+    assert first == second == answers_of(recorded, harness(recorded))
+
+
+def test_a_task_of_lm_eval_that_draws_its_answers_is_refused(recorded):
+    drawn = requests([("a", {"do_sample": True, "temperature": 0.8})])
+    with pytest.raises(ConfigError, match="answers are greedy"):
+        harness(recorded).generate_until(drawn)
+
+
+# --- errors
+
+
+MISTAKES = {
+    "a stride without windows": ({"stride": 5}, "--stride has no effect on --task exact_match"),
+    "a match of pairs": ({"task": "pairs", "match": "number"}, "--match has no effect"),
+    "choices of what": ({"task": "choices"}, "--task choices: what is asked"),
+    "lm_eval of what": ({"task": "lm_eval"}, "--tasks hellaswag"),
+    "two on top": ({"adapter": "a", "checkpoint": "c"}, "give one of them"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_flags_that_cannot_work_are_refused_at_once(name):
+    flags, words = MISTAKES[name]
+    with pytest.raises(ConfigError, match=words):
+        recipe.Config(**flags)
+
+
+BAD = {
+    "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected two"),
+    "no such choice": ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "'d' is no choice"),
+    "a number too far": ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "2 is no choice"),
+    "too long": ({"prompt": "a", "choices": ["b", "c " * 300], "answer": 0}, "--seq_len is 256"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_are_wrong_are_named(name, folder, tmp_path):
+    row, words = BAD[name]
+    file = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ConfigError, match=words):
+        evaluated(tmp_path / "out", model=str(folder), task="choices", dataset=file)
+
+
+def test_windows_and_answers_must_fit(folder, tmp_path):
+    flags = {"model": str(folder), "dataset": texts(tmp_path / "texts.jsonl")}
+    for task, given, words in (
+        ("perplexity", {"seq_len": 300}, "at most the model's 256 positions"),
+        ("perplexity", {"seq_len": 16, "stride": 16}, "--stride 16 is not below"),
+        ("exact_match", {"seq_len": 100, "max_new_tokens": 99}, "more than --max_new_tokens 99"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            evaluated(tmp_path / "out", **flags, task=task, **given)
+
+
+def test_lm_eval_that_is_not_installed_is_one_line(folder, tmp_path):
+    flags = {"model": str(folder), "task": "lm_eval", "tasks": "x"}
+    with pytest.raises(ConfigError, match="--task lm_eval: .*fix: pip install lm-eval"):
+        evaluated(tmp_path / "out", **flags)
+
+
+def test_the_bare_command_asks_the_tiny_model_what_it_cannot_do(tmp_path):
+    done = shell(f"python {ROOT}/recipes/eval.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "exact                    0 +- 0" in done.stdout
+    assert len((tmp_path / "output/eval-001/items.jsonl").read_text().splitlines()) == 300

@@ -1,0 +1,82 @@
+"""What an evaluation asks: windows of long texts, and the choices of a question. See recipes/eval.py."""
+
+from collections.abc import Iterator
+
+import torch
+
+from ..run.errors import ConfigError
+from ..run.units import IGNORE
+from .chats import encode_plain
+from .encode import MOST_FAULTS
+from .examples import Example
+from .questions import Question, Questions
+from .tokens import encode, hidden
+
+
+def scored(ids: list[int], first: int, where: str = "") -> Example:
+    """A sequence of which the tokens from `first` on are scored."""
+    tokens = torch.tensor(ids, dtype=torch.int32)
+    labels = tokens.clone()
+    labels[:first] = IGNORE
+    return Example(tokens, labels, where)
+
+
+def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, the first token that is scored, end) of windows of at most seq_len of so many tokens, stride <
+    seq_len. Each token but the first is scored once, and sees at least seq_len - stride tokens, or all that
+    there are before it.
+
+    So it is at https://huggingface.co/docs/transformers/perplexity and in lm-eval's rolling windows.
+    """
+    end = min(seq_len, tokens)
+    yield 0, 1, end
+    while end < tokens:
+        first, end = end, min(end + stride, tokens)
+        yield max(0, end - seq_len), first, end
+
+
+def choices_of(
+    questions: Questions, tokenizer, is_plain: bool, seq_len: int
+) -> list[tuple[list[Example], int]]:
+    """For each question its choices, as sequences of prompt and choice of which the choice is scored, without
+    an end of text or turn; and the number of the right one.
+
+    is_plain: texts are not turns of a chat. Columns: choices, texts that go on from the prompt as they stand;
+    answer, the right one or its number. ConfigError for up to ten rows that are wrong, or longer than
+    seq_len.
+    """
+    found, faults = [], []
+    for question in (questions[i] for i in range(len(questions))):
+        choices, answer = question.columns.get("choices"), question.columns.get("answer")
+        try:
+            if not isinstance(choices, list) or len(choices) < 2 or not all(choices):
+                raise ValueError("choices: expected two texts or more")
+            right = choices.index(answer) if answer in choices else answer
+            if type(right) is not int or not 0 <= right < len(choices):
+                raise ValueError(
+                    f"answer: {answer!r:.60} is no choice, nor the number of one, from 0"
+                )
+            sequences = [
+                continued(question, str(choice), tokenizer, is_plain) for choice in choices
+            ]
+            longest = max(len(sequence.ids) for sequence in sequences)
+            if longest > seq_len:
+                raise ValueError(f"{longest:,} tokens, and --seq_len is {seq_len}")
+            found.append((sequences, right))
+        except ValueError as fault:
+            faults.append(f"{question.where}: {fault}")
+    if faults:
+        more = len(faults) - MOST_FAULTS
+        raise ConfigError(faults[:MOST_FAULTS] + [f"and {more:,} more"] * (more > 0))
+    return found
+
+
+def continued(question: Question, choice: str, tokenizer, is_plain: bool) -> Example:
+    """The prompt of a question and one of its choices; see choices_of."""
+    if is_plain and isinstance(question.content, str):
+        prompt = {"role": "text", "content": question.content, "weight": 0}
+        ids, mask = encode_plain(tokenizer, [prompt, prompt | {"content": choice, "weight": 1}])
+        ids = ids if tokenizer.eos_token_id is None else ids[:-1]
+        return scored(ids, mask.find(1), question.where)
+    ids = question.ids + encode(tokenizer, hidden(tokenizer, choice)).ids
+    return scored(ids, len(question.ids), question.where)

@@ -1,0 +1,92 @@
+"""EleutherAI's lm-eval asks our model: https://github.com/EleutherAI/lm-evaluation-harness.
+
+Every rank is rank 0 of 1 to it and asks the same, and the asker divides the work. So all ranks get all
+answers, and no figure depends on how many ranks there are.
+"""
+
+from ..run.errors import check
+from .evaluated import scored, windows
+
+
+def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
+    """A model for lm_eval. base: its class TemplateLM, which encodes requests. asker: see train/asking.py.
+
+    seq_len: tokens that a sequence has at most; what lm-eval calls max_length is one less, since the last
+    token is not read. max_new_tokens: of an answer, where the task does not say. What is too long is cut at
+    its left, as by lm-eval's own models.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def score(sequences: list) -> list[tuple[float, bool]]:
+        groups = [[sequence] for sequence in sequences]
+        rows = asker.score(groups, lambda _, scores: {"score": scores[0]})
+        return [(row["score"][0], row["score"][2]) for row in rows]
+
+    class Harness(base):
+        tokenizer_name = str(tokenizer.name_or_path)
+        eot_token_id = eos
+        prefix_token_id = eos if bos is None else bos
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+            if add_special_tokens is None:  # a chat template has written the BOS token
+                add_special_tokens = bos is None or not string.startswith(tokenizer.bos_token)
+            return tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+        def apply_chat_template(self, chat_history: list, add_generation_prompt=True) -> str:
+            return tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+            sequences = []
+            for _, context, continuation in requests:
+                ids = (context + continuation)[-seq_len:]
+                sequences.append(scored(ids, max(1, len(ids) - len(continuation))))
+            return score(sequences)
+
+        def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
+            sequences, numbers = [], []
+            for number, request in enumerate(requests):
+                ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
+                for begin, first, end in windows(len(ids), seq_len, seq_len - 1):
+                    sequences.append(scored(ids[begin:end], first - begin))
+                    numbers.append(number)
+            sums = [0.0] * len(requests)
+            for number, (log_prob, _) in zip(numbers, score(sequences), strict=True):
+                sums[number] += log_prob
+            return sums
+
+        def generate_until(self, requests: list, **_) -> list[str]:
+            by_size: dict[int, list[int]] = {}  # the most new tokens -> numbers of requests
+            for number, request in enumerate(requests):
+                options = request.args[1]
+                draws = options.get("do_sample") and options.get("temperature", 1)
+                check(not draws, f"lm_eval: answers are greedy here, and a task has {options}")
+                size = options.get("max_gen_toks", max_new_tokens)
+                check(
+                    size < seq_len - 1, f"--seq_len {seq_len}: a task has answers of {size} tokens"
+                )
+                by_size.setdefault(size, []).append(number)
+            texts = [""] * len(requests)
+            for size, numbers in by_size.items():
+                left = seq_len - 1 - size  # tokens of a prompt
+                prompts = []
+                for number in numbers:
+                    context, _ = requests[number].args
+                    ids = self.tok_encode(context)[-left:]
+                    prompts.append(scored(ids, len(ids)))
+                rows = asker.complete(prompts, size, lambda _, ids: {"ids": ids})
+                for number, row in zip(numbers, rows, strict=True):
+                    text = tokenizer.decode(row["ids"], skip_special_tokens=True)
+                    _, options = requests[number].args
+                    until = options.get("until") or []
+                    for stop in [until] if isinstance(until, str) else until:
+                        text = text.split(stop)[0] if stop else text
+                    texts[number] = text
+            return texts
+
+    Harness.tokenizer = tokenizer  # of which lm-eval reads the chat template
+    return Harness()
