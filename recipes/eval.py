@@ -73,9 +73,8 @@ FREE = "model adapter checkpoint dataset batch_size force output_dir".split()
 @dataclass
 class Config:
     # What
-    model: str = (
-        ""  # folder or Hugging Face id; empty: the base of --adapter or --checkpoint, or tiny
-    )
+    # folder or Hugging Face id; empty: the base of --adapter or --checkpoint, else the tiny model
+    model: str = ""
     adapter: str = ""  # folder of a LoRA adapter, as peft writes it
     checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
     trust_remote_code: bool = False  # run Python code that comes with the model
@@ -94,9 +93,8 @@ class Config:
 
     # How much
     max_new_tokens: int = 0  # longest answer; 0: 256, of the tiny task 48
-    seq_len: int = (
-        0  # tokens of a window, or of a row with its answer; 0: the model's, at most 2048
-    )
+    # tokens of a window, or of a row with its answer; 0: those of the model, at most 2048
+    seq_len: int = 0
     stride: int = 0  # tokens that a window scores; 0: half of --seq_len
     too_long: Literal["error", "drop"] = "error"  # what becomes of longer rows
     batch_size: int = 32  # sequences per rank and forward
@@ -393,14 +391,15 @@ TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pair
 
 
 def means(answers: list[dict], names: list[str]) -> dict:
-    """Of each figure its mean over the answers that have it, two or more, its standard error, and the sum."""
+    """Of each figure its mean over the answers that have it, their sum, and the mean's standard error."""
     found: dict[str, float] = {"items": len(answers)}
     for name in names:
         values = [row[name] for row in answers if row[name] is not None]
-        if len(values) > 1:
+        if values:
             found[name] = fmean(values)
-            found[f"{name}_stderr"] = stdev(values) / math.sqrt(len(values))
             found[f"{name}_sum"] = math.fsum(values)
+        if len(values) > 1:
+            found[f"{name}_stderr"] = stdev(values) / math.sqrt(len(values))
     return found
 
 

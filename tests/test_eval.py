@@ -429,6 +429,13 @@ def test_windows_and_answers_must_fit(folder, tmp_path):
             evaluated(tmp_path / "out", **flags, task=task, **given)
 
 
+def test_one_item_has_a_figure_without_an_error(folder, tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"prompt": "a", "choices": ["b", "c"], "answer": 1}])
+    results, _ = evaluated(tmp_path / "out", model=str(folder), task="choices", dataset=file)
+    assert results["acc"] in (0.0, 1.0)
+    assert "acc_stderr" not in results
+
+
 def test_lm_eval_that_is_not_installed_is_one_line(folder, tmp_path):
     flags = {"model": str(folder), "task": "lm_eval", "tasks": "x"}
     with pytest.raises(ConfigError, match="--task lm_eval: .*fix: pip install lm-eval"):
