@@ -92,7 +92,7 @@ from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny" / "vision"
 # What stands for flags that are not given, where --model is not.
-TINY_VALUES = {"epochs": 13, "batch_size": 8, "lr": 3e-3, "log_every": 80}
+TINY_VALUES = {"epochs": 14, "batch_size": 8, "lr": 3e-3, "log_every": 80}
 BETAS = (0.9, 0.95)  # of AdamW
 
 
@@ -337,9 +337,7 @@ def main(cfg: Config) -> Path:
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
-    print0(
-        f"train     {cfg.train}{' by adapters' if lora else ''}; pictures of {source.config.model_type}"
-    )
+    print0(f"train     {cfg.train}{' by adapters' if lora else ''}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
         f"batch     {global_batch} = {cfg.batch_size} rows x {data_ranks} ranks x {micro_batches}"
@@ -421,9 +419,8 @@ def main(cfg: Config) -> Path:
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
-    for (
-        unit
-    ) in found:  # a micro-batch of texts, which leaves some out, needs that each was whole once
+    # A micro-batch of texts leaves units out, of which FSDP2 needs that each was gathered once.
+    for unit in found:
         unit.modules[0].unshard()
         unit.modules[0].reshard()
 

@@ -36,7 +36,7 @@ COLOURS = {
     "yellow": (235, 205, 40),
 }
 SHAPES = ("circle", "square", "triangle")
-NUMBERS = ("zero", "one", "two", "three")
+NUMBERS = ("zero", "one", "two")
 GROUND = (150, 150, 150)
 PICTURES, HELD_OUT = 700, 250
 QUESTIONS = 6  # about a picture, at most
@@ -65,7 +65,7 @@ Thing = tuple[str, str]  # shape, colour
 
 def some_things(rng: Random) -> dict[int, Thing]:
     """The cells of a picture that are not empty."""
-    cells = rng.sample(range(CELLS * CELLS), rng.randint(1, 3))
+    cells = rng.sample(range(CELLS * CELLS), rng.randint(1, 2))
     return {cell: (rng.choice(SHAPES), rng.choice(list(COLOURS))) for cell in cells}
 
 
