@@ -502,7 +502,8 @@ def main(cfg: Config) -> Path:
                 group["lr"] = lr * group["scale"]
             losses = []
             for number, batch in enumerate(batches, 1):
-                model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
+                syncs = cfg.sync_each_microbatch or loader.separates or number == len(batches)
+                model.set_requires_gradient_sync(syncs)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
                 loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
                 # The mean over the trained tokens of the global batch: FSDP divides by the ranks.

@@ -110,10 +110,14 @@ class PictureBatches(GlobalBatches):
         return shares
 
     def work(self, step: int) -> list[Work]:
-        """This rank's micro-batches of a step. Every rank knows what all of them have."""
+        """This rank's micro-batches of a step. Every rank knows what all of them have. A tower runs in all of
+        them, or in none: FSDP2 adds no gradients of one micro-batch to those of several.
+        """
         shares = self.shares(step)
         pictured = [[bool(self.patches[rows].any()) for rows in share] for share in shares]
         some = [any(ranks) for ranks in zip(*pictured, strict=True)]
+        if not self.separates:
+            some = [any(some)] * len(some)
         mine = zip(shares[self.rank], pictured[self.rank], some, strict=True)
         return [(rows, anyone and not own) for rows, own, anyone in mine]
 
