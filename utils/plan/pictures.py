@@ -120,8 +120,9 @@ def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> o
 def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) -> Pictures:
     """Rows with blank pictures of these sizes (width, height), and without words. model: on meta."""
     blanks = [Image.new("RGB", size) for size in sizes]
-    names = ("image_token_id", "image_token_index")
-    token = next(filter(None, (getattr(model.config, name, None) for name in names)), 1)
+    token = 1
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(model.config, name, None) or token
     known = inspect.signature(type(model.base_model).forward).parameters
 
     def features(rows: int) -> dict[str, torch.Tensor]:
