@@ -585,3 +585,38 @@ def test_a_model_of_pictures_is_refused_with_what_to_take_instead(tmp_path):
         ConfigError, match=r"qwen2_5_vl is no text-only causal model \(fix: recipes.vision.py"
     ):
         plan.main(plan.Config(model=str(tmp_path)))
+
+
+@slow
+def test_the_rows_of_the_table_are_the_methods_that_they_are_named_after():
+    """Also where LoRA is what was asked for."""
+    tables = []
+    for flags in ({}, {"lora_rank": 16}):
+        found = plan.main(plan.Config(model="10M", seq_len=64, json=True, **flags))
+        tables.append([(row["method"], row["gpu_bytes"]) for row in found["strategies"]])
+    assert tables[0] == tables[1]
+    sizes = dict(tables[0][:: len(tables[0]) // 4])
+    assert sizes["full"] > sizes["LoRA"] > sizes["8bit"] > sizes["4bit"]
+
+
+@slow
+def test_a_model_of_pictures_is_planned_with_pictures_of_the_sizes_that_are_asked_for():
+    peaks = []
+    for images in ("112x112", "448x224", "448x224,448x224"):
+        cfg = plan.Config(model="qwen2.5-vl-7b", seq_len=512, images=images)
+        config = plan.find_config(cfg.model, False)
+        setting = Setting(config, torch.float32, torch.bfloat16, 512, kind="pictures")
+        pictures = plan.pictures_of(cfg, setting)
+        tokens = pictures.rows_of(1).ids.shape[1]
+        assert tokens == sum(
+            1 + round(int(w) / 28) * round(int(h) / 28)
+            for w, h in (size.split("x") for size in images.split(","))
+        )
+        peaks.append(need_of(replace(setting, pictures=pictures)).peak.total)
+    assert peaks == sorted(peaks)
+    for images, said in (("large", "expected sizes in pixels"), ("1344x1344", "2,305 tokens")):
+        cfg = plan.Config(model="qwen2.5-vl-7b", seq_len=512, images=images)
+        with pytest.raises(ConfigError, match=said):
+            plan.pictures_of(cfg, setting)
+    with pytest.raises(ConfigError, match="--train is for --images"):
+        plan.Config(model="qwen2.5-vl-7b", train="vision")

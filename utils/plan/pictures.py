@@ -118,27 +118,32 @@ def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> o
 
 
 def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) -> Pictures:
-    """Rows with blank pictures of these sizes (width, height), and without words. model: on meta."""
+    """Rows with blank pictures of these sizes (width, height), and next to no words. model: on meta."""
     blanks = [Image.new("RGB", size) for size in sizes]
     token = 1
     for name in ("image_token_id", "image_token_index"):
         token = getattr(model.config, name, None) or token
     known = inspect.signature(type(model.base_model).forward).parameters
 
-    def features(rows: int) -> dict[str, torch.Tensor]:
-        extra = image_processor(images=blanks * rows, return_tensors="pt")
+    def features(images: list[Image.Image]) -> dict[str, torch.Tensor]:
+        extra = image_processor(images=images, return_tensors="pt")
         return {name: value for name, value in extra.items() if name in known}
 
     @cache
-    def tokens_of_row() -> int:
-        return PictureTrace(model, torch.float32).tokens(features(1))
+    def row() -> torch.Tensor:
+        """(1, t): the tokens of each picture, and one of text, which keeps it from the next."""
+        ids = []
+        for blank in blanks:
+            tokens = PictureTrace(model, torch.float32).tokens(features([blank]))
+            ids += [token] * tokens + [token - 1]
+        return torch.tensor([ids])
 
     def rows_of(rows: int) -> SimpleNamespace:
-        extra = features(rows)
-        ids = torch.full((rows, tokens_of_row()), token)
+        extra = features(blanks * rows)
+        ids = row().repeat(rows, 1)
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in known:
-                extra[name] = torch.ones_like(ids)
+                extra[name] = (ids == token).long()
         return SimpleNamespace(ids=ids, extra=extra)
 
     return Pictures(rows_of)
