@@ -1,5 +1,6 @@
 """Prompts to answer: the lines or rows of a file, and the ids that a model is asked with."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ class Prompt(NamedTuple):
     where: str  # the file and the line
     content: str | list[dict]  # a text, or messages
     tools: list | None = None
+    pictures: list = []  # [[source, width, height], ...]
 
     @property
     def messages(self) -> list[dict]:
@@ -26,10 +28,13 @@ class Prompt(NamedTuple):
         return self.content
 
 
-def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
+def read_prompts(
+    path: Path, raw: bool, system: str, pictured: Callable | None = None
+) -> list[Prompt]:
     """Every prompt of a file: the lines of a .txt file that are not blank, else its rows.
 
     raw: prompts are texts to complete, not messages. system: a system turn to put before each; "": none.
+    pictured: makes the prompt of a row for a model that reads pictures.
     ConfigError names the file and the line.
     """
     rows = read_rows(path)
@@ -37,7 +42,7 @@ def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
         lines = enumerate(rows[0].data["text"].splitlines(), 1)
         prompts = [Prompt(f"{path}:{i}", line) for i, line in lines if line.strip()]
     else:
-        prompts = [_prompt_of_row(row, raw) for row in rows]
+        prompts = [_prompt_of_row(row, raw, pictured) for row in rows]
     if not system:
         return prompts
     turn = {"role": "system", "content": system}
@@ -50,16 +55,20 @@ def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
 
 
 def encode_prompt(
-    tokenizer, prompt: Prompt, raw: bool, new_tokens: int, positions: float
+    tokenizer, prompt: Prompt, raw: bool, new_tokens: int, positions: float, pictured=None
 ) -> list[int]:
     """The ids of a prompt, as the model was trained to see it, with its generation prompt; raw: of its text
-    alone. ConfigError where the model has too few positions for it and `new_tokens` more.
+    alone. pictured: gives the ids of a prompt with pictures. ConfigError where the model has too few
+    positions for it and `new_tokens` more.
     """
     if raw:
         ids = tokenizer(prompt.content)["input_ids"]
     else:
         try:
-            ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
+            if prompt.pictures:
+                ids = pictured(prompt)
+            else:
+                ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
         except ValueError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
     check(ids, f"{prompt.where}: the prompt has no tokens")
@@ -100,9 +109,12 @@ def turns_of(row: dict) -> tuple[str | list[dict], list | None, str | None]:
     return messages[:-1], tools, messages[-1]["content"] if is_answered else None
 
 
-def _prompt_of_row(row: Row, raw: bool) -> Prompt:
+def _prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
     """A row's prompt. Messages and their tools are read as for training; a last answer is left out."""
+    is_text = isinstance(row.data.get("prompt"), str) and not {"image", "images"} & row.data.keys()
     try:
+        if pictured and not is_text:
+            return pictured(row)
         content, tools, _ = turns_of(row.data)
     except ValueError as error:
         said = str(error)
