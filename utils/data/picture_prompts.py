@@ -7,7 +7,7 @@ from PIL import Image
 
 from .chats import Chat, renderable
 from .encode import Rows
-from .formats import ROLES, form_of
+from .formats import to_messages, typed
 from .picture_batches import BLANK, features_of, inputs_of
 from .pictures import (
     compare,
@@ -18,38 +18,37 @@ from .pictures import (
     sized,
     with_room,
 )
-from .prompts import FORMS, Prompt
+from .prompts import Prompt, turns_of
 from .rows import Row
 from .tokens import encode, hidden, render
 
+READ_BY_ALPACA = ("instruction", "input", "history")
+
 
 def picture_prompt(row: Row, rows: Rows) -> Prompt:
-    """A row's prompt. rows: where its pictures are, and how large they may be. ValueError: what is wrong."""
-    data = answered(row.data)
-    messages, tools, sources, _ = read_pictured(data, form_of(data), Counter())
-    if messages[-1]["role"] != "assistant" or len(messages) == 1:
-        raise ValueError(f"no turn to answer; {FORMS}")
-    pictures = sized(sources, row.where, rows)
-    return Prompt(row.where, in_parts(messages[:-1]), tools, pictures)
+    """A row's prompt. rows: where its pictures are, and how large they may be. Where a text has no place for
+    them, they stand before the first. ValueError: what is wrong.
+    """
+
+    def read(data: dict, _: str) -> tuple:
+        return read_pictured(data, "texts", Counter())
+
+    messages, tools, _, sources, _ = turns_of(with_messages(row.data), read)
+    return Prompt(row.where, in_parts(messages), tools, sized(sources, row.where, rows))
 
 
-def answered(row: dict) -> dict:
-    """The row with an answer, where it has none: it is then read as one that is trained."""
-    to_come = {"role": "assistant", "content": "to come"}
-    row = {"output": "to come"} | row
-    prompt = row.get("prompt")
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if prompt and "messages" not in row:
-        row["messages"] = prompt
-    for key in ("messages", "conversations"):
-        turns = row.get(key)
-        last = dict(turns[-1]) if turns else {}
-        if last and ROLES.get(last.get("role", last.get("from"))) != "assistant":
-            row[key] = [*turns, to_come]
-    for turn in row.get("texts") or ():
-        turn.setdefault("assistant", "to come")
-    return row
+def with_messages(row: dict) -> dict:
+    """The row with messages in place of an instruction, or of texts."""
+    if "instruction" in row:
+        words = {key: row[key] for key in READ_BY_ALPACA if key in row}
+        return row | {"messages": to_messages(words | {"output": "to come"})[0]}
+    if not isinstance(row.get("texts"), list):
+        return row
+    turns = []
+    for i, turn in enumerate(row["texts"]):
+        turns.append({"role": "user", "content": typed(turn, "user", str, f"texts[{i}].")})
+        turns.append({"role": "assistant", "content": turn.get("assistant") or "to come"})
+    return row | {"messages": turns}
 
 
 def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:

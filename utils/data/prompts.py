@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..run.errors import ConfigError, check
 from .chats import prompt_ids
-from .formats import PICTURES, REFUSED, to_messages
+from .formats import PICTURES, REFUSED, ROLES, to_messages
 from .rows import Row, read_rows
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
@@ -81,14 +81,14 @@ def encode_prompt(
     return ids
 
 
-def turns_of(row: dict) -> tuple[str | list[dict], list | None, str | None]:
+def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     """(the text or the messages to answer, their tools, the answer that the row has) of a row.
 
     {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, with system and tools as in formats.py. A
-    last turn of the assistant is the answer, and no part of the prompt. ValueError: what is wrong with the
-    row.
+    last turn of the assistant is the answer, and no part of the prompt. read: gives messages, tools and what
+    else is returned. ValueError: what is wrong with the row.
     """
-    text, messages = row.get("prompt"), row.get("messages")
+    text, messages = row.get("prompt"), row.get("messages", row.get("conversations"))
     beside = {key: row[key] for key in BESIDE if row.get(key)}
     if isinstance(text, str) and text and messages is None:
         if not beside:
@@ -100,13 +100,14 @@ def turns_of(row: dict) -> tuple[str | list[dict], list | None, str | None]:
         raise ValueError(f"no prompt to answer; {FORMS}")
     # to_messages asks for an answer
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
-    is_answered = last.get("role") == "assistant"
+    is_answered = ROLES.get(last.get("role", last.get("from"))) == "assistant"
     if not is_answered:
         messages = [*messages, {"role": "assistant", "content": "to come"}]
     if len(messages) == 1:
         raise ValueError(f"no turn to answer; {FORMS}")
-    messages, tools = to_messages(beside | {"messages": messages}, "chat")
-    return messages[:-1], tools, messages[-1]["content"] if is_answered else None
+    messages, tools, *others = read(beside | {"messages": messages}, "chat")
+    answer = messages[-1]["content"] if is_answered else None
+    return messages[:-1], tools, answer, *others
 
 
 def _prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:

@@ -38,9 +38,10 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
 
     layers, least = [], 0.05 * numel(model)
     seen = set(model.get_decoder().modules())
-    for module in model.modules():
+    for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen
-        if is_list and numel(module) > least:
+        # A projector may run once for each picture, and ranks have different numbers of them.
+        if is_list and not PROJECTOR.search(name) and numel(module) > least:
             layers += module
             seen.update(module.modules())
     return layers
