@@ -32,7 +32,7 @@ from utils.data.examples import (
 )
 from utils.data.tokens import encode, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
-from utils.model.loading import KINDS, build_model, plan_pieces
+from utils.model.loading import KINDS, build_model, check_kind, plan_pieces
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.fit import plan_memory
@@ -166,11 +166,14 @@ def main(cfg: Config) -> bool:
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
     tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
     attn = cfg.attn
-    of_text = type(source.config) in KINDS["text"]._model_mapping
-    kind = "text"
-    if cfg.train or (type(source.config) in KINDS["pictures"]._model_mapping and not of_text):
+    kind = "pictures" if cfg.train else "text"
+    if type(source.config) in KINDS["pictures"]._model_mapping:
+        try:
+            check_kind(source.config, "text")
+        except ConfigError:  # for finetune.py it is no model
+            kind = "pictures"
+    if kind == "pictures":
         check(not (cfg.packing or cfg.loss), "vision.py has no --packing and no --loss")
-        kind = "pictures"
     model = build_model(source.config, DTYPES[cfg.param_dtype], attn, trust, kind=kind)  # on meta
     check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
     if cfg.packing:
@@ -307,8 +310,9 @@ def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
 
     pictures = json.loads(pictured.pictures[pictured.number(row)])
     sizes = tuple((width, height) for _, width, height in pictures)
+    texts = room_of(pictured.processor, sizes)[0] if sizes else []
     rooms = []
-    for text, (width, height) in zip(room_of(pictured.processor, sizes)[0], sizes, strict=True):
+    for text, (width, height) in zip(texts, sizes, strict=True):
         tokens = len(encode(tokenizer, text).ids)
         rooms.append((text, f"[picture {width}x{height}: {tokens:,} tokens]"))
     return rooms

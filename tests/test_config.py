@@ -18,6 +18,7 @@ import prefer
 import pretrain
 import pytest
 import reward
+import vision
 import yaml
 
 from utils.run import foreign_flags
@@ -550,6 +551,7 @@ def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
         reward.Config,
         pretrain.Config,
         grpo.Config,
+        vision.Config,
     )
     names = {field.name for config in configs for field in dataclasses.fields(config)}
     for name, ours in foreign_flags.HINTS.items():

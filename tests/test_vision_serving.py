@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import export
+import finetune
 import preview
 import pytest
 import torch
 from peft import PeftModel
+from picture_families import FAMILIES as FAMILIES_OF_PICTURES
 from picture_families import family_folder
 from PIL import Image
 from ranks import run_ranks
@@ -24,14 +26,21 @@ from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError, escaped
 
 slow = pytest.mark.slow
+SAID = {"role": "assistant", "content": "Yes"}
 NEW = 12  # tokens of an answer
 SIZES = [(60, 40), (120, 60), (30, 90)]
-FAMILIES = [
-    "qwen2_5_vl",
-    "mllama",
-    *(pytest.param(name, marks=slow) for name in ("gemma3", "llava")),
-]
-OTHERS = ("qwen3_vl", "qwen3_vl_moe", "llava_onevision", "smolvlm", "internvl", "minicpmv4_6")
+FAMILIES = ["qwen2_5_vl", *(pytest.param(n, marks=slow) for n in ("gemma3", "llava", "mllama"))]
+RANKS = [pytest.param(1, marks=slow), 2]
+OTHERS = (
+    "gemma3",
+    "llava",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "llava_onevision",
+    "smolvlm",
+    "internvl",
+    "minicpmv4_6",
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,20 +134,28 @@ def logits(model, folder: Path, rows: Path) -> list[torch.Tensor]:
     return [model.eval()(**inputs_of(folder, line, rows.parent)).logits for line in lines]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen2_5_vl", 1),
+        ("qwen2_5_vl", 2),
+        ("mllama", 2),
+        pytest.param("mllama", 1, marks=slow),
+        *(pytest.param(name, ranks, marks=slow) for name in OTHERS for ranks in (1, 2)),
+    ],
+)
 def test_answers_are_those_of_transformers(name, ranks, folder_of, run_of, rows, prompts):
     """Rows with one picture, two and none: 3 batches on 2 ranks, of which one repeats another's."""
     folder = folder_of(name)
     if name == "internvl":  # whose random weights say nothing
-        folder = run_of(name) / "model"
+        folder = run_of(name, steps=12) / "model"
     expected = plain(folder, folder, rows)
     assert len(set(expected)) > 1
     found = answers(prompts, ranks, model=str(folder), image_dir=str(rows.parent))
     assert found == expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_checkpoint_answers_as_the_model_it_became(name, ranks, run_of, rows, prompts):
     """It holds only what trained; the tower is the base's."""
@@ -148,7 +165,7 @@ def test_a_checkpoint_answers_as_the_model_it_became(name, ranks, run_of, rows, 
     assert found == expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_adapter_answers_as_pefts_and_merges(
     name, ranks, run_of, folder_of, rows, prompts, tmp_path
@@ -172,7 +189,7 @@ def test_an_adapter_answers_as_pefts_and_merges(
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_checkpoint_becomes_the_runs_model(name, ranks, run_of, rows, tmp_path):
     run, out = run_of(name), tmp_path / "out"
@@ -309,10 +326,37 @@ def test_larger_pictures_are_made_smaller(folder_of, rows, tmp_path, capsys):
     assert answers(tmp_path / "large.jsonl", model=str(folder), **flags) == expected
 
 
+@slow
+@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
+def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(how, tmp_path):
+    """Its layers have other names, and no tower was trained, nor is one in OUT/model."""
+    made = FAMILIES_OF_PICTURES["qwen3_vl"]
+    text = FAMILIES_OF_PICTURES["minicpmv4_6"]["text"]
+    vision = {k: v for k, v in made["vision"].items() if k != "deepstack_visual_indexes"}
+    FAMILIES_OF_PICTURES["qwen3_5"] = made | {"text": text, "vision": vision}
+    folder = family_folder("qwen3_5", tmp_path)
+    write(tmp_path / "rows.jsonl", [{"messages": user("Hello") + [SAID]}] * 4)
+    flags = {"model": str(folder), "dataset": str(tmp_path / "rows.jsonl"), "steps": 2, "lr": 1e-2}
+    run = finetune.main(finetune.Config(**flags, **how, output_dir=str(tmp_path / "run")))
+    write(tmp_path / "asked.jsonl", [{"prompt": "Hello"}, {"prompt": "What?"}])
+    asked = tmp_path / "asked.jsonl"
+    result = {"adapter": str(run / "adapter")} if how else {"model": str(run / "model")}
+    expected = answers(asked, checkpoint=str(run))
+    assert answers(asked, **result) == expected
+    assert answers(asked, model=str(folder)) != expected
+
+
 SHOWN = ("data ", "batch ", "train ", "memory ")  # lines of the plan
 
 
-@pytest.mark.parametrize("how", [{"train": "language,vision"}, {"lora_rank": 4}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"train": "language,vision"},
+        pytest.param({"train": "language", "lora_rank": 4}, marks=slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_preview_shows_the_plan_of_the_run_and_each_pictures_tokens(
     name, how, folder_of, rows, tmp_path, capsys
@@ -323,7 +367,7 @@ def test_preview_shows_the_plan_of_the_run_and_each_pictures_tokens(
     assert preview.main(preview.Config(**flags, ranks=1, steps=1, show=3))
     shown = capsys.readouterr().out
     for begin in SHOWN:
-        (line,) = [line for line in run.splitlines() if line.startswith(begin)]
+        line = next(line for line in run.splitlines() if line.startswith(begin))
         assert line in shown
     tokenizer = load_tokenizer(folder_of(name))
     token = load_processor(folder_of(name), tokenizer).image_token
