@@ -97,7 +97,8 @@ class Pictures:
         pairs = zip(leaves, others, strict=True)
         read = [resized(a, b, tokens, rows, seq_len) for a, b in pairs]
         size = at(one.bytes, two.bytes)
-        return PictureBytes(), Before(model, calls, size, tree_unflatten(read, structure))
+        before = Before(model, calls, size, tree_unflatten(read, structure))
+        return PictureBytes(), before
 
 
 def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
