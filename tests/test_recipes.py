@@ -36,7 +36,9 @@ def readme_commands() -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", READMES, re.S)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return list(
-        dict.fromkeys(line for line in lines if re.match(r"(torchrun|python) .*recipes/", line))
+        dict.fromkeys(
+            line for line in lines if re.match(r"(torchrun|python) .*recipes/\w+\.py", line)
+        )
     )
 
 
