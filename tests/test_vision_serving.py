@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from picture_families import FAMILIES as FAMILIES_OF_PICTURES
-from picture_families import family_folder
+from picture_families import NAMES, family_folder
 from PIL import Image
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -272,6 +272,17 @@ def test_every_form_of_a_row_is_read(folder_of, rows, tmp_path):
     expected = plain(folder, folder, asked)
     flags = {"model": str(folder), "image_dir": str(rows.parent), "batch_size": 8}
     assert answers(tmp_path / "forms.jsonl", **flags) == expected * len(forms)
+
+
+@pytest.mark.parametrize(
+    "name", ["llava", *(pytest.param(name, marks=slow) for name in NAMES if name != "llava")]
+)
+def test_the_first_round_may_have_pictures(name, folder_of, rows, tmp_path):
+    """generate calls a tower before the model, which FSDP has not gathered by then. One rank is idle."""
+    write(tmp_path / "asked.jsonl", [chat("What?", "So", f"{i}.png") for i in range(2)])
+    flags = {"image_dir": str(rows.parent), "model": str(folder_of(name))}
+    alone = answers(tmp_path / "asked.jsonl", **flags)
+    assert answers(tmp_path / "asked.jsonl", 2, **flags) == alone
 
 
 def test_texts_alone_and_a_chat(folder_of, tmp_path):
