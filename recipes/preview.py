@@ -296,7 +296,7 @@ def main(cfg: Config) -> bool:
     return True
 
 
-def show_masks(examples, tokenizer, count: int, pictured) -> None:
+def show_masks(examples, tokenizer, count: int, pictured=None) -> None:
     """Print the first rows, with their trained tokens marked. pictured: PictureBatches of them, or None."""
     for i in range(min(count, len(examples))):
         item = examples[i]
