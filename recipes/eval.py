@@ -145,7 +145,7 @@ def main(cfg: Config) -> Path:
     model = trained.model
     with together(world):
         tokenizer = load_tokenizer(*trained.tokenizer)
-        check_vocab(len(tokenizer), trained.source.config.get_text_config().vocab_size)
+        check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
         seq_len = settle_seq_len(cfg, model)
         if cfg.adapter:
             from utils.model.lora import load_adapter

@@ -21,7 +21,6 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
 import torch
-from torch import nn
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
 from utils.model.folder import quiet_transformers, read_json
@@ -36,7 +35,13 @@ from utils.run.files import file_inside
 from utils.run.folder import check_space, releases_output
 from utils.run.settings import parse_cli
 from utils.run.signals import stop_at_once
-from utils.train.trained_run import Trained, load_weights, open_trained, shard_model
+from utils.train.trained_run import (
+    Trained,
+    load_weights,
+    open_trained,
+    pieces_of_base,
+    shard_model,
+)
 
 WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TOKENIZER = (
@@ -121,7 +126,7 @@ def write_adapter(trained: Trained, out: Path, world: World) -> None:
     model = trained.model
     allocate(model, [name for name, p in model.named_parameters() if p.requires_grad])
     load_weights(trained.checkpoint, model)
-    tokenizer = load_tokenizer(*trained.tokenizer)
+    tokenizer = tokenizer_of(trained)
     line = save_adapter(out, model, trained.adapter, trained.name, world, tokenizer)
     print0(f"adapter   {line}")
 
@@ -129,11 +134,9 @@ def write_adapter(trained: Trained, out: Path, world: World) -> None:
 def write_model(trained: Trained, out: Path, world: World) -> None:
     """The shards of the checkpoint, into a new folder."""
     model = shard_model(trained.model, build_mesh(world), torch.float32)
-    state = model.state_dict(keep_vars=True)
-    buffers = [p for p in trained.pieces if not isinstance(state[p.param], nn.Parameter)]
-    load_pieces(model, buffers, world.device)
+    load_pieces(model, pieces_of_base(trained), world.device)
     load_weights(trained.checkpoint, model)
-    tokenizer = load_tokenizer(*trained.tokenizer)
+    tokenizer = tokenizer_of(trained)
     save_model(
         out,
         model,
@@ -144,6 +147,16 @@ def write_model(trained: Trained, out: Path, world: World) -> None:
         eos_ids=end_of_turn_ids(tokenizer),
         source=trained.source.folder,
     )
+
+
+def tokenizer_of(trained: Trained):
+    """The run's, with the chat template of the processor, where there is one."""
+    tokenizer = load_tokenizer(*trained.tokenizer)
+    if trained.kind == "pictures":
+        from utils.data.pictures import load_processor
+
+        load_processor(trained.source.folder, tokenizer)
+    return tokenizer
 
 
 def copy_companions(folder: Path, adapter: Path, temp: Path) -> None:

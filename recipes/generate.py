@@ -6,7 +6,8 @@ Answer prompts from a file, or chat in the terminal. One process, or the model c
     torchrun --nproc_per_node 2 recipes/generate.py --checkpoint runs/first --prompts questions.txt --raw
 
 Prompts are the lines of a .txt file, or the rows of a .jsonl file: {"prompt": "..."} or {"messages": [...]}.
-Where the last message is the assistant's, it is left out. The answers do not depend on the number of ranks,
+Where the last message is the assistant's, it is left out. For a model that reads pictures, rows have them in
+the forms that vision.py trains. The answers do not depend on the number of ranks,
 as neither batches nor their random numbers do.
 """
 
@@ -16,7 +17,10 @@ import os
 import secrets
 import select
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
+from utils.data.encode import Rows
 from utils.data.prompts import Prompt, encode_prompt, read_prompts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
@@ -55,6 +60,8 @@ class Config:
     checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
     trust_remote_code: bool = False  # run Python code that comes with the model
     prompts: str = ""  # .txt, a prompt a line; or .jsonl rows with "prompt" or "messages"
+    image_dir: str = ""  # folder of the rows' pictures; empty: that of the data file
+    image_max_pixels: int = 0  # larger pictures are made smaller before the model's own processor
     chat: bool = False  # talk in the terminal; an empty line or Ctrl-D ends it
     system: str = ""  # what the system turn says
     raw: bool = False  # complete the text as it is, without the chat template
@@ -126,8 +133,6 @@ def main(cfg: Config) -> None:
     with together(world):
         if cfg.output:
             check_output(Path(cfg.output))
-        if cfg.prompts:
-            prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system)
     dtype = settle_dtype(cfg.dtype, world.device)
     trained = open_trained(
         cfg.model, cfg.adapter, cfg.checkpoint, dtype, world, cfg.trust_remote_code
@@ -135,18 +140,31 @@ def main(cfg: Config) -> None:
     model = trained.model
     with together(world):
         tokenizer = load_tokenizer(*trained.tokenizer)
-        check_vocab(len(tokenizer), trained.source.config.get_text_config().vocab_size)
+        check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
+        rows = Rows(cfg.prompts, 0, image_dir=cfg.image_dir, image_max_pixels=cfg.image_max_pixels)
+        processor = read = ids_of = pictures = None
+        if trained.kind == "pictures":
+            from utils.data.picture_prompts import picture_prompt, picture_prompt_ids
+            from utils.data.pictures import load_processor
+            from utils.plan.pictures import Pictures
+
+            processor = load_processor(trained.source.folder, tokenizer)
+            read = partial(picture_prompt, rows=rows)
+            ids_of = partial(picture_prompt_ids, processor, tokenizer)
+            pictures = Pictures(None)
+        if cfg.prompts:
+            prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read)
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         positions = positions_of(model)
         new = cfg.max_new_tokens
-        encoded = [encode_prompt(tokenizer, p, cfg.raw, new, positions) for p in prompts]
+        encoded = [encode_prompt(tokenizer, p, cfg.raw, new, positions, ids_of) for p in prompts]
         if cfg.adapter:
             from utils.model.lora import load_adapter
 
             load_adapter(model, Path(cfg.adapter))  # on meta this only checks names and shapes
     encoded = broadcast(world, encoded)
     with together(world):
-        plan_memory(cfg, model, DTYPES[dtype], encoded, world)
+        plan_memory(cfg, model, DTYPES[dtype], encoded, world, pictures)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     if world.size > 1:
@@ -164,7 +182,12 @@ def main(cfg: Config) -> None:
     if cfg.chat:
         chat(cfg, model, tokenizer, settings, world)
         return
-    answers = answer(cfg, model, tokenizer, encoded, settings, world)
+    beside = None  # what the model takes beside ids
+    if processor:
+        from utils.data.picture_prompts import picture_inputs
+
+        beside = partial(picture_inputs, processor, rows=rows)
+    answers = answer(cfg, model, tokenizer, prompts, encoded, settings, world, beside)
     with together(world):
         if world.rank == 0:
             lines = []
@@ -180,32 +203,66 @@ def main(cfg: Config) -> None:
     print0(f"finished  {len(answers)} answers{place}")
 
 
-def plan_memory(cfg: Config, model, dtype: torch.dtype, encoded: list, world: World) -> None:
+def plan_memory(
+    cfg: Config, model, dtype: torch.dtype, encoded: list, world: World, pictures
+) -> None:
     """What the longest batch needs; a chat is planned for as many tokens as one turn and its answer."""
     longest = max((len(ids) for ids in encoded), default=cfg.max_new_tokens)
     rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
-    parts = estimate_generation(model, world.size, dtype, rows, longest, cfg.max_new_tokens)
+    lengths = (longest, cfg.max_new_tokens)
+    parts = estimate_generation(model, world.size, dtype, rows, *lengths, pictures)
     check_room(parts, world, cfg.force)
 
 
-def answer(cfg: Config, model, tokenizer, encoded: list, settings: dict, world: World) -> list[str]:
-    """The answers, in the order of the prompts, on every rank. A batch holds prompts of similar lengths.
+def answer(
+    cfg: Config,
+    model,
+    tokenizer,
+    prompts: list[Prompt],
+    encoded: list,
+    settings: dict,
+    world: World,
+    beside: Callable | None,
+) -> list[str]:
+    """The answers, in the order of the prompts, on every rank. A batch holds prompts of similar lengths, and
+    of equally many pictures.
 
-    Every rank takes part in every forward: one that has no batch left repeats the first, for one token.
+    Every rank takes part in every forward: one that has no batch left repeats another's, for one token.
     """
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    batches = [order[i : i + cfg.batch_size] for i in range(0, len(order), cfg.batch_size)]
+
+    def pictures(i: int) -> int:
+        return len(prompts[i].pictures)
+
+    order = sorted(range(len(encoded)), key=lambda i: (pictures(i), len(encoded[i])))
+    batches = []
+    for _, alike in groupby(order, pictures):
+        alike = list(alike)
+        batches += [alike[i : i + cfg.batch_size] for i in range(0, len(alike), cfg.batch_size)]
+    # In a forward, all ranks have pictures or none has: FSDP gathers a tower on all.
+    texts_only = sum(not pictures(batch[0]) for batch in batches)
+    rounds = [(i, texts_only) for i in range(0, texts_only, world.size)]
+    rounds += [(i, len(batches)) for i in range(texts_only, len(batches), world.size)]
+    if (
+        beside and world.size > 1
+    ):  # generate calls the tower before the model, whose root FSDP gathers
+        with torch.no_grad():
+            model(torch.tensor([[pad_id(tokenizer)]], device=world.device))
     texts: dict[int, str] = {}  # number of a prompt -> its answer
-    for first in range(0, len(batches), world.size):
+    for first, end in rounds:
         number = first + world.rank
-        idle = number >= len(batches)
-        batch = batches[0] if idle else batches[number]
+        idle = number >= end
+        batch = batches[first] if idle else batches[number]
         limit = {"max_new_tokens": 1} if idle else {}
         ids, mask = pad_left([encoded[i] for i in batch], pad_id(tokenizer))
+        extra = {}
+        with together(world):
+            if beside:
+                extra = beside([prompts[i] for i in batch], ids)
         torch.manual_seed(cfg.seed + number)
         output = model.generate(
             input_ids=ids.to(world.device),
             attention_mask=mask.to(world.device),
+            **{name: value.to(world.device) for name, value in extra.items()},
             **settings | limit,
         )
         if not idle:

@@ -1,16 +1,18 @@
 """
-Show what a run of finetune.py or prefer.py would train on and what it would need, and train nothing: rows
-with their masks, lengths, the global batch, the plan of memory. Takes the flags of both; --loss means
-prefer.py.
+Show what a run of finetune.py, prefer.py or vision.py would train on and what it would need, and train
+nothing: rows with their masks, lengths, the global batch, the plan of memory. Takes the flags of all three;
+--loss means prefer.py, and --train, or a model that only reads pictures, vision.py.
 
     python recipes/preview.py --show 2
     python recipes/preview.py --loss dpo --dataset pairs.jsonl --model DIR
     python recipes/preview.py --model DIR --dataset chat.jsonl --ranks 8 --lora_rank 16
+    python recipes/preview.py --model DIR --dataset rows.jsonl --image_dir pictures --train language,projector
     torchrun --nproc_per_node 8 recipes/preview.py --config run.yaml    # the first process does the work
 
 Everything that a run checks before it reads weights is checked. Exit code 1: the run does not fit.
 """
 
+import json
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -28,9 +30,9 @@ from utils.data.examples import (
     longest_row,
     print_data,
 )
-from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
+from utils.data.tokens import encode, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
-from utils.model.loading import build_model, plan_pieces
+from utils.model.loading import KINDS, build_model, check_kind, plan_pieces
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.fit import plan_memory
@@ -52,10 +54,10 @@ TINY = Path(__file__).resolve().parent / "tiny"
 # What stands for flags that are not given, where --model is not.
 TINY_VALUES = {"epochs": 3, "batch_size": 16}
 TASKS = {"": "rows", "kto": "labels"}  # by loss; pairs for the others
-# Flags of finetune.py and prefer.py that change nothing of what is shown.
+# Flags of the three recipes that change nothing of what is shown.
 OTHERS = """beta label_smoothing margin sft_weight desirable_weight undesirable_weight eval_every lr warmup
-schedule weight_decay clip_norm fit force output_dir resume save_every keep allow_new_data
-timeout save_model save_dtype log_every profile tensorboard wandb""".split()
+schedule weight_decay clip_norm lr_projector lr_vision workers fit force output_dir resume save_every keep
+allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
 
 
 @dataclass
@@ -67,6 +69,8 @@ class Config:
     # auto: the model's best; with --packing varlen, which needs no mask, where the model can
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
+    image_dir: str = ""  # folder of the rows' pictures; empty: that of the data file
+    image_max_pixels: int = 0  # larger pictures are made smaller before the model's own processor
     format: FormName = "auto"  # of rows
     columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
@@ -77,6 +81,8 @@ class Config:
     max_rows: int = 0  # read only the first rows of each source; 0: all
     eval_dataset: str = ""  # held-out rows, named like --dataset
     eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
+
+    train: str = ""  # language,projector,vision; empty: the first two, or with LoRA the first
 
     # How much
     show: int = 3  # rows that are printed with their masks
@@ -159,28 +165,59 @@ def main(cfg: Config) -> bool:
     source = open_model(cfg.model, world, trust)
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
     tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
-    check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
+    attn = cfg.attn
+    kind = "pictures" if cfg.train else "text"
+    if type(source.config) in KINDS["pictures"]._model_mapping:
+        try:
+            check_kind(source.config, "text")
+        except ConfigError:  # for finetune.py it is no model
+            kind = "pictures"
+    if kind == "pictures":
+        check(not (cfg.packing or cfg.loss), "vision.py has no --packing and no --loss")
+    model = build_model(source.config, DTYPES[cfg.param_dtype], attn, trust, kind=kind)  # on meta
+    check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
     if cfg.packing:
         from utils.model.attention import settle_attention
 
-    attn = cfg.attn
-    model = build_model(source.config, DTYPES[cfg.param_dtype], attn, trust)  # on meta
-    if cfg.packing:
         attn = settle_attention(model, attn, world.device, DTYPES[cfg.dtype])
     plan_pieces(model, source.weights, source.folder)
 
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        examples, held_out = load_data(rows_of(cfg), tokenizer, progress=True)
+        rows = rows_of(cfg)
+        if kind == "pictures":
+            from utils.data.picture_batches import PictureBatches
+            from utils.data.pictures import load_processor
+            from utils.model.parts import parse_parts
+            from utils.plan.pictures import Pictures
+
+            train = cfg.train or ("language" if lora_of(cfg) else "language,projector")
+            parse_parts(train)
+            rows = replace(rows, processor=str(source.folder))
+            processor = load_processor(source.folder, tokenizer)
+        examples, held_out = load_data(rows, tokenizer, progress=True)
         parts = [part for part in (examples, held_out) if part]
         if cfg.loss:
             from utils.data.pairs import LabelBatches, PackedPairs, PairBatches, sequences
 
             parts = [sequences(part) for part in parts]
         check_positions(model, *parts)
-    show = show_answers if cfg.loss else show_masks
-    show(parts[0], tokenizer, cfg.show)
+    pictured, of_pictures = None, {}
+    if kind == "pictures":
+        read = (rows, processor, 0)
+        pictured = PictureBatches(examples, 0, 1, 1, 0, 1, pad_id(tokenizer), *read)
+        if not pictured.patches.any():  # no row has a picture
+            train = "language"
+        of_pictures = {
+            "kind": "pictures",
+            "parts": "" if lora_of(cfg) else train,
+            "pictures": Pictures(pictured.largest),
+        }
+    if cfg.loss:
+        show_answers(parts[0], tokenizer, cfg.show)
+    else:
+        show_masks(examples, tokenizer, cfg.show, pictured)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
@@ -213,6 +250,7 @@ def main(cfg: Config) -> bool:
             async_save=cfg.async_save,
             compile=cfg.compile,
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
+            **of_pictures,
         )
         plan = plan_memory(setting, world, force=True)
     data_ranks = world.size  # copies and shards both read rows of their own
@@ -226,6 +264,9 @@ def main(cfg: Config) -> bool:
         loader = PackedPairs(examples, cfg.seed, global_batch, *shares, 2 * cfg.seq_len)
     elif cfg.loss:
         loader = PairBatches(examples, cfg.seed, global_batch, *shares)
+    elif pictured:
+        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
+        micro_batches += loader.separates
     elif cfg.packing:
         from utils.data.packing import PackedBatches
 
@@ -237,6 +278,9 @@ def main(cfg: Config) -> bool:
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print_lengths(examples, held_out)
+    if pictured:
+        adapters = " by adapters" if lora_of(cfg) else ""
+        print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
     text = f"{cfg.batch_size} rows x {data_ranks} ranks x {micro_batches} micro-batches"
     print0(
@@ -252,11 +296,26 @@ def main(cfg: Config) -> bool:
     return True
 
 
-def show_masks(examples, tokenizer, count: int) -> None:
-    """Print the first rows, with their trained tokens marked."""
+def show_masks(examples, tokenizer, count: int, pictured=None) -> None:
+    """Print the first rows, with their trained tokens marked. pictured: PictureBatches of them, or None."""
     for i in range(min(count, len(examples))):
         item = examples[i]
-        print0(f"{escaped(item.where)}\n{marked(item, tokenizer)}\n", ready=True)
+        rooms = rooms_of(pictured, i, tokenizer) if pictured else []
+        print0(f"{escaped(item.where)}\n{marked(item, tokenizer, rooms)}\n", ready=True)
+
+
+def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
+    """(the text of its tokens, what is shown in their place) of each picture of a row."""
+    from utils.data.pictures import room_of
+
+    pictures = json.loads(pictured.pictures[pictured.number(row)])
+    sizes = tuple((width, height) for _, width, height in pictures)
+    texts = room_of(pictured.processor, sizes)[0] if sizes else []
+    rooms = []
+    for text, (width, height) in zip(texts, sizes, strict=True):
+        tokens = len(encode(tokenizer, text).ids)
+        rooms.append((text, f"[picture {width}x{height}: {tokens:,} tokens]"))
+    return rooms
 
 
 def show_answers(answers, tokenizer, count: int) -> None:
@@ -278,14 +337,17 @@ def print_lengths(examples, held_out) -> None:
             )
 
 
-def marked(item, tokenizer) -> str:
-    """A row as text, its trained tokens in [[brackets]]. Line breaks are the row's own, other control
-    characters are escaped.
+def marked(item, tokenizer, rooms=()) -> str:
+    """A row as text, its trained tokens in [[brackets]], its pictures as in rooms, of rooms_of. Line breaks
+    are the row's own, other control characters are escaped.
     """
-    ids = iter(item.ids.tolist())
+    ids, rooms = iter(item.ids.tolist()), list(rooms)
     text = ""
     for is_trained, run in groupby(item.labels.tolist(), lambda label: label != IGNORE):
-        words = escaped(tokenizer.decode([next(ids) for _ in run]), keep="\n")
+        words = tokenizer.decode([next(ids) for _ in run])
+        while rooms and rooms[0][0] in words:
+            words = words.replace(*rooms.pop(0), 1)
+        words = escaped(words, keep="\n")
         text += f"[[{words}]]" if is_trained else words
     return text
 
@@ -303,6 +365,8 @@ def rows_of(cfg: Config) -> Rows:
         too_long=cfg.too_long,
         eval_dataset=cfg.eval_dataset,
         eval_share=cfg.eval_share,
+        image_dir=cfg.image_dir,
+        image_max_pixels=cfg.image_max_pixels,
         task=TASKS.get(cfg.loss, "pairs"),
     )
 

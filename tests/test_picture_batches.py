@@ -118,14 +118,15 @@ def loss_of(model, batch) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_is_what_the_processor_gives_for_its_rows_padded_on_the_right(name, family):
     made = family(name)
-    # A micro-batch of mllama has rows of equally many pictures.
-    second = ["a.png", "a.png"] if name == "mllama" else ["a.png"]
-    rows = [row("b.png", "c.png", words="Which is larger? " * 3), row(*second)]
+    names = [["b.png", "c.png"], ["a.png"]]
+    if name == "mllama":  # rows with equally many pictures share a batch
+        names[1].append("c.png")
+    rows = [row(*names[0], words="Which is larger? " * 3), row(*names[1])]
     loader = made.loader(rows, batch_size=2)
     loader.multiple = 1
     (batch,) = loader.batches(0)
     messages = [in_parts(read_pictured(r, "chat", {})[0]) for r in rows]
-    images = [[Image.open(n) for n in names] for names in (["b.png", "c.png"], second)]
+    images = [[Image.open(n) for n in of_row] for of_row in names]
     theirs = dict(
         made.processor(
             text=[render(made.tokenizer, m) for m in messages],

@@ -185,7 +185,12 @@ def plain(folder: Path, parts: str = ALL):
 
 @pytest.mark.parametrize("parts", [ALL, "language,projector"])
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "mllama", *(pytest.param(n, marks=slow) for n in ("gemma3", "internvl"))]
+    "name",
+    [
+        "qwen2_5_vl",
+        "mllama",
+        *(pytest.param(n, marks=slow) for n in ("gemma3", "internvl", "minicpmv4_6")),
+    ],
 )
 def test_two_ranks_learn_what_a_page_of_pytorch_learns(name, parts, folder_of, rows, tmp_path):
     """transformers' own class and full logits, the processor's own rows one by one, no FSDP, no blank

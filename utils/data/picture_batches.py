@@ -23,7 +23,7 @@ from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
 from .examples import Example, Places
-from .pictures import decoded, folder_of, process
+from .pictures import Room, decoded, folder_of, process
 from .tokens import encode
 
 BLANK = (32, 32)  # pixels
@@ -170,12 +170,7 @@ class PictureBatches(GlobalBatches):
             items[0] = Example(ids, labels, items[0].where)
             features[0] = self.blank.features
         batch = collate(items, self.pad_id, self.multiple)
-        extra = combined(features)
-        if self.blank.types:
-            tokens = torch.tensor(sorted(self.blank.typed_ids))
-            extra[self.blank.types] = torch.isin(batch.ids, tokens).long()
-        if "aspect_ratio_mask" in extra:
-            extra["cross_attention_mask"] = self.cross_attention(batch.ids, extra)
+        extra = inputs_of(self.processor, self.blank, batch.ids, features)
         return PictureBatch(**vars(batch), extra=extra)
 
     def number(self, row: int) -> int:
@@ -185,31 +180,8 @@ class PictureBatches(GlobalBatches):
     def features(self, row: int) -> dict[str, torch.Tensor]:
         """What the processor makes of the pictures of a row; {} of none."""
         number = self.number(row)
-        where = self.examples.where[number]
-        images = []
-        try:
-            for source, *size in json.loads(self.pictures[number]):
-                folder = folder_of(where, self.source)
-                images.append(decoded(source, folder, tuple(size), self.source.image_max_pixels))
-            return process(self.processor, images).features if images else {}
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
-
-    def cross_attention(self, ids: torch.Tensor, extra: dict) -> torch.Tensor:
-        """(B, T, pictures, tiles) int64: which tiles a token sees, of models that have layers for that."""
-        from transformers.models.mllama.processing_mllama import (
-            convert_sparse_cross_attention_mask_to_dense,
-            get_cross_attention_token_mask,
-        )
-
-        token = self.processor.image_token_id
-        mask = convert_sparse_cross_attention_mask_to_dense(
-            [get_cross_attention_token_mask(row, token) for row in ids.tolist()],
-            num_tiles=extra["aspect_ratio_mask"].sum(-1).tolist(),
-            max_num_tiles=extra["aspect_ratio_mask"].shape[-1],
-            length=ids.shape[1],
-        )
-        return torch.from_numpy(mask)
+        pictures = json.loads(self.pictures[number])
+        return features_of(self.processor, pictures, self.examples.where[number], self.source)
 
 
 def begin_worker(_: int) -> None:
@@ -218,6 +190,47 @@ def begin_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     die_with_parent()
+
+
+def features_of(processor, pictures: list, where: str, rows: Rows) -> dict[str, torch.Tensor]:
+    """What the processor makes of the pictures of a row, [[source, width, height], ...]; {} of none.
+    ConfigError: one cannot be decoded.
+    """
+    images = []
+    try:
+        for source, *size in pictures:
+            folder = folder_of(where, rows)
+            images.append(decoded(source, folder, tuple(size), rows.image_max_pixels))
+        return process(processor, images).features if images else {}
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def inputs_of(processor, blank: Room, ids: torch.Tensor, features: list[dict]) -> dict:
+    """What a model takes beside the ids (B, T) of a batch. blank: of any picture."""
+    extra = combined(features)
+    if blank.types:
+        tokens = torch.tensor(sorted(blank.typed_ids))
+        extra[blank.types] = torch.isin(ids, tokens).long()
+    if "aspect_ratio_mask" in extra:
+        extra["cross_attention_mask"] = cross_attention(processor.image_token_id, ids, extra)
+    return extra
+
+
+def cross_attention(token: int, ids: torch.Tensor, extra: dict) -> torch.Tensor:
+    """(B, T, pictures, tiles) int64: which tiles a token sees, of models that have layers for that."""
+    from transformers.models.mllama.processing_mllama import (
+        convert_sparse_cross_attention_mask_to_dense,
+        get_cross_attention_token_mask,
+    )
+
+    mask = convert_sparse_cross_attention_mask_to_dense(
+        [get_cross_attention_token_mask(row, token) for row in ids.tolist()],
+        num_tiles=extra["aspect_ratio_mask"].sum(-1).tolist(),
+        max_num_tiles=extra["aspect_ratio_mask"].shape[-1],
+        length=ids.shape[1],
+    )
+    return torch.from_numpy(mask)
 
 
 def combined(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

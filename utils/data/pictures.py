@@ -155,11 +155,8 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     """
     messages, tools, sources, form = read_pictured(row, form, notes)
     processor = load_processor(rows.processor, tokenizer)
-    pictures, sizes = [], []
-    for source in sources:
-        size = size_of(source, folder_of(where, rows))
-        sizes.append(fitted(size, rows.image_max_pixels))
-        pictures.append([source, *sizes[-1]])
+    pictures = sized(sources, where, rows)
+    sizes = [(width, height) for _, width, height in pictures]
     if messages[0]["role"] in ("text", "tokens"):
         if sources:
             raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
@@ -190,6 +187,12 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         part.add_row(ids, mask, where, rows, form)
         say_pictures(part, pictures[:places], patches)
     return form
+
+
+def sized(sources: list[str], where: str, rows) -> list[list]:
+    """[[source, width, height], ...] of the pictures of a row, as they are for the processor."""
+    folder, most = folder_of(where, rows), rows.image_max_pixels
+    return [[source, *fitted(size_of(source, folder), most)] for source in sources]
 
 
 def say_pictures(part, pictures: list, patches: int) -> None:

@@ -1,11 +1,12 @@
 """Prompts to answer: the lines or rows of a file, and the ids that a model is asked with."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from ..run.errors import ConfigError, check
 from .chats import prompt_ids
-from .formats import PICTURES, REFUSED, to_messages
+from .formats import PICTURES, REFUSED, ROLES, to_messages
 from .rows import Row, read_rows
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
@@ -17,6 +18,7 @@ class Prompt(NamedTuple):
     where: str  # the file and the line
     content: str | list[dict]  # a text, or messages
     tools: list | None = None
+    pictures: list = []  # [[source, width, height], ...]
 
     @property
     def messages(self) -> list[dict]:
@@ -26,10 +28,13 @@ class Prompt(NamedTuple):
         return self.content
 
 
-def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
+def read_prompts(
+    path: Path, raw: bool, system: str, pictured: Callable | None = None
+) -> list[Prompt]:
     """Every prompt of a file: the lines of a .txt file that are not blank, else its rows.
 
     raw: prompts are texts to complete, not messages. system: a system turn to put before each; "": none.
+    pictured: makes the prompt of a row for a model that reads pictures.
     ConfigError names the file and the line.
     """
     rows = read_rows(path)
@@ -37,7 +42,7 @@ def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
         lines = enumerate(rows[0].data["text"].splitlines(), 1)
         prompts = [Prompt(f"{path}:{i}", line) for i, line in lines if line.strip()]
     else:
-        prompts = [_prompt_of_row(row, raw) for row in rows]
+        prompts = [_prompt_of_row(row, raw, pictured) for row in rows]
     if not system:
         return prompts
     turn = {"role": "system", "content": system}
@@ -50,16 +55,20 @@ def read_prompts(path: Path, raw: bool, system: str) -> list[Prompt]:
 
 
 def encode_prompt(
-    tokenizer, prompt: Prompt, raw: bool, new_tokens: int, positions: float
+    tokenizer, prompt: Prompt, raw: bool, new_tokens: int, positions: float, pictured=None
 ) -> list[int]:
     """The ids of a prompt, as the model was trained to see it, with its generation prompt; raw: of its text
-    alone. ConfigError where the model has too few positions for it and `new_tokens` more.
+    alone. pictured: gives the ids of a prompt with pictures. ConfigError where the model has too few
+    positions for it and `new_tokens` more.
     """
     if raw:
         ids = tokenizer(prompt.content)["input_ids"]
     else:
         try:
-            ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
+            if prompt.pictures:
+                ids = pictured(prompt)
+            else:
+                ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
         except ValueError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
     check(ids, f"{prompt.where}: the prompt has no tokens")
@@ -72,14 +81,14 @@ def encode_prompt(
     return ids
 
 
-def turns_of(row: dict) -> tuple[str | list[dict], list | None, str | None]:
+def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     """(the text or the messages to answer, their tools, the answer that the row has) of a row.
 
     {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, with system and tools as in formats.py. A
-    last turn of the assistant is the answer, and no part of the prompt. ValueError: what is wrong with the
-    row.
+    last turn of the assistant is the answer, and no part of the prompt. read: gives messages, tools and what
+    else is returned. ValueError: what is wrong with the row.
     """
-    text, messages = row.get("prompt"), row.get("messages")
+    text, messages = row.get("prompt"), row.get("messages", row.get("conversations"))
     beside = {key: row[key] for key in BESIDE if row.get(key)}
     if isinstance(text, str) and text and messages is None:
         if not beside:
@@ -91,18 +100,22 @@ def turns_of(row: dict) -> tuple[str | list[dict], list | None, str | None]:
         raise ValueError(f"no prompt to answer; {FORMS}")
     # to_messages asks for an answer
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
-    is_answered = last.get("role") == "assistant"
+    is_answered = ROLES.get(last.get("role", last.get("from"))) == "assistant"
     if not is_answered:
         messages = [*messages, {"role": "assistant", "content": "to come"}]
     if len(messages) == 1:
         raise ValueError(f"no turn to answer; {FORMS}")
-    messages, tools = to_messages(beside | {"messages": messages}, "chat")
-    return messages[:-1], tools, messages[-1]["content"] if is_answered else None
+    messages, tools, *others = read(beside | {"messages": messages}, "chat")
+    answer = messages[-1]["content"] if is_answered else None
+    return messages[:-1], tools, answer, *others
 
 
-def _prompt_of_row(row: Row, raw: bool) -> Prompt:
+def _prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
     """A row's prompt. Messages and their tools are read as for training; a last answer is left out."""
+    is_text = isinstance(row.data.get("prompt"), str) and not {"image", "images"} & row.data.keys()
     try:
+        if pictured and not is_text:
+            return pictured(row)
         content, tools, _ = turns_of(row.data)
     except ValueError as error:
         said = str(error)

@@ -140,6 +140,13 @@ def base_of(folder: Path) -> str:
     return str(settings.get("base_model_name_or_path") or "")
 
 
+def is_of_text(folder: Path) -> bool:
+    """Whether an adapter is of a family's model for text alone, which has its layers elsewhere."""
+    file = folder / TENSORS
+    with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
+        return any(key.startswith(f"{PREFIX}model.layers.") for key in tensors.keys())  # noqa: SIM118
+
+
 def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
     """Quantize what is frozen, if asked, and give all else its dtype: see cast_frozen."""
     quantized = quantize_linears(model, quant, dtype) if quant else None

@@ -40,7 +40,7 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
     seen = set(model.get_decoder().modules())
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen
-        # Some projectors call theirs once for each picture, and ranks have different numbers of those.
+        # A projector may run once for each picture, and ranks have different numbers of them.
         if is_list and not PROJECTOR.search(name) and numel(module) > least:
             layers += module
             seen.update(module.modules())

@@ -22,12 +22,13 @@ def estimate_generation(
     rows: int,
     prompt: int,
     new: int,
+    pictures: object = None,
 ) -> dict[str, int]:
     """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new` more.
 
     Weights and what FSDP2 gathers are exact. The cache is that of plain attention, keys and values of every
     layer, which none exceeds; activations are a block's largest, in its feed-forward part, and the mask of
-    padded rows.
+    padded rows. pictures: a plan.pictures.Pictures, of a model that reads them.
     """
     config, size = model.config.get_text_config(), dtype.itemsize
     width, heads = config.hidden_size, config.num_attention_heads
@@ -42,9 +43,11 @@ def estimate_generation(
     activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
     layer_cache = 2 * rows * (prompt + new) * keys * size
     if shards > 1:
-        setting = Setting(config, dtype, dtype, prompt, shards)
-        rest, embedding, blocks, head, _ = units_of(model, setting)
-        moving = 2 * max(unit.gathered for unit in blocks)  # one is in use, the next is coming
+        setting = Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
+        rest, embedding, blocks, head, towers = units_of(model, setting)
+        moving = 2 * max(
+            unit.gathered for unit in [*blocks, *towers]
+        )  # one is in use, the next is coming
         moving = max(moving, 2 * embedding.gathered - activations)  # before them, it and its buffer
         gathered = rest.gathered + (head or embedding).gathered + moving
     return {

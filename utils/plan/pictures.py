@@ -93,10 +93,12 @@ class Pictures:
         else:  # one for each picture
             calls = one.calls * rows
         leaves, structure = tree_flatten(one.read)
-        pairs = zip(leaves, tree_leaves(two.read), strict=True)
+        others = tree_leaves(two.read)
+        pairs = zip(leaves, others, strict=True)
         read = [resized(a, b, tokens, rows, seq_len) for a, b in pairs]
         size = at(one.bytes, two.bytes)
-        return PictureBytes(), Before(model, calls, size, tree_unflatten(read, structure))
+        before = Before(model, calls, size, tree_unflatten(read, structure))
+        return PictureBytes(), before
 
 
 def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:

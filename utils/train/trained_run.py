@@ -19,10 +19,10 @@ from torch.distributed.fsdp import (
 )
 
 from ..model.folder import Source, find_model, open_model
-from ..model.loading import build_model, load_pieces, plan_pieces
+from ..model.loading import KINDS, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, check_chunked_loss
 from ..model.options import Lora
-from ..model.parts import tower_layers
+from ..model.parts import freeze_parts, parse_parts, tower_layers
 from ..model.pieces import Piece
 from ..model.scores import add_scores
 from ..model.sharding import (
@@ -51,6 +51,7 @@ class Trained:
     pieces: list  # of the base, see plan_pieces
     tokenizer: tuple[Path, str, bool]  # folder, chat template ("": its own), trust_remote_code
     run: dict  # settings of the checkpoint's run; {} where there is none
+    kind: str  # of loading.KINDS
     checkpoint: Path | None = None
     adapter: object = None  # its peft config
     names: dict[str, str] | None = (
@@ -85,7 +86,8 @@ def open_trained(
     config, names = None, None
     with together(world):
         dtype = DTYPES[dtype or run.get("param_dtype", "fp32")]
-        built = build_model(source.config, dtype, "auto", trust_remote_code)  # on meta
+        kind = kind_of(run, source, adapter)
+        built = build_model(source.config, dtype, "auto", trust_remote_code, kind=kind)  # on meta
         pieces = plan_pieces(built, source.weights, source.folder)
         if adapter or run.get("lora_rank"):
             from ..model.lora import add_adapters, base_names
@@ -94,10 +96,34 @@ def open_trained(
             lora = Lora(adapter=adapter) if adapter else Lora(**trained)
             config = add_adapters(built, lora)
             names = base_names(built)
+        elif run.get("train"):
+            freeze_parts(built, parse_parts(run["train"]), dtype)
         if path:
             check_weights(path, built)
     tokenizer = (tokenizer_folder, run.get("chat_template", ""), trust_remote_code)
-    return Trained(base, source, built, pieces, tokenizer, run, path, config, names)
+    return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names)
+
+
+def kind_of(run: dict, source: Source, adapter: str) -> str:
+    """Whether a model reads pictures or text alone: what its run trained; else what its config is of, where
+    a fine-tune on text has left out the tower.
+    """
+    if run:
+        return "pictures" if "image_dir" in run else "text"
+    family = type(source.config)
+    if family not in KINDS["pictures"]._model_mapping or not hasattr(
+        source.config, "vision_config"
+    ):
+        return "text"
+    if family in KINDS["text"]._model_mapping:
+        has_tower = any("vis" in name for name in source.weights)
+        if not has_tower:
+            return "text"
+        if adapter:
+            from ..model.lora import is_of_text
+
+            return "text" if is_of_text(Path(adapter)) else "pictures"
+    return "pictures"
 
 
 def find_run(name: str, world: World) -> tuple[Path, dict]:
@@ -202,11 +228,7 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     """Load what open_trained has opened, once the model is sharded or of compute_alone, and end its training
     mode. adapter: the peft folder, as it was given.
     """
-    pieces = trained.pieces
-    if trained.checkpoint and not trained.adapter:  # it holds every parameter
-        state = trained.model.state_dict(keep_vars=True)
-        pieces = [p for p in pieces if not isinstance(state[p.param], nn.Parameter)]
-    load_pieces(trained.model, pieces, world.device, names=trained.names)
+    load_pieces(trained.model, pieces_of_base(trained), world.device, names=trained.names)
     if adapter:
         from ..model.lora import load_adapter
 
@@ -215,6 +237,14 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     if trained.checkpoint:
         load_weights(trained.checkpoint, trained.model)
     trained.model.eval()
+
+
+def pieces_of_base(trained: Trained) -> list[Piece]:
+    """What is read of the base: all that the checkpoint does not hold."""
+    if not trained.checkpoint or trained.adapter:
+        return trained.pieces
+    state = trained.model.state_dict(keep_vars=True)
+    return [piece for piece in trained.pieces if not state[piece.param].requires_grad]
 
 
 def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -1,0 +1,393 @@
+"""generate.py and export.py of models that read pictures: what transformers' own classes answer and compute.
+
+python -m pytest tests/test_vision_serving.py -m ""
+"""
+
+import json
+from pathlib import Path
+
+import export
+import finetune
+import preview
+import pytest
+import torch
+from peft import PeftModel
+from picture_families import FAMILIES as FAMILIES_OF_PICTURES
+from picture_families import NAMES, family_folder
+from PIL import Image
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_generate import answers, chatted, on_rank, user
+from test_vision import RUN, chat, train, write
+from transformers import AutoModelForImageTextToText
+
+from utils.data.pictures import in_parts, load_processor, read_pictured
+from utils.data.tokens import load_tokenizer, render
+from utils.run.errors import ConfigError, escaped
+
+slow = pytest.mark.slow
+SAID = {"role": "assistant", "content": "Yes"}
+NEW = 12  # tokens of an answer
+SIZES = [(60, 40), (120, 60), (30, 90)]
+FAMILIES = ["qwen2_5_vl", *(pytest.param(n, marks=slow) for n in ("gemma3", "llava", "mllama"))]
+RANKS = [pytest.param(1, marks=slow), 2]
+OTHERS = (
+    "gemma3",
+    "llava",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "llava_onevision",
+    "smolvlm",
+    "internvl",
+    "minicpmv4_6",
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Seven rows with one picture, two and none."""
+    root = tmp_path_factory.mktemp("rows")
+    for i, size in enumerate(SIZES):
+        torch.manual_seed(i)
+        noise = torch.randint(256, (size[1], size[0], 3), dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(root / f"{i}.png")
+    lines = []
+    for i in range(7):
+        pictures = [[f"{i % 3}.png"], [], [f"{i % 2}.png", "2.png"], ["1.png"]][i % 4]
+        lines.append(chat("What? " * (1 + i % 3), "So " * (1 + i % 5), *pictures))
+    write(root / "rows.jsonl", lines)
+    return root / "rows.jsonl"
+
+
+@pytest.fixture
+def prompts(rows, tmp_path):
+    """The rows in a folder of their own, without their answers but for the first."""
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    for line in lines[1:]:
+        del line["messages"][-1]
+    write(tmp_path / "prompts.jsonl", lines)
+    return tmp_path / "prompts.jsonl"
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+
+    def folder(name: str) -> Path:
+        return root / name if (root / name).exists() else family_folder(name, root)
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory, folder_of, rows):
+    """The run folder of a family, made once: of its parts that train, or of adapters."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def run(name: str, **flags) -> Path:
+        out = root / f"{name}-{len(flags)}-{''.join(map(str, flags.values()))}"
+        if not out.exists():
+            given = {"model": str(folder_of(name)), "dataset": str(rows), "output_dir": str(out)}
+            train(None, RUN | {"save_every": 3, "lr": 1e-2, "batch_size": 6} | given | flags)
+        return out
+
+    return run
+
+
+def inputs_of(folder: Path, line: dict, where: Path) -> dict:
+    """What the model's own processor makes of a row without its answer."""
+    tokenizer = load_tokenizer(folder)
+    processor = load_processor(folder, tokenizer)
+    messages, _, sources, _ = read_pictured(line, "", {})
+    text = render(tokenizer, in_parts(messages[:-1]), prompt=True)
+    pictures = [Image.open(where / name) for name in sources]
+    return processor(
+        text=[text],
+        images=[pictures] if pictures else None,
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+
+
+@torch.inference_mode()
+def plain(model, folder: Path, rows: Path, ends: tuple = ()) -> list[str]:
+    """transformers alone, one row at a time."""
+    if isinstance(model, Path):
+        model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    tokenizer, texts = load_tokenizer(folder), []
+    stop = [tokenizer.eos_token_id, *ends]
+    for line in rows.read_text().splitlines():
+        inputs = inputs_of(folder, json.loads(line), rows.parent)
+        output = model.eval().generate(
+            **inputs, do_sample=False, max_new_tokens=NEW, eos_token_id=stop
+        )
+        new = output[0, inputs["input_ids"].shape[1] :]
+        texts.append(tokenizer.decode(new, skip_special_tokens=True).strip())
+    return texts
+
+
+@torch.no_grad()
+def logits(model, folder: Path, rows: Path) -> list[torch.Tensor]:
+    if isinstance(model, Path):
+        model = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    lines = map(json.loads, rows.read_text().splitlines())
+    return [model.eval()(**inputs_of(folder, line, rows.parent)).logits for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen2_5_vl", 1),
+        ("qwen2_5_vl", 2),
+        ("mllama", 2),
+        pytest.param("mllama", 1, marks=slow),
+        *(pytest.param(name, ranks, marks=slow) for name in OTHERS for ranks in (1, 2)),
+    ],
+)
+def test_answers_are_those_of_transformers(name, ranks, folder_of, run_of, rows, prompts):
+    """Rows with one picture, two and none: 3 batches on 2 ranks, of which one repeats another's."""
+    folder = folder_of(name)
+    if name == "internvl":  # whose random weights say nothing
+        folder = run_of(name, steps=12) / "model"
+    expected = plain(folder, folder, rows)
+    assert len(set(expected)) > 1
+    found = answers(prompts, ranks, model=str(folder), image_dir=str(rows.parent))
+    assert found == expected
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_answers_as_the_model_it_became(name, ranks, run_of, rows, prompts):
+    """It holds only what trained; the tower is the base's."""
+    run = run_of(name)
+    expected = plain(run / "model", run / "model", rows)
+    found = answers(prompts, ranks, checkpoint=str(run), image_dir=str(rows.parent))
+    assert found == expected
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_adapter_answers_as_pefts_and_merges(
+    name, ranks, run_of, folder_of, rows, prompts, tmp_path
+):
+    run, folder = run_of(name, lora_rank=4), folder_of(name)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, run / "adapter")
+    expected = plain(model, folder, rows)
+    of_rows = {"image_dir": str(rows.parent)}
+    assert answers(prompts, ranks, adapter=str(run / "adapter"), **of_rows) == expected
+    assert answers(prompts, ranks, checkpoint=str(run), **of_rows) == expected
+    exported(ranks, adapter=str(run / "adapter"), output_dir=str(tmp_path / "merged"))
+    merged, original = names(tmp_path / "merged"), names(folder)
+    assert merged >= original
+    assert load_file(tmp_path / "merged/model.safetensors").keys() == stored(folder)
+    for one, two in zip(
+        logits(tmp_path / "merged", tmp_path / "merged", rows),
+        logits(model.merge_and_unload(), folder, rows),
+        strict=True,
+    ):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_becomes_the_runs_model(name, ranks, run_of, rows, tmp_path):
+    run, out = run_of(name), tmp_path / "out"
+    exported(ranks, checkpoint=str(run), output_dir=str(out))
+    assert names(out) == names(run / "model")
+    ours, theirs = load_file(out / "model.safetensors"), load_file(run / "model/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for one, two in zip(logits(out, out, rows), logits(run / "model", out, rows), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_checkpoint_of_adapters_becomes_the_adapter(run_of, tmp_path):
+    run = run_of("qwen2_5_vl", lora_rank=4)
+    exported(1, checkpoint=str(run), output_dir=str(tmp_path / "out"))
+    assert names(tmp_path / "out") == names(run / "adapter")
+    ours, theirs = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "out", run / "adapter")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def exported(ranks: int, **flags) -> None:
+    write_folder(None, flags) if ranks == 1 else run_ranks(write_folder, ranks, flags)
+
+
+def write_folder(world, flags):
+    export.main(export.Config(**flags))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def stored(folder: Path) -> set[str]:
+    return load_file(folder / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("quantization", [pytest.param("4bit", marks=slow)])
+def test_adapters_on_quantized_weights_answer(quantization, run_of, rows, prompts):
+    run = run_of("qwen2_5_vl", lora_rank=4, quantization=quantization)
+    found = answers(prompts, 2, checkpoint=str(run), image_dir=str(rows.parent))
+    assert found == answers(prompts, adapter=str(run / "adapter"), image_dir=str(rows.parent))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", *(pytest.param(n, marks=slow) for n in ("gemma3", "llava", "mllama"))]
+)
+def test_in_bf16_too(name, folder_of, rows, prompts):
+    """One rank computes as from_pretrained does; the rows are one by one, as there."""
+    folder = folder_of(name)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
+    flags = {"dtype": "bf16", "batch_size": 1, "image_dir": str(rows.parent)}
+    assert answers(prompts, model=str(folder), **flags) == plain(model, folder, rows)
+
+
+def test_every_form_of_a_row_is_read(folder_of, rows, tmp_path):
+    url = {"type": "image_url", "image_url": {"url": "0.png"}}
+    text = {"type": "text", "text": "What?"}
+    forms = [
+        {"messages": [{"role": "user", "content": [url, text]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}, text]}], "images": ["0.png"]},
+        {"messages": user("<image>What?"), "images": ["0.png"]},
+        {"prompt": "<image>What?", "image": "0.png"},
+        {"prompt": "What?", "image": "0.png"},
+        {"prompt": user("<image>What?"), "image": "0.png"},
+        {"prompt": "<image>What?", "completion": "So", "image": "0.png"},
+        {"conversations": [{"from": "human", "value": "<image>What?"}], "image": "0.png"},
+        {"instruction": "What?", "images": ["0.png"]},
+        {"instruction": "What?", "output": "So", "images": ["0.png"]},
+        {"texts": [{"user": "What?"}], "images": ["0.png"]},
+        {"texts": [{"user": "What?", "assistant": "So"}], "images": ["0.png"]},
+    ]
+    write(tmp_path / "forms.jsonl", forms)
+    asked = tmp_path / "asked.jsonl"
+    write(asked, [chat("What?", "So", str(rows.parent / "0.png"))])
+    folder = folder_of("qwen2_5_vl")
+    expected = plain(folder, folder, asked)
+    flags = {"model": str(folder), "image_dir": str(rows.parent), "batch_size": 8}
+    assert answers(tmp_path / "forms.jsonl", **flags) == expected * len(forms)
+
+
+@pytest.mark.parametrize(
+    "name", ["llava", *(pytest.param(name, marks=slow) for name in NAMES if name != "llava")]
+)
+def test_the_first_round_may_have_pictures(name, folder_of, rows, tmp_path):
+    """generate calls a tower before the model, which FSDP has not gathered by then. One rank is idle."""
+    write(tmp_path / "asked.jsonl", [chat("What?", "So", f"{i}.png") for i in range(2)])
+    flags = {"image_dir": str(rows.parent), "model": str(folder_of(name))}
+    alone = answers(tmp_path / "asked.jsonl", **flags)
+    assert answers(tmp_path / "asked.jsonl", 2, **flags) == alone
+
+
+def test_texts_alone_and_a_chat(folder_of, tmp_path):
+    folder = folder_of("llava")
+    write(tmp_path / "texts.jsonl", [{"prompt": "Hello"}, {"messages": user("Hello")}])
+    write(tmp_path / "asked.jsonl", [chat("Hello", "So")])
+    (expected,) = plain(folder, folder, tmp_path / "asked.jsonl")
+    assert answers(tmp_path / "texts.jsonl", model=str(folder)) == [expected] * 2
+    said = chatted(None, folder, "Hello\n", {}).partition("ends the chat\n")[2].strip()
+    assert said == escaped(expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (chat("What?", "So", "missing.png"), "1: picture 'missing.png': no such file"),
+        ({"prompt": "<image>?", "images": ["0.png", "1.png"]}, "1: 2 pictures for 1 places"),
+        ({"messages": "What?", "image": "0.png"}, "bad.jsonl:1: "),
+        ({"messages": [], "image": "0.png"}, "bad.jsonl:1: "),
+        ({"text": "What?"}, "bad.jsonl:1: no prompt to answer"),
+        (chat("What? " * 900, "So", "0.png"), "bad.jsonl:1: .* exceed the model's 2048 positions"),
+    ],
+)
+def test_a_wrong_row_is_named(row, said, folder_of, rows):
+    write(rows.parent / "bad.jsonl", [row])
+    flags = {"model": str(folder_of("qwen2_5_vl")), "prompts": str(rows.parent / "bad.jsonl")}
+    with pytest.raises(ConfigError, match=said):
+        on_rank(None, flags)
+
+
+def test_a_picture_that_is_broken_is_named(folder_of, rows):
+    """Its header is right, its pixels are cut."""
+    whole = Image.open(rows.parent / "1.png").convert("RGB")
+    whole.save(rows.parent / "cut.jpg")
+    data = (rows.parent / "cut.jpg").read_bytes()
+    (rows.parent / "cut.jpg").write_bytes(data[: len(data) // 2])
+    write(rows.parent / "bad.jsonl", [chat("What?", "So", "cut.jpg")])
+    flags = {"model": str(folder_of("qwen2_5_vl")), "prompts": str(rows.parent / "bad.jsonl")}
+    with pytest.raises(ConfigError, match=r"bad.jsonl:1: picture 'cut.jpg': "):
+        on_rank(None, flags)
+
+
+def test_larger_pictures_are_made_smaller(folder_of, rows, tmp_path, capsys):
+    folder = folder_of("qwen2_5_vl")
+    Image.open(rows.parent / "1.png").resize((42, 21), Image.Resampling.BICUBIC).save(
+        tmp_path / "small.png"
+    )
+    write(tmp_path / "small.jsonl", [chat("What?", "So", "small.png")])
+    expected = plain(folder, folder, tmp_path / "small.jsonl")
+    write(tmp_path / "large.jsonl", [chat("What?", "So", str(rows.parent / "1.png"))])
+    flags = {"image_max_pixels": 42 * 21, "image_dir": str(rows.parent)}
+    assert answers(tmp_path / "large.jsonl", model=str(folder), **flags) == expected
+
+
+@slow
+@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
+def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(how, tmp_path):
+    """Its layers have other names, and no tower was trained, nor is one in OUT/model."""
+    made = FAMILIES_OF_PICTURES["qwen3_vl"]
+    text = FAMILIES_OF_PICTURES["minicpmv4_6"]["text"]
+    vision = {k: v for k, v in made["vision"].items() if k != "deepstack_visual_indexes"}
+    FAMILIES_OF_PICTURES["qwen3_5"] = made | {"text": text, "vision": vision}
+    folder = family_folder("qwen3_5", tmp_path)
+    write(tmp_path / "rows.jsonl", [{"messages": user("Hello") + [SAID]}] * 4)
+    flags = {"model": str(folder), "dataset": str(tmp_path / "rows.jsonl"), "steps": 2, "lr": 1e-2}
+    run = finetune.main(finetune.Config(**flags, **how, output_dir=str(tmp_path / "run")))
+    write(tmp_path / "asked.jsonl", [{"prompt": "Hello"}, {"prompt": "What?"}])
+    asked = tmp_path / "asked.jsonl"
+    result = {"adapter": str(run / "adapter")} if how else {"model": str(run / "model")}
+    expected = answers(asked, checkpoint=str(run))
+    assert answers(asked, **result) == expected
+    assert answers(asked, model=str(folder)) != expected
+
+
+SHOWN = ("data ", "batch ", "train ", "memory ")  # lines of the plan
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"train": "language,vision"},
+        pytest.param({"train": "language", "lora_rank": 4}, marks=slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preview_shows_the_plan_of_the_run_and_each_pictures_tokens(
+    name, how, folder_of, rows, tmp_path, capsys
+):
+    flags = {"model": str(folder_of(name)), "dataset": str(rows), "batch_size": 2, **how}
+    train(None, flags | {"output_dir": str(tmp_path / "out"), "steps": 1, "workers": 0})
+    run = capsys.readouterr().out
+    assert preview.main(preview.Config(**flags, ranks=1, steps=1, show=3))
+    shown = capsys.readouterr().out
+    for begin in SHOWN:
+        line = next(line for line in run.splitlines() if line.startswith(begin))
+        assert line in shown
+    tokenizer = load_tokenizer(folder_of(name))
+    token = load_processor(folder_of(name), tokenizer).image_token
+    assert shown.count("[picture 60x40: ") == 2  # of the first row and the third
+    assert shown.count("[picture 30x90: ") == 1
+    assert token not in shown
+    assert "[[So" in shown
+
+
+def test_preview_names_what_vision_has_not(folder_of, rows):
+    with pytest.raises(ConfigError, match="vision.py has no --packing and no --loss"):
+        preview.main(preview.Config(model=str(folder_of("llava")), packing=True))
