@@ -38,6 +38,7 @@ def test_the_pools_of_all_streams_hold_at_least_what_is_alive_and_one_rank_has_f
 def test_copies_of_the_model_keep_what_was_all_reduced_until_the_backward_ends():
     """All of a rank's gradients once more in fp32, where it does not become the gradient itself."""
     one, two = (need_of(of_llama(rows=2, sync_each_microbatch=True, replicate=n)) for n in (1, 2))
+    assert one.peak and two.peak, one.why + two.why  # noqa: PT018
     grown = two.peak.pools["reduce-scatter"] - one.peak.pools["reduce-scatter"]
     assert 0.7 * one.states.gradients < grown <= one.states.gradients
     assert one.peak.pools["compute"] == two.peak.pools["compute"]
