@@ -314,6 +314,7 @@ def test_a_preview_reads_everything_but_weights(flags, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_the_last_line_and_exit_code_1():
     result = shell("python recipes/preview.py --show 0 --batch_size 900000 --ranks 2")
     assert result.returncode == 1
