@@ -27,14 +27,13 @@ SCORED = {
     "prefer": ("chosen likelier", TINY, "heldout_pairs.jsonl"),
     "reward": ("chosen scored higher", TINY, "heldout_pairs.jsonl"),
     "grpo": ("exact match", TINY / "started", "heldout.jsonl"),
+    "vision": ("exact match", TINY / "vision", "vision/heldout.jsonl"),
 }
-LOGGED = {"pretrain": ("bits per byte", "eval_bits_per_byte"), "vision": ("loss", "loss")}
+LOGGED = {"pretrain": ("bits per byte", "eval_bits_per_byte")}
 
 
 def main() -> int:
     names = sys.argv[1:] or [*SCORED, *LOGGED, "eval"]
-    if not sys.argv[1:] and not (TINY / "vision").is_dir():
-        names.remove("vision")
     rows = []
     for name in names:
         start = time.monotonic()
