@@ -96,6 +96,7 @@ def test_a_compiled_step_is_refused_only_where_the_least_that_was_published_does
 def test_fit_takes_what_is_comfortable_and_tight_settings_only_where_nothing_is():
     alone = of_llama(shards=1, local_ranks=1, seq_len=256)
     needs = {way: need_of(way) for way in ways(alone)}  # the fastest first
+    assert all(need.peak for need in needs.values()), {need.why for need in needs.values()}
     first, need = next(iter(needs.items()))
     assert fastest(alone, Room(need.comfortable, PLENTY, "")) == first
     little = Room(need.comfortable - 1, PLENTY, "")
