@@ -1,8 +1,8 @@
 """Examples with pictures -> the global batches of a vision-language model; pictures are decoded in other
 processes, ahead of the step.
 
-FSDP needs every rank to run the vision tower in the same micro-batches. Where a rank has no picture and
-another one has, it gets a blank one behind the end of its first row: no token that counts sees it.
+FSDP needs every rank to run the vision tower in the same micro-batches, and in all of a step or in none. A
+micro-batch without a picture gets a blank one behind the end of its first row: no token that counts sees it.
 """
 
 import json
