@@ -249,13 +249,14 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
             "prediction": text,
             "answer": question.columns.get("answer"),
             "tokens": len(ids),
-            **{name: value for name, (value,) in found.items()},
+            "scores": {name: value for name, (value,) in found.items()},
         }
 
     def results(asker: Asker) -> dict:
         answers = asker.complete(prompts, cfg.max_new_tokens, judge)
         cut = sum(row["tokens"] == cfg.max_new_tokens for row in answers)
-        return means(answers, [reward.name for reward in rewards]) | {"longest_answers": cut}
+        scores = [row["scores"] for row in answers]
+        return means(scores, [reward.name for reward in rewards]) | {"longest_answers": cut}
 
     return Task(questions.fingerprint, [[prompt] for prompt in prompts], questions.dropped, results)
 

@@ -58,7 +58,6 @@ from utils.run.distributed import (
     agree,
     all_reduce_sum,
     build_mesh,
-    data_place,
     init_distributed,
     mesh_axes,
     mesh_sentence,
@@ -296,11 +295,10 @@ def main(cfg: Config) -> Path:
 
             facts_now = facts | {"global_batch_size": wanted}
             check_facts(earlier.state, facts_now, cfg.allow_new_data)
-        data_rank, data_ranks = data_place(world, axes)
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, wanted, data_ranks
+            cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
-        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
@@ -315,7 +313,7 @@ def main(cfg: Config) -> Path:
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
-            eval_loader = GlobalBatches(held_out, cfg.seed, cfg.batch_size * data_ranks, *shares)
+            eval_loader = GlobalBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -326,7 +324,7 @@ def main(cfg: Config) -> Path:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
-        f"batch     {global_batch} = {cfg.batch_size} rows x {data_ranks} ranks x {micro_batches}"
+        f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
         f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")

@@ -253,11 +253,10 @@ def main(cfg: Config) -> bool:
             **of_pictures,
         )
         plan = plan_memory(setting, world, force=True)
-    data_ranks = world.size  # copies and shards both read rows of their own
     global_batch, micro_batches = divide_batch(
-        cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, data_ranks
+        cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, world.size
     )
-    shares = (cfg.batch_size, 0, data_ranks, pad_id(tokenizer))
+    shares = (cfg.batch_size, 0, world.size, pad_id(tokenizer))
     if cfg.loss == "kto":
         loader = LabelBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
     elif cfg.loss and cfg.packing:
@@ -282,7 +281,7 @@ def main(cfg: Config) -> bool:
         adapters = " by adapters" if lora_of(cfg) else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
-    text = f"{cfg.batch_size} rows x {data_ranks} ranks x {micro_batches} micro-batches"
+    text = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
     print0(
         f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )

@@ -61,7 +61,6 @@ from utils.run.distributed import (
     agree,
     all_reduce_sum,
     build_mesh,
-    data_place,
     init_distributed,
     mesh_axes,
     mesh_sentence,
@@ -295,11 +294,10 @@ def main(cfg: Config) -> Path:
 
             facts_now = facts | {"global_batch_size": wanted}
             check_facts(earlier.state, facts_now, cfg.allow_new_data)
-        data_rank, data_ranks = data_place(world, axes)
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, wanted, data_ranks
+            cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
-        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
@@ -309,7 +307,7 @@ def main(cfg: Config) -> Path:
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
         if held_out:
-            at_once = cfg.batch_size * data_ranks
+            at_once = cfg.batch_size * world.size
             eval_loader = PairBatches(held_out, cfg.seed, at_once, *shares)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -321,7 +319,7 @@ def main(cfg: Config) -> Path:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
-        f"batch     {global_batch} = {cfg.batch_size} {examples.unit} x {data_ranks} ranks x {micro_batches}"
+        f"batch     {global_batch} = {cfg.batch_size} {examples.unit} x {world.size} ranks x {micro_batches}"
         f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")

@@ -62,7 +62,6 @@ from utils.run.distributed import (
     agree,
     all_reduce_sum,
     build_mesh,
-    data_place,
     init_distributed,
     mesh_axes,
     mesh_sentence,
@@ -312,11 +311,10 @@ def main(cfg: Config) -> Path:
 
             facts_now = facts | {"global_batch_size": wanted}
             check_facts(earlier.state, facts_now, cfg.allow_new_data)
-        data_rank, data_ranks = data_place(world, axes)
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, wanted, data_ranks
+            cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
-        shares = (cfg.batch_size, data_rank, data_ranks, pad_id(tokenizer))
+        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
         micro_batches += loader.separates
         if cfg.optimizer_in_backward:
@@ -327,7 +325,7 @@ def main(cfg: Config) -> Path:
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
         if held_out:
-            at_once = cfg.batch_size * data_ranks
+            at_once = cfg.batch_size * world.size
             eval_loader = PictureBatches(held_out, cfg.seed, at_once, *shares, *read)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -340,7 +338,7 @@ def main(cfg: Config) -> Path:
     print0(f"train     {cfg.train}{' by adapters' if lora else ''}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
-        f"batch     {global_batch} = {cfg.batch_size} rows x {data_ranks} ranks x {micro_batches}"
+        f"batch     {global_batch} = {cfg.batch_size} rows x {world.size} ranks x {micro_batches}"
         f" micro-batches; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")

@@ -166,7 +166,12 @@ def test_answers_are_those_of_transformers_and_are_counted(alone, folder, tmp_pa
     for row, item in zip(rows[1:], items[1:], strict=True):
         row["answer"] = f"  {item['prediction']}\n"
     file = write(tmp_path / "known.jsonl", rows)
-    results, _ = evaluated(tmp_path / "known", **flags | {"dataset": file})
+    own = tmp_path / "own.py"  # a score may be called as a row's number is
+    own.write_text("def number(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    flags = flags | {"dataset": file, "match": f"exact,{own}:number"}
+    results, known = evaluated(tmp_path / "known", **flags)
+    assert results["number"] == 1.0
+    assert [item["number"] for item in known] == list(range(len(rows)))
     n, share = len(rows), (len(rows) - 1) / len(rows)
     assert results["exact_sum"] == n - 1
     assert results["exact"] == pytest.approx(share)

@@ -53,7 +53,7 @@ def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
     for step in range(1, 6):
         log.step(step=step, **NUMBERS, mfu=0.417 if step == 4 else None, peak_memory_gib=1.5)
     log.step(step=5, eval_loss=1.25)
-    log.close()
+    log.__exit__()
     said = capsys.readouterr().out
     assert said.splitlines() == [
         "step 2/5  loss 2.5000  grad_norm 0.750  lr 1.00e-04  12,346 tokens/s  peak 1.50 GiB",
@@ -69,7 +69,7 @@ def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
 def test_other_ranks_are_silent(capsys):
     log = RunLog(None, total_steps=2)
     log.step(step=2, **NUMBERS)
-    log.close()
+    log.__exit__()
     assert capsys.readouterr() == ("", "")
 
 
@@ -103,7 +103,7 @@ from utils.run.log import RunLog
 log = RunLog(Path(sys.argv[1]), total_steps=4)
 for step in range(1, 5):
     log.step(step=step, **{NUMBERS})
-log.close()
+log.__exit__()
 print("done")
 """
 
@@ -141,7 +141,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     check_packages("auto", "adamw", True, False, "fp32", "", False)
     log = RunLog(tmp_path, total_steps=2, trackers=start_trackers(tmp_path, True, False, 0))
     log.step(step=1, **NUMBERS)
-    log.close()
+    log.__exit__()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -156,7 +156,7 @@ def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
         log = RunLog(tmp_path, 4, trackers=trackers, done=done, run=run)
         for step in range(done + 1, 5):
             log.step(step=step, loss=loss)
-        log.close()
+        log.__exit__()
         time.sleep(1.1)  # the name of an event file has its second
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -335,7 +335,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning(where, tmp_path, caps
     tracker = Tracker("TensorBoard", broken(where), tmp_path, 0)
     log = RunLog(tmp_path, total_steps=2, log_every=3, trackers=[tracker])
     log.step(step=1, loss=1.0)
-    log.close()
+    log.__exit__()
     said = (
         f"warning: the run goes on without TensorBoard: OSError: no network to {where} and more\n"
     )

@@ -104,7 +104,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     )
     values = {"--nproc_per_node": "2", "--model": str(model), "--dataset": str(rows)}
     values |= {"--checkpoint": str(adapted[0]), "--adapter": f"{adapted[0]}/adapter"}
-    values |= {"--prompts": str(adapted[1])}
+    values |= {"--prompts": str(adapted[1]), "--tokens": "2000"}
     if re.search("prefer.py|reward.py", command):
         pair = {"prompt": "Count to 3", "chosen": "1 2 3", "rejected": "3 2 1"}
         values["--dataset"] = str(tmp_path / "pairs.jsonl")
@@ -125,9 +125,9 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     if "--help" not in words and re.search(
         "finetune.py|prefer.py|reward.py|pretrain.py|grpo.py|vision.py", command
     ):
-        words += ["--tokens", "2000"] if "pretrain.py" in command else ["--steps", "2"]
+        words += [] if "--tokens" in words else ["--steps", "2"]
         words += ["--save_every", "0"]
-    if "generate.py" in command:
+    if re.search("generate.py|eval.py", command):
         words += ["--max_new_tokens", "8"]
     start = shell if command in firsts() else forked
     result = start(shlex.join(words), tmp_path)

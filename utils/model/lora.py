@@ -41,7 +41,7 @@ from .options import Lora, Quant
 from .pieces import Piece, is_writer, lay_out, local, local_box
 from .quantize import ROUTER, Quantized, check_experts, is_plain, quantize_linears
 from .saving import create_files, local_chunks, save_folder
-from .sharding import plain_name
+from .sharding import plain_name, reads_text
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in an adapter's file
@@ -364,7 +364,7 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
     """Of these layers the linear ones of what reads text, but the head, routers, and what peft takes for
     fused experts.
     """
-    inside = {*model.get_decoder().modules()} - {model.get_output_embeddings()}
+    inside = {*reads_text(model).modules()} - {model.get_output_embeddings()}
     linear = []
     for name in sorted(names):
         layer = model.get_submodule(name)

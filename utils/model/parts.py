@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..run.errors import check, first_five
+from .sharding import reads_text
 
 PARTS = ("language", "projector", "vision")
 # What families call a projector, also where it is a part of the tower.
@@ -37,7 +38,7 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
         return sum(p.numel() for p in module.parameters())
 
     layers, least = [], 0.05 * numel(model)
-    seen = set(model.get_decoder().modules())
+    seen = set(reads_text(model).modules())
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen
         # A projector may run once for each picture, and ranks have different numbers of them.

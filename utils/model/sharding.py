@@ -183,9 +183,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def reads_text(model: nn.Module) -> nn.Module:
+    """The part of a model that reads text."""
+    decoder = model.get_decoder()  # of modernbert-decoder the head is called so
+    return model if isinstance(decoder, nn.Linear) else decoder
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The repeated block: of what reads text, the list of modules that holds the most parameters."""
-    lists = [m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList) and len(m)]
     check(lists, f"{type(model).__name__} has no list of layers to shard by")
     return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 

@@ -107,16 +107,17 @@ def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> o
     """
     if not isinstance(one, torch.Tensor):
         return one
-    shape = []
+    shape, more = [], []
     for size, other in zip(one.shape, two.shape, strict=True):
         of_tokens = size == tokens and other == tokens + MORE
         shape.append(seq_len if of_tokens else size + (rows - 1) * (other - size))
+        more = [0, seq_len - size if of_tokens else 0, *more]
     if one.is_floating_point() or math.prod(shape) > 2**26:
-        return torch.empty(shape, dtype=one.dtype, device="meta", requires_grad=one.requires_grad)
-    for dim, size in enumerate(shape):
-        copies = -(-size // one.shape[dim])
-        one = torch.cat([one] * copies, dim).narrow(dim, 0, size)
-    return one
+        one = one.to("meta")
+        return one.new_empty(shape, requires_grad=one.requires_grad)
+    one = F.pad(one, more)  # no picture is behind the tokens that there are
+    copies = [math.ceil(size / old) for size, old in zip(shape, one.shape, strict=True)]
+    return one.repeat(copies)[tuple(map(slice, shape))]
 
 
 def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) -> Pictures:

@@ -323,12 +323,3 @@ def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     weights = f"{copies}every weight cut into {axes['shard']}"
     return f"{world.size} on {world.device.type}; {weights}, the data too"
-
-
-def data_place(world: World, axes: dict[str, int]) -> tuple[int, int]:
-    """(data rank of this rank, number of data ranks). Ranks that share rows are one data rank.
-
-    Copies and shards both read rows of their own.
-    """
-    data_ranks = axes.get("replicate", 1) * axes["shard"]
-    return world.rank * data_ranks // world.size, data_ranks

@@ -90,10 +90,7 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_) -> None:
         """Finish the bar and the trackers."""
         self.bar.close()
         for tracker in self.trackers:
