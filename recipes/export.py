@@ -30,11 +30,11 @@ from utils.model.merge import allocate, plan_merge, save_merged
 from utils.model.saving import save_model
 from utils.model.sharding import DTYPES
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together
-from utils.run.errors import act, check, print0, report_errors
+from utils.run.errors import act, check, print0
 from utils.run.files import file_inside
 from utils.run.folder import check_space, releases_output
 from utils.run.settings import parse_cli
-from utils.run.signals import stop_at_once
+from utils.run.signals import report_errors, stop_at_once
 from utils.train.trained_run import (
     Trained,
     load_weights,

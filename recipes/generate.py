@@ -44,10 +44,10 @@ from utils.run.distributed import (
     stop_distributed,
     together,
 )
-from utils.run.errors import ConfigError, act, check, escaped, others_code, print0, report_errors
+from utils.run.errors import ConfigError, act, check, escaped, others_code, print0
 from utils.run.folder import releases_output
 from utils.run.settings import parse_cli
-from utils.run.signals import stop_at_once
+from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
 

@@ -40,8 +40,9 @@ from utils.plan.search import (
     longest_row,
 )
 from utils.plan.states import Setting, planned_model
-from utils.run.errors import ConfigError, check, escaped, others_code, report_errors, say
+from utils.run.errors import ConfigError, check, escaped, others_code, say
 from utils.run.settings import check_least, parse_cli
+from utils.run.signals import report_errors
 from utils.run.units import GIB
 from utils.train.in_backward import check_in_backward
 

@@ -45,9 +45,9 @@ from utils.run.distributed import (
     mesh_sentence,
     together,
 )
-from utils.run.errors import ConfigError, act, check, escaped, print0, print_once, report_errors
+from utils.run.errors import ConfigError, act, check, escaped, print0, print_once
 from utils.run.settings import check_least, parse_cli
-from utils.run.signals import stop_at_once
+from utils.run.signals import report_errors, stop_at_once
 from utils.run.units import IGNORE
 
 TINY = Path(__file__).resolve().parent / "tiny"

@@ -70,7 +70,7 @@ from utils.run.distributed import (
     together,
     use_all_cores,
 )
-from utils.run.errors import act, check, print0, report_errors
+from utils.run.errors import act, check, print0
 from utils.run.folder import (
     Resumed,
     check_space,
@@ -83,7 +83,7 @@ from utils.run.folder import (
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
 from utils.run.settings import check_least, parse_cli
-from utils.run.signals import stop_after_step, stop_asked, stop_at_once
+from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients

@@ -30,6 +30,12 @@ LONGEST_FIRST = (
     "test_stops.py",
     "test_bench_step.py",
     "test_lost.py",
+    "test_grpo_faults.py",
+    "test_vision.py",
+    "test_pretrain.py",
+    "test_waits.py",
+    "test_configs.py",
+    "test_families_adapters.py",
 )
 NEED_MOUNT = 9  # tests that mount a small disk, which takes root and its rights
 NEED_NO_GPU = 2  # what a CPU does where a GPU would write its report, or is not seen

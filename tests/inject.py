@@ -14,9 +14,8 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "recipes")]
 import finetune
 
 from utils.model import saving
-from utils.run.errors import report_errors
 from utils.run.settings import parse_cli
-from utils.run.signals import stop_at_once
+from utils.run.signals import report_errors, stop_at_once
 from utils.train import checkpoint
 
 _retire = checkpoint._retire

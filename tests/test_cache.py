@@ -30,7 +30,7 @@ SCRIPT = """
 import sys
 from utils.data import examples as data
 from utils.data.tokens import load_tokenizer
-from utils.run.errors import report_errors
+from utils.run.signals import report_errors
 if __name__ == "__main__":
     data.SMALL = 0
     with report_errors():

@@ -13,9 +13,9 @@ from tiny import build_optimizer, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from utils.run.errors import ConfigError
-from utils.train.checkpoint import CheckpointSaver
+from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
 from utils.train.optim import clip_gradients
-from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
+from utils.train.resume import load_checkpoint, read_state
 from utils.train.trained_run import shard_model
 
 SMALL = {
@@ -103,7 +103,7 @@ def train_and_save(world, folder):
 def load_and_save(world, folder, step):
     """Load the newest, save it under another number without a step in between."""
     model, optimizer = build(world, seed=world.size)
-    load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
+    load_checkpoint(complete_checkpoints(folder)[-1], model, optimizer, world)
     save_checkpoint(folder, step, model, optimizer, {}, 0, world)
     return fingerprint(model, optimizer)
 
@@ -132,7 +132,7 @@ def test_saving_changes_nothing_even_before_the_first_step(tmp_path):
 def refuse(world, folder, changes):
     model, optimizer = build(world, **changes)
     try:
-        load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
+        load_checkpoint(complete_checkpoints(folder)[-1], model, optimizer, world)
     except ConfigError as error:
         return str(error), error.agreed
     return "loaded", False
@@ -162,7 +162,7 @@ class Payload:
 
 def test_a_payload_in_the_metadata_does_not_run(tmp_path):
     run_ranks(train_and_save, 2, tmp_path)
-    file = newest_checkpoint(tmp_path) / ".metadata"
+    file = complete_checkpoints(tmp_path)[-1] / ".metadata"
     good = pickle.loads(file.read_bytes())
     good.planner_data = Payload(tmp_path / "canary")
     for planted in (pickle.dumps(good), pickle.dumps(Payload(tmp_path / "canary"))):
@@ -178,7 +178,7 @@ def test_a_payload_in_the_metadata_does_not_run(tmp_path):
 @pytest.mark.parametrize("damage", ["empty", "cut", "outside", "half a tensor file"])
 def test_damage_is_one_line_on_all_ranks(tmp_path, damage):
     run_ranks(train_and_save, 2, tmp_path)
-    path = newest_checkpoint(tmp_path)
+    path = complete_checkpoints(tmp_path)[-1]
     metadata = path / ".metadata"
     if damage == "empty":
         metadata.write_bytes(b"")
@@ -206,8 +206,8 @@ def names(folder) -> list[str]:
 
 
 def test_leftovers_and_odd_names_are_not_checkpoints(tmp_path):
-    assert newest_checkpoint(tmp_path / "absent") is None
-    assert newest_checkpoint(tmp_path) is None
+    assert complete_checkpoints(tmp_path / "absent") == []
+    assert complete_checkpoints(tmp_path) == []
     run_ranks(save_many, 1, tmp_path, [9, 10], 0)
     right = tmp_path / "step_00000010"
     odd = [
@@ -228,7 +228,7 @@ def test_leftovers_and_odd_names_are_not_checkpoints(tmp_path):
     (tmp_path / "step_00000012" / "manifest.json").unlink()
     (tmp_path / "step_00000014").write_text("a file")
     os.utime(tmp_path / "step_00000009")
-    assert newest_checkpoint(tmp_path) == right
+    assert complete_checkpoints(tmp_path)[-1] == right
     assert read_state(right)["step"] == 10
 
 

@@ -238,7 +238,7 @@ def test_nothing_of_main_runs_before_the_command_line_is_understood(tmp_path):
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from dataclasses import dataclass\n"
         "from utils.run.settings import parse_cli\n"
-        "from utils.run.errors import report_errors\n"
+        "from utils.run.signals import report_errors\n"
         "@dataclass\n"
         "class Config:\n"
         "    # What\n"

@@ -20,7 +20,8 @@ import torch
 from tiny import tiny_tokenizer
 
 from utils.run.distributed import ALONE, together
-from utils.run.errors import ConfigError, check, escaped, others_code, report_errors
+from utils.run.errors import ConfigError, check, escaped, others_code
+from utils.run.signals import report_errors
 from utils.run.units import IGNORE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def start(body: str, rank: int = 0) -> subprocess.Popen:
     """A process in which `body` stands inside report_errors()."""
-    code = "import errno, os, time\nfrom utils.run.errors import *\nwith report_errors():\n"
+    code = "import errno, os, time\nfrom utils.run.errors import *\n"
+    code += "from utils.run.signals import *\nwith report_errors():\n"
     code += "".join(f"    {line}\n" for line in body.splitlines())
     environment = os.environ | {"RANK": str(rank), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(

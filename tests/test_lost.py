@@ -16,15 +16,15 @@ from test_faults import command
 from test_faults import flags as flags  # a fixture
 
 slow = pytest.mark.slow
-ACTS = "folder data plan build shard load optimizer resume train save".split()
+ACTS = "folder plan load train save".split()
 
 RANK = """
 import os, signal, time
 import torch
 import torch.distributed as dist
 from utils.run.distributed import gather, init_distributed
-from utils.run.errors import act, report_errors
-from utils.run.signals import stop_after_step, stop_at_once
+from utils.run.errors import act
+from utils.run.signals import report_errors, stop_after_step, stop_at_once
 with report_errors():
     stop_at_once()
     world = init_distributed()

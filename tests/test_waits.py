@@ -6,7 +6,7 @@ python -m pytest tests/test_waits.py -m ""
 import json
 
 import pytest
-from shell import shell
+from launch import forked
 
 STEPS, LOGGED = 4, 2
 RUN = f"--steps {STEPS} --log_every {STEPS // LOGGED} --batch_size 4 --grad_accum 2"
@@ -28,8 +28,8 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_step_waits_only_where_it_is_logged(flags, more, tmp_path):
-    run = shell(f"python tests/waits.py {RUN} --output_dir {tmp_path / 'out'} {flags}")
-    assert run.returncode == 0, run.stderr
+    run = forked(f"python tests/waits.py {RUN} --output_dir {tmp_path / 'out'} {flags}")
+    assert run.returncode == 0, run.stdout
     assert json.loads(run.stdout.splitlines()[-1]) == {"read": LOGGED, **more}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]

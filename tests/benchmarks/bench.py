@@ -33,8 +33,9 @@ from typing import Literal
 BENCHMARKS = Path(__file__).resolve().parent
 sys.path.insert(1, str(BENCHMARKS.parent.parent))  # utils/ is beside tests/
 
-from utils.run.errors import act, check, report_errors
+from utils.run.errors import act, check
 from utils.run.settings import parse_cli
+from utils.run.signals import report_errors
 from utils.run.units import GIB, MIB
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "peft", "trl")

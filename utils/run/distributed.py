@@ -7,7 +7,6 @@ machine without a GPU.
 
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from socket import gethostname as host_name
 
 import torch
 import torch.distributed as dist
@@ -228,11 +228,6 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     }
     if said:
         raise ConfigError([whose[line] + line for line in said], agreed=True)
-
-
-def host_name() -> str:
-    """This machine's name, as error texts give it."""
-    return socket.gethostname()
 
 
 def agree(world: World, values: dict, what: str) -> None:

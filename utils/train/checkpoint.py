@@ -132,7 +132,7 @@ class CheckpointSaver:
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
         if not self.seconds:
-            _warn_of_grace(self.writer.step_seconds, self.writer.seconds)
+            _warn_of_grace(self.writer)
         self.seconds = self.writer.seconds
 
 
@@ -269,12 +269,12 @@ class _HashingFile(io.BufferedWriter):
         return len(data)
 
 
-def _warn_of_grace(step_seconds: float, save_seconds: float) -> None:
+def _warn_of_grace(writer: _Writer) -> None:
     """Say so where a stop takes longer than torchrun waits, from SIGTERM to SIGKILL."""
     grace = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-    seconds = step_seconds + save_seconds
+    seconds = writer.step_seconds + writer.seconds
     if seconds > grace:
-        times = f"a step of {step_seconds:.0f} s and a save of {save_seconds:.0f} s"
+        times = f"a step of {writer.step_seconds:.0f} s and a save of {writer.seconds:.0f} s"
         leaves = f"more than the {grace} s that a SIGTERM leaves; then the checkpoint before stands"
         fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the scheduler"
         print0(f"warning: {times} are {leaves} (fix: {fix})")

@@ -65,13 +65,10 @@ def continue_run(
             changed = differences(asdict(saved), asdict(cfg), but=may_differ)
             text = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{text} (fix: another --output_dir)")
-    if finished:
-        return Resumed(finished=finished)
-    if resume == "none" or (resume == "auto" and not used):
-        return Resumed()
-    checkpoint = find_checkpoint(resume, out, world)
+    begins_anew = resume == "none" or (resume == "auto" and not used)
+    checkpoint = None if finished or begins_anew else find_checkpoint(resume, out, world)
     if not checkpoint:
-        return Resumed()
+        return Resumed(finished=finished)
     with together(world):
         state = read_state(checkpoint)
         if changed := differences(state["config"], asdict(cfg), but=("resume",)):
@@ -133,9 +130,9 @@ def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
         expected = [(name, file["bytes"], file["sha256"]) for name, file in sorted(files.items())]
+        if not {".metadata", "state.json"} <= files.keys() or any("/" in name for name in files):
+            raise ValueError
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        return f"{checkpoint}/manifest.json is damaged"
-    if not {".metadata", "state.json"} <= files.keys() or any("/" in name for name in files):
         return f"{checkpoint}/manifest.json is damaged"
     for name, size, sha256 in expected[rank::ranks]:
         try:
@@ -170,13 +167,8 @@ def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool = Fa
 
 def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
     """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
-    changed = [k for k in new if k not in but and old.get(k) != new[k]]
-    return ", ".join(f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint with the highest number; file times say nothing, leftovers do not count."""
-    return max(complete_checkpoints(folder), default=None)
+    changed = [k for k in sorted(new) if k not in but and old.get(k) != new[k]]
+    return first_five([f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed])
 
 
 def read_state(path: Path) -> dict:
@@ -202,13 +194,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
         )
         old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
         new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
-        differ = [
-            name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)
-        ]
-        first = first_five(
-            [f"{n} {old.get(n, 'absent')} -> {new.get(n, 'absent')}" for n in differ]
-        )
-        check(not differ, f"{path} is of another model, then -> now: {first} (fix: --resume none)")
+        then, now = dict.fromkeys(new, "absent") | old, dict.fromkeys(old, "absent") | new
+        changed = differences(then, now)
+        text = f"{path} is of another model, then -> now: {changed} (fix: --resume none)"
+        check(not changed, text)
     try:
         dcp.load(tensors, storage_reader=reader, process_group=world.group)
     except CheckpointException as error:

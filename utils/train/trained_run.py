@@ -35,8 +35,8 @@ from ..model.sharding import (
 )
 from ..run.distributed import World, broadcast, together
 from ..run.errors import ConfigError, check, first_five
-from .checkpoint import reason_of
-from .resume import Reader, damage, newest_checkpoint, read_state
+from .checkpoint import complete_checkpoints, reason_of
+from .resume import Reader, damage, read_state
 
 REMOVED = "(fix: start again, if its run goes on and has removed it; else another checkpoint)"
 
@@ -110,20 +110,16 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
     """
     if run:
         return "pictures" if "image_dir" in run else "text"
-    family = type(source.config)
-    if family not in KINDS["pictures"]._model_mapping or not hasattr(
-        source.config, "vision_config"
-    ):
-        return "text"
-    if family in KINDS["text"]._model_mapping:
-        has_tower = any("vis" in name for name in source.weights)
-        if not has_tower:
-            return "text"
-        if adapter:
+    of_text, of_pictures = (
+        type(source.config) in KINDS[kind]._model_mapping for kind in ("text", "pictures")
+    )
+    if of_text and of_pictures:
+        of_pictures = any("vis" in name for name in source.weights)
+        if of_pictures and adapter:
             from ..model.lora import is_of_text
 
-            return "text" if is_of_text(Path(adapter)) else "pictures"
-    return "pictures"
+            of_pictures = not is_of_text(Path(adapter))
+    return "pictures" if of_pictures else "text"
 
 
 def find_run(name: str, world: World) -> tuple[Path, dict]:
@@ -135,7 +131,7 @@ def find_run(name: str, world: World) -> tuple[Path, dict]:
     path = None
     with together(world):
         if world.rank == 0:
-            path = newest_checkpoint(Path(name) / "checkpoints") or Path(name)
+            path = max(complete_checkpoints(Path(name) / "checkpoints"), default=Path(name))
             result = path / "model"
             fix = (
                 f"--model {result}" if result.is_dir() else "OUT, or OUT/checkpoints/step_00000500"
