@@ -83,7 +83,7 @@ from utils.run.folder import (
 )
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.answers import (
@@ -224,7 +224,7 @@ class Config:
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
+        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
         both = self.eval_dataset and self.eval_share
         check(not both, "--eval_dataset or --eval_share? (fix: give one)")
         given = (self.model and self.dataset) or (TINY / "config.json").exists()
@@ -280,14 +280,20 @@ def main(cfg: Config) -> Path:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        examples, held_out = load_data(rows_of(cfg), tokenizer, progress=world.rank == 0)
+        examples, held_out = load_data(
+            from_settings(Rows, cfg, task="labels" if cfg.loss == "kto" else "pairs"),
+            tokenizer,
+            progress=world.rank == 0,
+        )
         answers = [sequences(part) for part in (examples, held_out) if part]
         check_positions(model, *answers)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        setting = Setting(
+        setting = from_settings(
+            Setting,
+            cfg,
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
@@ -297,28 +303,16 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
-            batch_size=cfg.batch_size,
             rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
-            activation_checkpointing=cfg.activation_checkpointing,
-            activation_offload=cfg.activation_offload,
-            cpu_offload=cfg.cpu_offload,
-            reshard_after_forward=cfg.reshard_after_forward,
-            lora=lora_of(cfg),
-            quant=quant_of(cfg),
+            lora=from_settings(Lora, cfg),
+            quant=from_settings(Quant, cfg),
             attn=attn,
-            trust_remote_code=trust,
             masked=cfg.packing and attn != "varlen",
-            optimizer=cfg.optimizer,
-            optimizer_in_backward=cfg.optimizer_in_backward,
-            sync_each_microbatch=cfg.sync_each_microbatch,
-            low_cpu_fsdp=cfg.low_cpu_fsdp,
-            async_save=cfg.async_save,
-            compile=cfg.compile,
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = lora_of(cfg), quant_of(cfg)
+    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -710,46 +704,6 @@ def settle(cfg: Config, world) -> Config:
     packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
     check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
     return cfg
-
-
-def rows_of(cfg: Config) -> Rows:
-    """Which rows are read, and how."""
-    return Rows(
-        dataset=cfg.dataset,
-        seq_len=cfg.seq_len,
-        format=cfg.format,
-        columns=cfg.columns,
-        bad_rows=cfg.bad_rows,
-        max_rows=cfg.max_rows,
-        too_long=cfg.too_long,
-        eval_dataset=cfg.eval_dataset,
-        eval_share=cfg.eval_share,
-        task="labels" if cfg.loss == "kto" else "pairs",
-    )
-
-
-def lora_of(cfg: Config) -> Lora:
-    """The adapters that train."""
-    return Lora(
-        lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha,
-        lora_targets=cfg.lora_targets,
-        lora_dropout=cfg.lora_dropout,
-        use_rslora=cfg.use_rslora,
-        use_dora=cfg.use_dora,
-        modules_to_save=cfg.modules_to_save,
-        adapter=cfg.adapter,
-    )
-
-
-def quant_of(cfg: Config) -> Quant:
-    """How frozen weights are stored."""
-    return Quant(
-        quantization=cfg.quantization,
-        int8_mode=cfg.int8_mode,
-        quantize_head=cfg.quantize_head,
-        keep_experts_16bit=cfg.keep_experts_16bit,
-    )
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ from utils.run.folder import (
 )
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
@@ -258,36 +258,27 @@ def main(cfg: Config) -> Path:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        examples, held_out = load_data(rows_of(cfg), tokenizer, progress=world.rank == 0)
+        examples, held_out = load_data(
+            from_settings(Rows, cfg, task="documents"), tokenizer, progress=world.rank == 0
+        )
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        setting = Setting(
+        setting = from_settings(
+            Setting,
+            cfg,
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
-            seq_len=cfg.seq_len,
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
-            batch_size=cfg.batch_size,
             rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
-            activation_checkpointing=cfg.activation_checkpointing,
-            activation_offload=cfg.activation_offload,
-            cpu_offload=cfg.cpu_offload,
-            reshard_after_forward=cfg.reshard_after_forward,
             may_adapt=False,
             attn=attn,
-            trust_remote_code=trust,
             masked=cfg.document_mask and attn != "varlen",
-            optimizer=cfg.optimizer,
-            optimizer_in_backward=cfg.optimizer_in_backward,
-            sync_each_microbatch=cfg.sync_each_microbatch,
-            low_cpu_fsdp=cfg.low_cpu_fsdp,
-            async_save=cfg.async_save,
-            compile=cfg.compile,
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
@@ -591,21 +582,6 @@ def settle_special_tokens(config, tokenizer) -> None:
     text = config.get_text_config()
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(text, name, getattr(tokenizer, name))
-
-
-def rows_of(cfg: Config) -> Rows:
-    """Which rows are read, and how."""
-    return Rows(
-        dataset=cfg.dataset,
-        seq_len=cfg.seq_len,
-        format=cfg.format,
-        columns=cfg.columns,
-        bad_rows=cfg.bad_rows,
-        max_rows=cfg.max_rows,
-        eval_dataset=cfg.eval_dataset,
-        eval_share=cfg.eval_share,
-        task="documents",
-    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import ConfigError, act, check, escaped, print0, print_once
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.run.units import IGNORE
 
@@ -138,7 +138,7 @@ class Config:
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
+        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
         both = self.eval_dataset and self.eval_share
         check(not both, "--eval_dataset or --eval_share? (fix: give one)")
 
@@ -185,14 +185,15 @@ def main(cfg: Config) -> bool:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        rows = rows_of(cfg)
+        lora = from_settings(Lora, cfg)
+        rows = from_settings(Rows, cfg, task=TASKS.get(cfg.loss, "pairs"))
         if kind == "pictures":
             from utils.data.picture_batches import PictureBatches
             from utils.data.pictures import load_processor
             from utils.model.parts import parse_parts
             from utils.plan.pictures import Pictures
 
-            train = cfg.train or ("language" if lora_of(cfg) else "language,projector")
+            train = cfg.train or ("language" if lora else "language,projector")
             parse_parts(train)
             rows = replace(rows, processor=str(source.folder))
             processor = load_processor(source.folder, tokenizer)
@@ -211,7 +212,7 @@ def main(cfg: Config) -> bool:
             train = "language"
         of_pictures = {
             "kind": "pictures",
-            "parts": "" if lora_of(cfg) else train,
+            "parts": "" if lora else train,
             "pictures": Pictures(pictured.largest),
         }
     if cfg.loss:
@@ -222,7 +223,9 @@ def main(cfg: Config) -> bool:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        setting = Setting(
+        setting = from_settings(
+            Setting,
+            cfg,
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
@@ -232,23 +235,11 @@ def main(cfg: Config) -> bool:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
-            batch_size=cfg.batch_size,
             rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
-            activation_checkpointing=cfg.activation_checkpointing,
-            activation_offload=cfg.activation_offload,
-            cpu_offload=cfg.cpu_offload,
-            reshard_after_forward=cfg.reshard_after_forward,
-            lora=lora_of(cfg),
-            quant=quant_of(cfg),
+            lora=lora,
+            quant=from_settings(Quant, cfg),
             attn=attn,
-            trust_remote_code=trust,
             masked=cfg.packing and attn != "varlen",
-            optimizer=cfg.optimizer,
-            optimizer_in_backward=cfg.optimizer_in_backward,
-            sync_each_microbatch=cfg.sync_each_microbatch,
-            low_cpu_fsdp=cfg.low_cpu_fsdp,
-            async_save=cfg.async_save,
-            compile=cfg.compile,
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
             **of_pictures,
         )
@@ -278,7 +269,7 @@ def main(cfg: Config) -> bool:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print_lengths(examples, held_out)
     if pictured:
-        adapters = " by adapters" if lora_of(cfg) else ""
+        adapters = " by adapters" if lora else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
     print0(f"ranks     {mesh_sentence(world, axes)}")
     text = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
@@ -349,49 +340,6 @@ def marked(item, tokenizer, rooms=()) -> str:
         words = escaped(words, keep="\n")
         text += f"[[{words}]]" if is_trained else words
     return text
-
-
-def rows_of(cfg: Config) -> Rows:
-    """Which rows are read, and how."""
-    return Rows(
-        dataset=cfg.dataset,
-        seq_len=cfg.seq_len,
-        format=cfg.format,
-        columns=cfg.columns,
-        bad_rows=cfg.bad_rows,
-        train_on=cfg.train_on,
-        max_rows=cfg.max_rows,
-        too_long=cfg.too_long,
-        eval_dataset=cfg.eval_dataset,
-        eval_share=cfg.eval_share,
-        image_dir=cfg.image_dir,
-        image_max_pixels=cfg.image_max_pixels,
-        task=TASKS.get(cfg.loss, "pairs"),
-    )
-
-
-def lora_of(cfg: Config) -> Lora:
-    """The adapters that train."""
-    return Lora(
-        lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha,
-        lora_targets=cfg.lora_targets,
-        lora_dropout=cfg.lora_dropout,
-        use_rslora=cfg.use_rslora,
-        use_dora=cfg.use_dora,
-        modules_to_save=cfg.modules_to_save,
-        adapter=cfg.adapter,
-    )
-
-
-def quant_of(cfg: Config) -> Quant:
-    """How frozen weights are stored."""
-    return Quant(
-        quantization=cfg.quantization,
-        int8_mode=cfg.int8_mode,
-        quantize_head=cfg.quantize_head,
-        keep_experts_16bit=cfg.keep_experts_16bit,
-    )
 
 
 if __name__ == "__main__":

@@ -267,9 +267,9 @@ def export_while_the_run_saves(world, flags) -> None:
     """
     checkpoints = Path(flags["checkpoint"]) / "checkpoints"
     newer = checkpoints / "step_00000002"
-    look = trained_run.newest_checkpoint
+    look = trained_run.complete_checkpoints
 
-    def look_and_go_on(folder: Path) -> Path:
+    def look_and_go_on(folder: Path) -> list[Path]:
         if world.rank:
             until = time.monotonic() + 20
             while not newer.exists() and time.monotonic() < until:
@@ -279,11 +279,11 @@ def export_while_the_run_saves(world, flags) -> None:
             os.rename(checkpoints.parent / newer.name, newer)
         return found
 
-    trained_run.newest_checkpoint = look_and_go_on
+    trained_run.complete_checkpoints = look_and_go_on
     try:
         on_rank(world, flags)
     finally:
-        trained_run.newest_checkpoint = look
+        trained_run.complete_checkpoints = look
 
 
 def test_all_ranks_read_the_checkpoint_that_rank_0_chose_while_the_run_saves(run, tmp_path):

@@ -25,7 +25,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.run.errors import ConfigError
-from utils.train.resume import newest_checkpoint
+from utils.train.checkpoint import complete_checkpoints
 
 FLAGS = {"steps": 6, "lr": 1e-3, "warmup": 1, "global_batch_size": 4, "save_every": 2, "keep": 0}
 slow = pytest.mark.slow
@@ -62,9 +62,9 @@ def command(flags, out, torchrun="", script="recipes/finetune.py"):
 def results(out) -> dict:
     """What a run leaves: its curve, and by file the hashes of its last checkpoint and of the model."""
     curve = [(x["step"], x["loss"], x["grad_norm"]) for x in read_metrics(out / "metrics.jsonl")]
-    files = json.loads((newest_checkpoint(out / "checkpoints") / "manifest.json").read_text())[
-        "files"
-    ]
+    files = json.loads(
+        (complete_checkpoints(out / "checkpoints")[-1] / "manifest.json").read_text()
+    )["files"]
     tensors = {name: file["sha256"] for name, file in files.items() if name.endswith(".distcp")}
     return {
         "curve": curve,
@@ -90,7 +90,7 @@ def broken(flags, out, fault="", script="recipes/finetune.py", launch=Forked) ->
 
 def goes_on(flags, out, undisturbed, newest=None):
     """The rest of the oracle: `newest` is where it resumes, and the end is that of the undisturbed run."""
-    found = newest_checkpoint(out / "checkpoints")
+    found = complete_checkpoints(out / "checkpoints")[-1]
     assert (found and int(found.name[-8:])) == newest
     train(2, flags, out)
     assert results(out) == undisturbed
@@ -406,4 +406,4 @@ def test_a_loss_that_is_no_number_stops_all_ranks_and_is_in_no_checkpoint(
         assert text.startswith("step 3: loss nan")
         assert re.search(r"rank 1: \S+\.jsonl:\d+", text)
         assert (agreed, calls) == (True, 3)
-    assert newest_checkpoint(out / "checkpoints").name == "step_00000002"
+    assert complete_checkpoints(out / "checkpoints")[-1].name == "step_00000002"

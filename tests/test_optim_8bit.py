@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from utils.plan.states import estimate_states
 from utils.run.errors import ConfigError
-from utils.train.checkpoint import CheckpointSaver
-from utils.train.resume import load_checkpoint, newest_checkpoint, read_state
+from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
+from utils.train.resume import load_checkpoint, read_state
 from utils.train.trained_run import shard_model
 
 SHAPES = {
@@ -233,7 +233,7 @@ def test_resume_on_the_same_number_of_ranks_is_bitwise(tmp_path, name):
         assert same_losses
         assert straight == resumed
         assert "lm_head.weight.state1" in straight
-    assert read_state(newest_checkpoint(tmp_path))["optimizer"] == "adamw_8bit"
+    assert read_state(complete_checkpoints(tmp_path)[-1])["optimizer"] == "adamw_8bit"
 
 
 # --- another number of ranks
@@ -249,7 +249,7 @@ def save_shapes(world, folder):
 
 def load_shapes(world, folder):
     model, optimizer = sharded_shapes(world, "adamw_8bit")
-    load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
+    load_checkpoint(complete_checkpoints(folder)[-1], model, optimizer, world)
     steps(model, optimizer, 3, 4)
     return fingerprint(model, optimizer)
 
@@ -272,7 +272,7 @@ def save_as(world, folder, name):
 def refuse(world, folder, name):
     model, optimizer = build(world, name)
     try:
-        load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
+        load_checkpoint(complete_checkpoints(folder)[-1], model, optimizer, world)
     except ConfigError as error:
         return str(error), error.agreed
     return "loaded", False
@@ -281,7 +281,7 @@ def refuse(world, folder, name):
 @pytest.mark.parametrize(("old", "new"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
 def test_another_optimizer_is_refused_by_name(tmp_path, old, new):
     run_ranks(save_as, 2, tmp_path, old)
-    path = newest_checkpoint(tmp_path)
+    path = complete_checkpoints(tmp_path)[-1]
     expected = (
         f"{path} holds {old} state, not {new} (fix: --optimizer {old}, or --resume none)",
         True,
@@ -297,7 +297,7 @@ def test_another_optimizer_is_refused_by_name(tmp_path, old, new):
 def refuse_a_longer_model(world, folder):
     model, optimizer = build(world, "adamw_8bit", vocab_size=1004)
     with pytest.raises(ConfigError) as error:
-        load_checkpoint(newest_checkpoint(folder), model, optimizer, world)
+        load_checkpoint(complete_checkpoints(folder)[-1], model, optimizer, world)
     return str(error.value)
 
 

@@ -24,7 +24,7 @@ WITHOUT_ADAPTERS = [
     (RECIPE, "from utils.model.options import Lora, Quant, check_adapter_flags\n", ""),
     (RECIPE, r"^    lora_rank: int(?s:.*?)(?=^    low_cpu_fsdp: bool)", ""),
     (RECIPE, r"^        check_adapter_flags\(.*\n", ""),
-    (RECIPE, r"^            lora=lora_of\(cfg\),\n            quant=.*\n", ""),
+    (RECIPE, r"^            lora=.*\n            quant=.*\n", ""),
     (RECIPE, r"^    lora, quant = .*\n", ""),
     (RECIPE, r"^        \*\*lora.flags\(\),\n", ""),
     (RECIPE, "0 if lora else disk", "disk"),
@@ -34,7 +34,6 @@ WITHOUT_ADAPTERS = [
     (RECIPE, r"^        if lora:\n +fill_adapters\(.*\n", ""),
     (RECIPE, '("adapter" if lora else "model")', '"model"'),
     (RECIPE, r"^    if cfg.save_model and lora:(?s:.*?)^    elif", "    if"),
-    (RECIPE, r"^def lora_of(?s:.*?)(?=^if __name__)", ""),
 ]
 OTHER_LOSS = [
     (

@@ -145,6 +145,12 @@ def import_table(aliases: str):
         return None
 
 
+def from_settings(cls: type, cfg: object, **own: object):
+    """A dataclass: its fields that are settings too, by name, and `own`, which come first."""
+    names = {field.name for field in dataclasses.fields(cls)} & vars(cfg).keys()
+    return cls(**({name: getattr(cfg, name) for name in names} | own))
+
+
 def check_least(cfg: object, **least: int) -> None:
     """Refuse a number below its least value, which is 0 where `least` names no other."""
     for name, value in asdict(cfg).items():
