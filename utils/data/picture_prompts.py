@@ -3,19 +3,18 @@
 from collections import Counter
 
 import torch
-from PIL import Image
 
 from .chats import Chat, renderable
 from .encode import Rows
-from .formats import to_messages, typed
-from .picture_batches import BLANK, features_of, inputs_of
+from .formats import to_messages
+from .picture_batches import decoded_of, inputs_of
 from .pictures import (
     compare,
     in_parts,
-    process,
     read_pictured,
     room_of,
     sized,
+    turns_of_texts,
     with_room,
 )
 from .prompts import Prompt, turns_of
@@ -44,11 +43,8 @@ def with_messages(row: dict) -> dict:
         return row | {"messages": to_messages(words | {"output": "to come"})[0]}
     if not isinstance(row.get("texts"), list):
         return row
-    turns = []
-    for i, turn in enumerate(row["texts"]):
-        turns.append({"role": "user", "content": typed(turn, "user", str, f"texts[{i}].")})
-        turns.append({"role": "assistant", "content": turn.get("assistant") or "to come"})
-    return row | {"messages": turns}
+    texts = [turn | {"assistant": turn.get("assistant") or "to come"} for turn in row["texts"]]
+    return row | {"messages": turns_of_texts(texts)}
 
 
 def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
@@ -71,5 +67,5 @@ def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
 
 def picture_inputs(processor, prompts: list[Prompt], ids: torch.Tensor, rows: Rows) -> dict:
     """What the model takes beside the ids (B, T) of prompts with equally many pictures."""
-    features = [features_of(processor, p.pictures, p.where, rows) for p in prompts]
-    return inputs_of(processor, process(processor, [Image.new("RGB", BLANK)]), ids, features)
+    pictures = [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
+    return inputs_of(processor, ids, pictures)

@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from PIL import Image, ImageOps
@@ -48,20 +48,6 @@ FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: these swap width and height
 PATCH_PIXELS = 3 * 14 * 14
 Size = tuple[int, int]  # width, height
-
-
-class Room(NamedTuple):
-    """What a processor makes of some pictures."""
-
-    texts: list[str]  # of tokens, in place of each picture's placeholder
-    features: dict  # name -> tensor, what the model takes beside the ids
-    types: str  # the name under which the model takes the type of each token; "": none
-    typed_ids: set[int]  # tokens of type 1
-
-    @property
-    def patches(self) -> int:
-        """The work that they are for a vision tower, in patches of 14 x 14 pixels."""
-        return max(1, self.features["pixel_values"].numel() // PATCH_PIXELS)
 
 
 # --- the processor
@@ -114,36 +100,36 @@ def load_processor(folder: Path | str, tokenizer):
     return processor
 
 
-def process(processor, pictures: Sequence[Image.Image]) -> Room:
-    """What the processor makes of the pictures of one row, RGB. ValueError: it refuses them."""
-    tokenizer = processor.tokenizer
-    mark = tokenizer.eos_token
-    text = mark + (processor.image_token + mark) * len(pictures)
+def process(processor, rows: Sequence[Sequence[Image.Image]]) -> dict:
+    """What the processor makes of the pictures of some rows, RGB: name -> tensor. In input_ids (B, t), an
+    end-of-text token stands before and behind each picture. ValueError: it refuses them.
+    """
+    mark = processor.tokenizer.eos_token
+    texts = [mark + (processor.image_token + mark) * len(pictures) for pictures in rows]
+    images = [list(pictures) for pictures in rows]
+    several = len(rows) > 1
     try:
-        made = dict(processor(text=[text], images=[list(pictures)], return_tensors="pt"))
+        made = dict(processor(text=texts, images=images, padding=several, return_tensors="pt"))
     except Exception as error:  # with odd sizes it may raise anything
         raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
-    ids = made.pop("input_ids")[0].tolist()
     del made["attention_mask"]
     made.pop("cross_attention_mask", None)  # of the text, see picture_batches.py
-    types = next((name for name in ("mm_token_type_ids", "token_type_ids") if name in made), "")
-    types_of = made.pop(types)[0].tolist() if types else []
-    ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
-    texts = []
-    for k in range(len(pictures)):
-        texts.append(
-            tokenizer.decode(ids[ends[k] + 1 : ends[k + 1]], clean_up_tokenization_spaces=False)
-        )
-    return Room(
-        texts, made, types, {id for id, kind in zip(ids, types_of, strict=False) if kind == 1}
-    )
+    return made
 
 
 @lru_cache(maxsize=2**14)
 def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
-    """(texts, patches) of Room for the pictures of a row, which follow from their sizes alone."""
-    room = process(processor, [Image.new("RGB", size) for size in sizes])
-    return room.texts, room.patches
+    """(the text of the tokens in place of each picture's placeholder, the work that they are for a tower in
+    patches of 14 x 14 pixels) of the pictures of a row, which follow from their sizes alone.
+    """
+    made = process(processor, [[Image.new("RGB", size) for size in sizes]])
+    tokenizer, ids = processor.tokenizer, made["input_ids"][0].tolist()
+    ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
+    texts = []
+    for before, behind in pairwise(ends[: len(sizes) + 1]):
+        inside = ids[before + 1 : behind]
+        texts.append(tokenizer.decode(inside, clean_up_tokenization_spaces=False))
+    return texts, max(1, made["pixel_values"].numel() // PATCH_PIXELS)
 
 
 # --- rows -> tokens
@@ -263,11 +249,7 @@ def read_pictured(row: dict, form: str, notes: Counter) -> tuple[Messages, list 
             given += value if isinstance(value, list) else [value]
     if not form and isinstance(row.get("texts"), list):
         form = "texts"
-        row["messages"] = []
-        for i, turn in enumerate(row.pop("texts")):
-            for role in ("user", "assistant"):
-                text = typed(turn, role, str, f"texts[{i}].")
-                row["messages"].append({"role": role, "content": text})
+        row["messages"] = turns_of_texts(row.pop("texts"))
     in_texts: list = []  # the sources of parts; None: the next of those given
     for key in ("messages", "conversations", "prompt", "completion"):
         if isinstance(row.get(key), list):
@@ -294,6 +276,15 @@ def read_pictured(row: dict, form: str, notes: Counter) -> tuple[Messages, list 
         raise ValueError("a picture in a turn of the assistant, which writes none")
     rest = iter(given)
     return messages, tools, [url_of(next(rest) if s is None else s) for s in in_texts], form
+
+
+def turns_of_texts(texts: list) -> list[dict]:
+    """The turns of a row of the_cauldron."""
+    turns = []
+    for i, turn in enumerate(texts):
+        for role in ("user", "assistant"):
+            turns.append({"role": role, "content": typed(turn, role, str, f"texts[{i}].")})
+    return turns
 
 
 def without_parts(turn: object, at: str, sources: list) -> object:
@@ -357,58 +348,52 @@ def folder_of(where: str, rows) -> str:
     return rows.image_dir or os.path.dirname(re.sub(r"(:| row )\d+$", "", where)) or "."
 
 
-def name_of(source: str) -> str:
-    """A source as errors name it."""
-    return f"picture {source[:80]!r}"
-
-
-def open_picture(source: str, folder: str) -> Image.Image:
-    """The picture, of which only the header is read. ValueError: it leads out of the folder, or on the
-    network, is missing, larger than Pillow's limit, or none.
+def file_of(source: str, folder: str) -> str | io.BytesIO:
+    """The path or the content of a picture. ValueError: it leads out of the folder, or on the network, or is
+    missing.
     """
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(?://)?", source)
     scheme = url[1].lower() if url else ""
     if scheme == "data":
         words, comma, content = source.partition(",")
         if not comma or not words.endswith(";base64"):
-            raise ValueError(f"{name_of(source)}: a data: URL without base64")
-        try:
-            file = io.BytesIO(base64.b64decode(content, validate=True))
-        except ValueError as error:
-            raise ValueError(f"{name_of(source)}: {error}") from None
-    elif scheme not in ("", "file"):
+            raise ValueError("a data: URL without base64")
+        return io.BytesIO(base64.b64decode(content, validate=True))
+    if scheme not in ("", "file"):
         raise ValueError(
-            f"{name_of(source)}: {scheme}: is not fetched while a model trains (fix: download the pictures)"
+            f"{scheme}: is not fetched while a model trains (fix: download the pictures)"
         )
-    else:
-        path = unquote(urlsplit(source).path) if scheme else source
-        root = os.path.realpath(folder)
-        file = os.path.realpath(os.path.join(root, path.replace("\0", "\\0")))
-        if os.path.commonpath([root, file]) != root:
-            raise ValueError(f"{name_of(source)} leads out of {folder} (fix: --image_dir)")
-        if not os.path.isfile(file):
-            raise ValueError(f"{name_of(source)}: no such file in {folder} (fix: --image_dir)")
-    with picture_errors(source):
-        return Image.open(file, formats=FORMATS)
+    path = unquote(urlsplit(source).path) if scheme else source
+    root = os.path.realpath(folder)
+    file = os.path.realpath(os.path.join(root, path))
+    if os.path.commonpath([root, file]) != root:
+        raise ValueError(f"it leads out of {folder} (fix: --image_dir)")
+    if not os.path.isfile(file):
+        raise ValueError(f"no such file in {folder} (fix: --image_dir)")
+    return file
 
 
 @contextmanager
-def picture_errors(source: str) -> Iterator[None]:
-    """Whatever Pillow raises, and its warning of a picture that is too large, becomes a ValueError."""
+def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
+    """The picture, of which only the header is read. ValueError, also while it is used: file_of refuses it,
+    or it is larger than Pillow's limit, broken, or none.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            yield
+            with Image.open(file_of(source, folder), formats=FORMATS) as image:
+                yield image
         except Exception as error:
-            raise ValueError(f"{name_of(source)}: {reason_of_others(error)}") from None
+            why = error if isinstance(error, ValueError) else reason_of_others(error)
+            raise ValueError(f"picture {source[:80]!r}: {why}") from None
 
 
 def size_of(source: str, folder: str) -> Size:
     """The size of a picture once it is turned as its EXIF says. What its file says of itself is checked; no
     pixels are decoded.
     """
-    with open_picture(source, folder) as image, picture_errors(source):
+    with open_picture(source, folder) as image:
         width, height = image.size
         # Pillow turns TIFF by itself, and decodes a PNG to look for EXIF behind its pixels.
         has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
@@ -431,7 +416,7 @@ def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Imag
     """The picture in RGB, turned and scaled. ValueError: its pixels are broken, or it has another size than
     when its tokens were made.
     """
-    with open_picture(source, folder) as image, picture_errors(source):
+    with open_picture(source, folder) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits
             image = image.convert("I").point(lambda value: value / 256).convert("L")
