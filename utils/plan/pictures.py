@@ -75,31 +75,28 @@ class Pictures:
                 PictureTrace(model, dtype).come_to_language(*self.batch(*shape)) for shape in shapes
             ]
         one, two = self.known[key]
-
-        def at(of_one: int, of_two: int) -> int:
-            return of_one + (rows - 1) * (of_two - of_one)
-
-        def resized(of_one: object, of_two: object) -> object:
-            return resized_input(of_one, of_two, tokens, rows, seq_len)
-
-        calls = one.calls * rows  # one for each picture
-        if len(one.calls) == len(two.calls):
-            calls = tree_map(at, one.calls, two.calls)
-        read = tree_map(resized, one.read, two.read)
-        before = Before(model, calls, at(one.bytes, two.bytes), read)
-        return PictureBytes(), before
+        if len(one.calls) != len(two.calls):  # one for each picture
+            one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
+        sizes = {"tokens": tokens, "rows": rows, "seq_len": seq_len}
+        return PictureBytes(), tree_map(partial(resized, **sizes), one, two)
 
 
-def resized_input(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
-    """What the language model is called with, of other rows and tokens, from that of (1, tokens) and of (2,
-    tokens + MORE). Numbers are true, where they are few.
+def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
+    """What is of other rows and tokens, a number of bytes or a tensor, from that of (1, tokens) and of (2,
+    tokens + MORE). Numbers in a tensor are true, where they are few.
     """
+
+    def of_rows(of_one: int, of_two: int) -> int:
+        return of_one + (rows - 1) * (of_two - of_one)
+
+    if type(one) is int:
+        return of_rows(one, two)
     if not isinstance(one, torch.Tensor):
         return one
     shape, more = [], []
     for size, other in zip(one.shape, two.shape, strict=True):
         of_tokens = size == tokens and other == tokens + MORE
-        shape.append(seq_len if of_tokens else size + (rows - 1) * (other - size))
+        shape.append(seq_len if of_tokens else of_rows(size, other))
         more = [0, seq_len - size if of_tokens else 0, *more]
     if one.is_floating_point() or math.prod(shape) > 2**26:
         one = one.to("meta")
@@ -143,7 +140,7 @@ class Call(NamedTuple):
     layer: int
     forward: Segment
     backward: Segment
-    trains: int  # 1: gradients go through it
+    trains: bool  # gradients go through it
 
 
 class PictureBytes(LiveBytes):
@@ -179,7 +176,7 @@ class Reached(Exception):
 
 
 class PictureTrace:
-    """Finds calls, bytes and read of Before, in the forward of a small micro-batch."""
+    """Finds what comes before the language model, in the forward of a small micro-batch."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         """model: on meta, in training mode."""
@@ -219,20 +216,19 @@ class PictureTrace:
         width = self.model.config.get_text_config().hidden_size
         return sum(part.numel() for part in features) // width
 
-    def come_to_language(self, ids: torch.Tensor, extra: dict) -> "PictureTrace":
+    def come_to_language(self, ids: torch.Tensor, extra: dict) -> "Before":
         """Run the model, up to its language model, on a micro-batch."""
         live = LiveBytes()
         with self.on_zeros(), live:
             try:
                 self.model.base_model(ids, **extra, use_cache=False)
             except Reached as reached:
-                (self.read,) = reached.args
-        self.bytes = live.live + sum(value.nbytes for value in extra.values())
-        if self.read.get("inputs_embeds") is not None:  # the embedding's
-            key = self.read["inputs_embeds"].untyped_storage()._cdata
-            self.bytes -= live.sizes.get(key, 0)
-        self.graphs.clear()
-        return self
+                (read,) = reached.args
+        kept = live.live + sum(value.nbytes for value in extra.values())
+        if read.get("inputs_embeds") is not None:  # the embedding's
+            key = read["inputs_embeds"].untyped_storage()._cdata
+            kept -= live.sizes.get(key, 0)
+        return Before(self.model, self.calls, kept, read)
 
     def run(self, module: nn.Module, *args, **kwargs):
         """In place of the forward of a large module: zeros like what it gives."""
@@ -249,7 +245,7 @@ class PictureTrace:
                     layer=self.layers.index(module) if module in self.layers else -1,
                     forward=forward,
                     backward=backward,
-                    trains=int(any(value.requires_grad for value in tree_leaves(outputs))),
+                    trains=any(value.requires_grad for value in tree_leaves(outputs)),
                 )
                 self.calls.append(call)
             return tree_map_only(torch.Tensor, zeros_like, outputs)
@@ -281,8 +277,7 @@ class PictureTrace:
         return live.segments["forward"][0], live.segments["backward"][0], shapes
 
 
-@dataclass(frozen=True, eq=False)
-class Before:
+class Before(NamedTuple):
     """What comes before the language model: calls, in their order; bytes that are kept beside those; read,
     what the language model is called with.
     """
