@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -41,16 +41,6 @@ class PictureBatch(Batch):
     """
 
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def to(self, device: torch.device) -> "PictureBatch":
-        moved = super().to(device)
-        extra = {
-            name: (value.pin_memory() if device.type == "cuda" else value).to(
-                device, non_blocking=True
-            )
-            for name, value in self.extra.items()
-        }
-        return replace(moved, extra=extra)
 
 
 @dataclass(eq=False)

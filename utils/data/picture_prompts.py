@@ -9,6 +9,7 @@ from .encode import Rows
 from .formats import to_messages
 from .picture_batches import decoded_of, inputs_of
 from .pictures import (
+    NOT_WRITTEN,
     compare,
     in_parts,
     read_pictured,
@@ -53,16 +54,12 @@ def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
     text = render(tokenizer, messages, prompt.tools, prompt=True)
     written = text.count(processor.image_token)
     if written != len(prompt.pictures):
-        raise ValueError(
-            f"the chat template writes {written} of {len(prompt.pictures)} pictures"
-            " (fix: another --chat_template)"
-        )
+        raise ValueError(NOT_WRITTEN.format(written, len(prompt.pictures)))
     sizes = tuple((width, height) for _, width, height in prompt.pictures)
     texts, _ = room_of(processor, sizes)
     whole, _ = with_room(Chat(text, []), processor.image_token, texts)
-    ids = encode(tokenizer, whole.text).ids
-    compare(processor, text, ids, sizes)
-    return ids
+    compare(processor, tokenizer, text, whole.text, sizes)
+    return encode(tokenizer, whole.text).ids
 
 
 def picture_inputs(processor, prompts: list[Prompt], ids: torch.Tensor, rows: Rows) -> dict:

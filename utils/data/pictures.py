@@ -43,6 +43,7 @@ NO_PLACE_NEEDED = ("texts", "alpaca")  # forms whose pictures stand before the f
 NO_ROOM = (
     "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
 )
+NOT_WRITTEN = "the chat template writes {} of {} pictures (fix: another --chat_template)"
 # What Pillow opens without a program of others: it hands EPS to Ghostscript.
 FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: these swap width and height
@@ -142,7 +143,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     messages, tools, sources, form = read_pictured(row, form, notes)
     processor = load_processor(rows.processor, tokenizer)
     pictures = sized(sources, where, rows)
-    sizes = [(width, height) for _, width, height in pictures]
+    sizes = tuple((width, height) for _, width, height in pictures)
     if messages[0]["role"] in ("text", "tokens"):
         if sources:
             raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
@@ -152,21 +153,18 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     chats = render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes)
     counts = [chat.text.count(processor.image_token) for chat in chats]
     if max(counts) != len(sources):  # earlier sequences may end before the last picture
-        raise ValueError(
-            f"the chat template writes {max(counts)} of {len(sources)} pictures"
-            " (fix: another --chat_template)"
-        )
+        raise ValueError(NOT_WRITTEN.format(max(counts), len(sources)))
     for chat, places in zip(chats, counts, strict=True):
         patches, end = 0, 0
         whole = chat
         if places:
-            texts, patches = room_of(processor, tuple(sizes[:places]))
+            texts, patches = room_of(processor, sizes[:places])
             whole, end = with_room(chat, processor.image_token, texts)
-            compare(processor, chat.text, encode(tokenizer, whole.text).ids, sizes[:places])
+            compare(processor, tokenizer, chat.text, whole.text, sizes[:places])
         ids, mask = encode_chat(tokenizer, whole)
         if chat.problem and not part.problem:
             part.problem = f"{where}: {chat.problem}"
-        cut = places and len(ids) > rows.seq_len and rows.too_long == "truncate"
+        cut = end and len(ids) > rows.seq_len and rows.too_long == "truncate"
         if cut and len(encode(tokenizer, whole.text[:end]).ids) > rows.seq_len:
             part.dropped[NO_ROOM] += 1
             continue
@@ -213,21 +211,22 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     return chat._replace(text=text, spans=spans), ranges[-1][1]
 
 
-def compare(processor, text: str, ours: list[int], sizes: list[Size]) -> None:
-    """Once in a process: our ids of a row are those that the processor gives for its text and pictures.
-    ValueError: where they differ.
+def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]) -> None:
+    """Once in a process: the ids of a whole text are those that the processor gives for the text with
+    placeholders, and pictures. ValueError: where they differ.
     """
     if getattr(processor, "compared", False) or HIDDEN.search(text):
         return
     processor.compared = True
     blanks = [Image.new("RGB", size) for size in sizes]
-    theirs = processor(text=[text], images=[blanks], add_special_tokens=False)["input_ids"][0]
-    if list(theirs) != ours:
-        same = len(os.path.commonprefix([list(theirs), ours]))
+    made = processor(text=[text], images=[blanks], add_special_tokens=False)
+    ours, theirs = encode(tokenizer, whole).ids, list(made["input_ids"][0])
+    if theirs != ours:
+        same = len(os.path.commonprefix([theirs, ours]))
         raise ValueError(
             f"the model's processor gives {len(theirs)} tokens, and here are {len(ours)}; they differ from"
-            f" token {same} on: {processor.tokenizer.decode(theirs[same : same + 5])!r},"
-            f" {processor.tokenizer.decode(ours[same : same + 5])!r}"
+            f" token {same} on: {tokenizer.decode(theirs[same : same + 5])!r},"
+            f" {tokenizer.decode(ours[same : same + 5])!r}"
         )
 
 
@@ -315,11 +314,9 @@ def in_parts(messages: Messages) -> Messages:
     found = []
     for message in messages:
         if PLACE in message["content"]:
-            parts = []
-            for piece in re.split(f"({PLACE})", message["content"]):
-                if piece:
-                    text = {"type": "text", "text": piece}
-                    parts.append({"type": "image"} if piece == PLACE else text)
+            pieces = filter(None, re.split(f"({PLACE})", message["content"]))
+            parts = [{"type": "text", "text": piece} for piece in pieces]
+            parts = [{"type": "image"} if part["text"] == PLACE else part for part in parts]
             message = message | {"content": parts}
         found.append(message)
     return found
