@@ -260,8 +260,8 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        read = (rows, processor, cfg.workers)
-        pictured = PictureBatches(examples, 0, 1, 1, 0, 1, pad_id(tokenizer), *read)
+        read = (pad_id(tokenizer), rows, processor, cfg.workers)
+        pictured = PictureBatches(examples, 0, 1, 1, 0, 1, *read)
         setting = Setting(
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
@@ -314,8 +314,8 @@ def main(cfg: Config) -> Path:
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
-        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
-        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
+        shares = (cfg.batch_size, world.rank, world.size, *read)
+        loader = PictureBatches(examples, cfg.seed, global_batch, *shares)
         micro_batches += loader.separates
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
@@ -326,7 +326,7 @@ def main(cfg: Config) -> Path:
             loader.multiple = 64
         if held_out:
             at_once = cfg.batch_size * world.size
-            eval_loader = PictureBatches(held_out, cfg.seed, at_once, *shares, *read)
+            eval_loader = PictureBatches(held_out, cfg.seed, at_once, *shares)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -429,12 +429,11 @@ def main(cfg: Config) -> Path:
     for part, members in part_names(model).items():
         scale = (rates.get(part) or cfg.lr) / cfg.lr
         trained = [p for p in map(model.get_parameter, members) if p.requires_grad]
-        for decay, params in (
-            (cfg.weight_decay, [p for p in trained if p.ndim >= 2]),
-            (0.0, [p for p in trained if p.ndim < 2]),  # norms and biases
-        ):
-            if params:
-                groups.append({"params": params, "weight_decay": decay, "scale": scale})
+        matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+        groups += [
+            {"params": matrices, "weight_decay": cfg.weight_decay, "scale": scale},
+            {"params": others, "weight_decay": 0.0, "scale": scale},  # norms and biases
+        ]
     if cfg.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)
     else:

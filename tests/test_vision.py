@@ -366,7 +366,7 @@ def bad(rows: Path, name: str, **parts) -> str:
         ("--model recipes/tiny", "llama is no model of pictures and text"),
         ("missing.png", r"bad.jsonl:1: picture 'missing.png': no such file"),
         ("https://x.org/a.png", r"bad.jsonl:1: picture 'https://x.org/a.png': https: is not"),
-        ("../a.png", r"bad.jsonl:1: picture '../a.png' leads out of"),
+        ("../a.png", r"bad.jsonl:1: picture '../a.png': it leads out of"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(flags, said, folder_of, rows, tmp_path):

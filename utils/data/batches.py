@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
 from ..run.errors import ConfigError, check
 from ..run.units import IGNORE
@@ -46,9 +47,7 @@ class Batch:
         """
         pin = device.type == "cuda"
 
-        def move(value: object) -> object:
-            if not isinstance(value, torch.Tensor):
-                return value
+        def move(value: torch.Tensor) -> torch.Tensor:
             if pin:
                 value = value.pin_memory()
             return value.to(device, non_blocking=pin)
@@ -56,7 +55,7 @@ class Batch:
         after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
         places = (after != IGNORE).flatten().nonzero().flatten()
         fields = vars(self) | {"places": places}
-        return type(self)(**{name: move(value) for name, value in fields.items()})
+        return type(self)(**tree_map_only(torch.Tensor, move, fields))
 
 
 def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:

@@ -10,7 +10,8 @@ import os
 import signal
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,11 @@ from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
 from .examples import Example, Places
-from .pictures import Room, decoded, folder_of, process
+from .pictures import decoded, folder_of, process, room_of
 from .tokens import encode
 
-BLANK = (32, 32)  # pixels
+BLANK = Image.new("RGB", (32, 32))
+TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of what says the type of each token
 Work = tuple[
     list[int], bool
 ]  # the rows of a micro-batch, and whether a blank picture comes with them
@@ -39,16 +41,6 @@ class PictureBatch(Batch):
     """
 
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def to(self, device: torch.device) -> "PictureBatch":
-        moved = super().to(device)
-        extra = {
-            name: (value.pin_memory() if device.type == "cuda" else value).to(
-                device, non_blocking=True
-            )
-            for name, value in self.extra.items()
-        }
-        return replace(moved, extra=extra)
 
 
 @dataclass(eq=False)
@@ -68,14 +60,11 @@ class PictureBatches(GlobalBatches):
         super().__post_init__()
         self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
-        self.blank = process(self.processor, [Image.new("RGB", BLANK)])
         # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
         # of pictures too, so only rows with equally many share a micro-batch.
         self.counts = [0] * len(self.patches)
-        if "aspect_ratio_ids" in self.blank.features:
-            self.counts = [
-                len(json.loads(self.pictures[n])) for n in map(self.number, range(len(self.counts)))
-            ]
+        if "aspect_ratio_ids" in blank_inputs(self.processor):
+            self.counts = [len(self.sources(row)) for row in range(len(self.patches))]
         self.separates = len({*self.counts}) > 1
         self.next_step = -1
         self.made: Iterator = iter(())
@@ -162,26 +151,29 @@ class PictureBatches(GlobalBatches):
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
         filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
         items = self.items(rows) or [filler]
-        features = [self.features(row) for row in rows] or [{}]
+        pictures = [self.decoded(row) for row in rows] or [[]]
         if blank:
-            room = encode(self.processor.tokenizer, self.blank.texts[0]).ids
+            (text,), _ = room_of(self.processor, (BLANK.size,))
+            room = encode(self.processor.tokenizer, text).ids
             ids = torch.cat([items[0].ids, torch.tensor(room)])
             labels = F.pad(items[0].labels, (0, len(room)), value=IGNORE)
             items[0] = Example(ids, labels, items[0].where)
-            features[0] = self.blank.features
+            pictures[0] = [BLANK]
         batch = collate(items, self.pad_id, self.multiple)
-        extra = inputs_of(self.processor, self.blank, batch.ids, features)
+        extra = inputs_of(self.processor, batch.ids, pictures)
         return PictureBatch(**vars(batch), extra=extra)
 
     def number(self, row: int) -> int:
         """Of a row among all that were read, of which these may be a part."""
         return row if self.examples.rows is None else int(self.examples.rows[row])
 
-    def features(self, row: int) -> dict[str, torch.Tensor]:
-        """What the processor makes of the pictures of a row; {} of none."""
-        number = self.number(row)
-        pictures = json.loads(self.pictures[number])
-        return features_of(self.processor, pictures, self.examples.where[number], self.source)
+    def sources(self, row: int) -> list[list]:
+        """[[source, width, height], ...] of the pictures of a row."""
+        return json.loads(self.pictures[self.number(row)])
+
+    def decoded(self, row: int) -> list[Image.Image]:
+        where = self.examples.where[self.number(row)]
+        return decoded_of(self.sources(row), where, self.source)
 
 
 def begin_worker(_: int) -> None:
@@ -192,26 +184,29 @@ def begin_worker(_: int) -> None:
     die_with_parent()
 
 
-def features_of(processor, pictures: list, where: str, rows: Rows) -> dict[str, torch.Tensor]:
-    """What the processor makes of the pictures of a row, [[source, width, height], ...]; {} of none.
-    ConfigError: one cannot be decoded.
-    """
-    images = []
+def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
+    """The pictures of a row, [[source, width, height], ...]. ConfigError: one cannot be decoded."""
+    folder, most = folder_of(where, rows), rows.image_max_pixels
     try:
-        for source, *size in pictures:
-            folder = folder_of(where, rows)
-            images.append(decoded(source, folder, tuple(size), rows.image_max_pixels))
-        return process(processor, images).features if images else {}
+        return [decoded(source, folder, tuple(size), most) for source, *size in pictures]
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def inputs_of(processor, blank: Room, ids: torch.Tensor, features: list[dict]) -> dict:
-    """What a model takes beside the ids (B, T) of a batch. blank: of any picture."""
-    extra = combined(features)
-    if blank.types:
-        tokens = torch.tensor(sorted(blank.typed_ids))
-        extra[blank.types] = torch.isin(ids, tokens).long()
+@lru_cache(maxsize=4)
+def blank_inputs(processor) -> dict[str, torch.Tensor]:
+    """What the processor makes of a blank picture."""
+    return process(processor, [[BLANK]])
+
+
+def inputs_of(processor, ids: torch.Tensor, pictures: list[list]) -> dict[str, torch.Tensor]:
+    """What a model takes beside the ids (B, T) of a batch, with the pictures of each of its rows."""
+    blank, pictured = blank_inputs(processor), list(filter(None, pictures))
+    extra = process(processor, pictured) if pictured else {}
+    extra.pop("input_ids", None)
+    for name in TYPES & blank.keys():
+        typed = blank["input_ids"][blank[name] == 1]
+        extra[name] = torch.isin(ids, typed).long()
     if "aspect_ratio_mask" in extra:
         extra["cross_attention_mask"] = cross_attention(processor.image_token_id, ids, extra)
     return extra
@@ -231,25 +226,3 @@ def cross_attention(token: int, ids: torch.Tensor, extra: dict) -> torch.Tensor:
         length=ids.shape[1],
     )
     return torch.from_numpy(mask)
-
-
-def combined(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The features of some rows as one batch: behind each other in dim 0, other dims padded by zeros."""
-    names = next(filter(None, rows), {})
-    extra = {}
-    for name, first in names.items():
-        parts = [row[name] for row in rows if row]
-        if "aspect_ratio_ids" in names:  # dim 0 counts rows, dim 1 pictures
-            parts = [row.get(name, first[:, :0]) for row in rows]
-        if name == "pixel_values" and "target_sizes" in names:
-            extra[name] = torch.cat(parts, dim=-1)  # (1, 3, patch, patches * patch)
-            continue
-        sizes = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        padded = []
-        for part in parts:
-            more = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
-            padded.append(F.pad(part, [n for size in reversed(more) for n in (0, size)]))
-        extra[name] = torch.cat(padded)
-    if "aspect_ratio_mask" in extra:
-        extra["aspect_ratio_mask"][..., 0] = 1  # also of pictures that are padding
-    return extra

@@ -3,19 +3,19 @@
 from collections import Counter
 
 import torch
-from PIL import Image
 
 from .chats import Chat, renderable
 from .encode import Rows
-from .formats import to_messages, typed
-from .picture_batches import BLANK, features_of, inputs_of
+from .formats import to_messages
+from .picture_batches import decoded_of, inputs_of
 from .pictures import (
+    NOT_WRITTEN,
     compare,
     in_parts,
-    process,
     read_pictured,
     room_of,
     sized,
+    turns_of_texts,
     with_room,
 )
 from .prompts import Prompt, turns_of
@@ -44,11 +44,8 @@ def with_messages(row: dict) -> dict:
         return row | {"messages": to_messages(words | {"output": "to come"})[0]}
     if not isinstance(row.get("texts"), list):
         return row
-    turns = []
-    for i, turn in enumerate(row["texts"]):
-        turns.append({"role": "user", "content": typed(turn, "user", str, f"texts[{i}].")})
-        turns.append({"role": "assistant", "content": turn.get("assistant") or "to come"})
-    return row | {"messages": turns}
+    texts = [turn | {"assistant": turn.get("assistant") or "to come"} for turn in row["texts"]]
+    return row | {"messages": turns_of_texts(texts)}
 
 
 def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
@@ -57,19 +54,15 @@ def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
     text = render(tokenizer, messages, prompt.tools, prompt=True)
     written = text.count(processor.image_token)
     if written != len(prompt.pictures):
-        raise ValueError(
-            f"the chat template writes {written} of {len(prompt.pictures)} pictures"
-            " (fix: another --chat_template)"
-        )
+        raise ValueError(NOT_WRITTEN.format(written, len(prompt.pictures)))
     sizes = tuple((width, height) for _, width, height in prompt.pictures)
     texts, _ = room_of(processor, sizes)
     whole, _ = with_room(Chat(text, []), processor.image_token, texts)
-    ids = encode(tokenizer, whole.text).ids
-    compare(processor, text, ids, sizes)
-    return ids
+    compare(processor, tokenizer, text, whole.text, sizes)
+    return encode(tokenizer, whole.text).ids
 
 
 def picture_inputs(processor, prompts: list[Prompt], ids: torch.Tensor, rows: Rows) -> dict:
     """What the model takes beside the ids (B, T) of prompts with equally many pictures."""
-    features = [features_of(processor, p.pictures, p.where, rows) for p in prompts]
-    return inputs_of(processor, process(processor, [Image.new("RGB", BLANK)]), ids, features)
+    pictures = [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
+    return inputs_of(processor, ids, pictures)

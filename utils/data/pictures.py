@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from PIL import Image, ImageOps
@@ -43,25 +43,12 @@ NO_PLACE_NEEDED = ("texts", "alpaca")  # forms whose pictures stand before the f
 NO_ROOM = (
     "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
 )
+NOT_WRITTEN = "the chat template writes {} of {} pictures (fix: another --chat_template)"
 # What Pillow opens without a program of others: it hands EPS to Ghostscript.
 FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: these swap width and height
 PATCH_PIXELS = 3 * 14 * 14
 Size = tuple[int, int]  # width, height
-
-
-class Room(NamedTuple):
-    """What a processor makes of some pictures."""
-
-    texts: list[str]  # of tokens, in place of each picture's placeholder
-    features: dict  # name -> tensor, what the model takes beside the ids
-    types: str  # the name under which the model takes the type of each token; "": none
-    typed_ids: set[int]  # tokens of type 1
-
-    @property
-    def patches(self) -> int:
-        """The work that they are for a vision tower, in patches of 14 x 14 pixels."""
-        return max(1, self.features["pixel_values"].numel() // PATCH_PIXELS)
 
 
 # --- the processor
@@ -114,36 +101,36 @@ def load_processor(folder: Path | str, tokenizer):
     return processor
 
 
-def process(processor, pictures: Sequence[Image.Image]) -> Room:
-    """What the processor makes of the pictures of one row, RGB. ValueError: it refuses them."""
-    tokenizer = processor.tokenizer
-    mark = tokenizer.eos_token
-    text = mark + (processor.image_token + mark) * len(pictures)
+def process(processor, rows: Sequence[Sequence[Image.Image]]) -> dict:
+    """What the processor makes of the pictures of some rows, RGB: name -> tensor. In input_ids (B, t), an
+    end-of-text token stands before and behind each picture. ValueError: it refuses them.
+    """
+    mark = processor.tokenizer.eos_token
+    texts = [mark + (processor.image_token + mark) * len(pictures) for pictures in rows]
+    images = [list(pictures) for pictures in rows]
+    several = len(rows) > 1
     try:
-        made = dict(processor(text=[text], images=[list(pictures)], return_tensors="pt"))
+        made = dict(processor(text=texts, images=images, padding=several, return_tensors="pt"))
     except Exception as error:  # with odd sizes it may raise anything
         raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
-    ids = made.pop("input_ids")[0].tolist()
     del made["attention_mask"]
     made.pop("cross_attention_mask", None)  # of the text, see picture_batches.py
-    types = next((name for name in ("mm_token_type_ids", "token_type_ids") if name in made), "")
-    types_of = made.pop(types)[0].tolist() if types else []
-    ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
-    texts = []
-    for k in range(len(pictures)):
-        texts.append(
-            tokenizer.decode(ids[ends[k] + 1 : ends[k + 1]], clean_up_tokenization_spaces=False)
-        )
-    return Room(
-        texts, made, types, {id for id, kind in zip(ids, types_of, strict=False) if kind == 1}
-    )
+    return made
 
 
 @lru_cache(maxsize=2**14)
 def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
-    """(texts, patches) of Room for the pictures of a row, which follow from their sizes alone."""
-    room = process(processor, [Image.new("RGB", size) for size in sizes])
-    return room.texts, room.patches
+    """(the text of the tokens in place of each picture's placeholder, the work that they are for a tower in
+    patches of 14 x 14 pixels) of the pictures of a row, which follow from their sizes alone.
+    """
+    made = process(processor, [[Image.new("RGB", size) for size in sizes]])
+    tokenizer, ids = processor.tokenizer, made["input_ids"][0].tolist()
+    ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
+    texts = []
+    for before, behind in pairwise(ends[: len(sizes) + 1]):
+        inside = ids[before + 1 : behind]
+        texts.append(tokenizer.decode(inside, clean_up_tokenization_spaces=False))
+    return texts, max(1, made["pixel_values"].numel() // PATCH_PIXELS)
 
 
 # --- rows -> tokens
@@ -156,7 +143,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     messages, tools, sources, form = read_pictured(row, form, notes)
     processor = load_processor(rows.processor, tokenizer)
     pictures = sized(sources, where, rows)
-    sizes = [(width, height) for _, width, height in pictures]
+    sizes = tuple((width, height) for _, width, height in pictures)
     if messages[0]["role"] in ("text", "tokens"):
         if sources:
             raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
@@ -166,21 +153,18 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     chats = render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes)
     counts = [chat.text.count(processor.image_token) for chat in chats]
     if max(counts) != len(sources):  # earlier sequences may end before the last picture
-        raise ValueError(
-            f"the chat template writes {max(counts)} of {len(sources)} pictures"
-            " (fix: another --chat_template)"
-        )
+        raise ValueError(NOT_WRITTEN.format(max(counts), len(sources)))
     for chat, places in zip(chats, counts, strict=True):
         patches, end = 0, 0
         whole = chat
         if places:
-            texts, patches = room_of(processor, tuple(sizes[:places]))
+            texts, patches = room_of(processor, sizes[:places])
             whole, end = with_room(chat, processor.image_token, texts)
-            compare(processor, chat.text, encode(tokenizer, whole.text).ids, sizes[:places])
+            compare(processor, tokenizer, chat.text, whole.text, sizes[:places])
         ids, mask = encode_chat(tokenizer, whole)
         if chat.problem and not part.problem:
             part.problem = f"{where}: {chat.problem}"
-        cut = places and len(ids) > rows.seq_len and rows.too_long == "truncate"
+        cut = end and len(ids) > rows.seq_len and rows.too_long == "truncate"
         if cut and len(encode(tokenizer, whole.text[:end]).ids) > rows.seq_len:
             part.dropped[NO_ROOM] += 1
             continue
@@ -227,21 +211,22 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     return chat._replace(text=text, spans=spans), ranges[-1][1]
 
 
-def compare(processor, text: str, ours: list[int], sizes: list[Size]) -> None:
-    """Once in a process: our ids of a row are those that the processor gives for its text and pictures.
-    ValueError: where they differ.
+def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]) -> None:
+    """Once in a process: the ids of a whole text are those that the processor gives for the text with
+    placeholders, and pictures. ValueError: where they differ.
     """
     if getattr(processor, "compared", False) or HIDDEN.search(text):
         return
     processor.compared = True
     blanks = [Image.new("RGB", size) for size in sizes]
-    theirs = processor(text=[text], images=[blanks], add_special_tokens=False)["input_ids"][0]
-    if list(theirs) != ours:
-        same = len(os.path.commonprefix([list(theirs), ours]))
+    made = processor(text=[text], images=[blanks], add_special_tokens=False)
+    ours, theirs = encode(tokenizer, whole).ids, list(made["input_ids"][0])
+    if theirs != ours:
+        same = len(os.path.commonprefix([theirs, ours]))
         raise ValueError(
             f"the model's processor gives {len(theirs)} tokens, and here are {len(ours)}; they differ from"
-            f" token {same} on: {processor.tokenizer.decode(theirs[same : same + 5])!r},"
-            f" {processor.tokenizer.decode(ours[same : same + 5])!r}"
+            f" token {same} on: {tokenizer.decode(theirs[same : same + 5])!r},"
+            f" {tokenizer.decode(ours[same : same + 5])!r}"
         )
 
 
@@ -263,11 +248,7 @@ def read_pictured(row: dict, form: str, notes: Counter) -> tuple[Messages, list 
             given += value if isinstance(value, list) else [value]
     if not form and isinstance(row.get("texts"), list):
         form = "texts"
-        row["messages"] = []
-        for i, turn in enumerate(row.pop("texts")):
-            for role in ("user", "assistant"):
-                text = typed(turn, role, str, f"texts[{i}].")
-                row["messages"].append({"role": role, "content": text})
+        row["messages"] = turns_of_texts(row.pop("texts"))
     in_texts: list = []  # the sources of parts; None: the next of those given
     for key in ("messages", "conversations", "prompt", "completion"):
         if isinstance(row.get(key), list):
@@ -294,6 +275,15 @@ def read_pictured(row: dict, form: str, notes: Counter) -> tuple[Messages, list 
         raise ValueError("a picture in a turn of the assistant, which writes none")
     rest = iter(given)
     return messages, tools, [url_of(next(rest) if s is None else s) for s in in_texts], form
+
+
+def turns_of_texts(texts: list) -> list[dict]:
+    """The turns of a row of the_cauldron."""
+    turns = []
+    for i, turn in enumerate(texts):
+        for role in ("user", "assistant"):
+            turns.append({"role": role, "content": typed(turn, role, str, f"texts[{i}].")})
+    return turns
 
 
 def without_parts(turn: object, at: str, sources: list) -> object:
@@ -324,11 +314,9 @@ def in_parts(messages: Messages) -> Messages:
     found = []
     for message in messages:
         if PLACE in message["content"]:
-            parts = []
-            for piece in re.split(f"({PLACE})", message["content"]):
-                if piece:
-                    text = {"type": "text", "text": piece}
-                    parts.append({"type": "image"} if piece == PLACE else text)
+            pieces = filter(None, re.split(f"({PLACE})", message["content"]))
+            parts = [{"type": "text", "text": piece} for piece in pieces]
+            parts = [{"type": "image"} if part["text"] == PLACE else part for part in parts]
             message = message | {"content": parts}
         found.append(message)
     return found
@@ -357,58 +345,52 @@ def folder_of(where: str, rows) -> str:
     return rows.image_dir or os.path.dirname(re.sub(r"(:| row )\d+$", "", where)) or "."
 
 
-def name_of(source: str) -> str:
-    """A source as errors name it."""
-    return f"picture {source[:80]!r}"
-
-
-def open_picture(source: str, folder: str) -> Image.Image:
-    """The picture, of which only the header is read. ValueError: it leads out of the folder, or on the
-    network, is missing, larger than Pillow's limit, or none.
+def file_of(source: str, folder: str) -> str | io.BytesIO:
+    """The path or the content of a picture. ValueError: it leads out of the folder, or on the network, or is
+    missing.
     """
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(?://)?", source)
     scheme = url[1].lower() if url else ""
     if scheme == "data":
         words, comma, content = source.partition(",")
         if not comma or not words.endswith(";base64"):
-            raise ValueError(f"{name_of(source)}: a data: URL without base64")
-        try:
-            file = io.BytesIO(base64.b64decode(content, validate=True))
-        except ValueError as error:
-            raise ValueError(f"{name_of(source)}: {error}") from None
-    elif scheme not in ("", "file"):
+            raise ValueError("a data: URL without base64")
+        return io.BytesIO(base64.b64decode(content, validate=True))
+    if scheme not in ("", "file"):
         raise ValueError(
-            f"{name_of(source)}: {scheme}: is not fetched while a model trains (fix: download the pictures)"
+            f"{scheme}: is not fetched while a model trains (fix: download the pictures)"
         )
-    else:
-        path = unquote(urlsplit(source).path) if scheme else source
-        root = os.path.realpath(folder)
-        file = os.path.realpath(os.path.join(root, path.replace("\0", "\\0")))
-        if os.path.commonpath([root, file]) != root:
-            raise ValueError(f"{name_of(source)} leads out of {folder} (fix: --image_dir)")
-        if not os.path.isfile(file):
-            raise ValueError(f"{name_of(source)}: no such file in {folder} (fix: --image_dir)")
-    with picture_errors(source):
-        return Image.open(file, formats=FORMATS)
+    path = unquote(urlsplit(source).path) if scheme else source
+    root = os.path.realpath(folder)
+    file = os.path.realpath(os.path.join(root, path))
+    if os.path.commonpath([root, file]) != root:
+        raise ValueError(f"it leads out of {folder} (fix: --image_dir)")
+    if not os.path.isfile(file):
+        raise ValueError(f"no such file in {folder} (fix: --image_dir)")
+    return file
 
 
 @contextmanager
-def picture_errors(source: str) -> Iterator[None]:
-    """Whatever Pillow raises, and its warning of a picture that is too large, becomes a ValueError."""
+def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
+    """The picture, of which only the header is read. ValueError, also while it is used: file_of refuses it,
+    or it is larger than Pillow's limit, broken, or none.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            yield
+            with Image.open(file_of(source, folder), formats=FORMATS) as image:
+                yield image
         except Exception as error:
-            raise ValueError(f"{name_of(source)}: {reason_of_others(error)}") from None
+            why = error if isinstance(error, ValueError) else reason_of_others(error)
+            raise ValueError(f"picture {source[:80]!r}: {why}") from None
 
 
 def size_of(source: str, folder: str) -> Size:
     """The size of a picture once it is turned as its EXIF says. What its file says of itself is checked; no
     pixels are decoded.
     """
-    with open_picture(source, folder) as image, picture_errors(source):
+    with open_picture(source, folder) as image:
         width, height = image.size
         # Pillow turns TIFF by itself, and decodes a PNG to look for EXIF behind its pixels.
         has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
@@ -431,7 +413,7 @@ def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Imag
     """The picture in RGB, turned and scaled. ValueError: its pixels are broken, or it has another size than
     when its tokens were made.
     """
-    with open_picture(source, folder) as image, picture_errors(source):
+    with open_picture(source, folder) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits
             image = image.convert("I").point(lambda value: value / 256).convert("L")

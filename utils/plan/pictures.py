@@ -8,10 +8,11 @@ projector) on fake tensors, module by module.
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from PIL import Image
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ..model.parts import PROJECTOR, tower_layers
 from .replay import Replay, Unit
@@ -74,43 +75,28 @@ class Pictures:
                 PictureTrace(model, dtype).come_to_language(*self.batch(*shape)) for shape in shapes
             ]
         one, two = self.known[key]
-
-        def at(of_one: int, of_two: int) -> int:
-            return of_one + (rows - 1) * (of_two - of_one)
-
-        def segment(a: Segment, b: Segment) -> Segment:
-            return Segment(at(a.peak, b.peak), at(a.rest, b.rest))
-
-        if len(one.calls) == len(two.calls):
-            calls = [
-                replace(
-                    a,
-                    forward=segment(a.forward, b.forward),
-                    backward=segment(a.backward, b.backward),
-                )
-                for a, b in zip(one.calls, two.calls, strict=True)
-            ]
-        else:  # one for each picture
-            calls = one.calls * rows
-        leaves, structure = tree_flatten(one.read)
-        others = tree_leaves(two.read)
-        pairs = zip(leaves, others, strict=True)
-        read = [resized(a, b, tokens, rows, seq_len) for a, b in pairs]
-        size = at(one.bytes, two.bytes)
-        before = Before(model, calls, size, tree_unflatten(read, structure))
-        return PictureBytes(), before
+        if len(one.calls) != len(two.calls):  # one for each picture
+            one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
+        sizes = {"tokens": tokens, "rows": rows, "seq_len": seq_len}
+        return PictureBytes(), tree_map(partial(resized, **sizes), one, two)
 
 
 def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
-    """What the language model is called with, of other rows and tokens, from that of (1, tokens) and of (2,
-    tokens + MORE). Numbers are true, where they are few.
+    """What is of other rows and tokens, a number of bytes or a tensor, from that of (1, tokens) and of (2,
+    tokens + MORE). Numbers in a tensor are true, where they are few.
     """
+
+    def of_rows(of_one: int, of_two: int) -> int:
+        return of_one + (rows - 1) * (of_two - of_one)
+
+    if type(one) is int:
+        return of_rows(one, two)
     if not isinstance(one, torch.Tensor):
         return one
     shape, more = [], []
     for size, other in zip(one.shape, two.shape, strict=True):
         of_tokens = size == tokens and other == tokens + MORE
-        shape.append(seq_len if of_tokens else size + (rows - 1) * (other - size))
+        shape.append(seq_len if of_tokens else of_rows(size, other))
         more = [0, seq_len - size if of_tokens else 0, *more]
     if one.is_floating_point() or math.prod(shape) > 2**26:
         one = one.to("meta")
@@ -123,27 +109,21 @@ def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> o
 def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) -> Pictures:
     """Rows with blank pictures of these sizes (width, height), and next to no words. model: on meta."""
     blanks = [Image.new("RGB", size) for size in sizes]
-    token = 1
-    for name in ("image_token_id", "image_token_index"):
-        token = getattr(model.config, name, None) or token
+    token = model.config.image_token_id
     known = inspect.signature(type(model.base_model).forward).parameters
 
     def features(images: list[Image.Image]) -> dict[str, torch.Tensor]:
         extra = image_processor(images=images, return_tensors="pt")
         return {name: value for name, value in extra.items() if name in known}
 
-    @cache
-    def row() -> torch.Tensor:
-        """(1, t): the tokens of each picture, and one of text, which keeps it from the next."""
-        ids = []
-        for blank in blanks:
-            tokens = PictureTrace(model, torch.float32).tokens(features([blank]))
-            ids += [token] * tokens + [token - 1]
-        return torch.tensor([ids])
+    row = []  # the tokens of each picture, and one of text, which keeps it from the next
+    for blank in blanks:
+        tokens = PictureTrace(model, torch.float32).tokens(features([blank]))
+        row += [token] * tokens + [token - 1]
 
     def rows_of(rows: int) -> SimpleNamespace:
         extra = features(blanks * rows)
-        ids = row().repeat(rows, 1)
+        ids = torch.tensor([row] * rows)
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in known:
                 extra[name] = (ids == token).long()
@@ -152,8 +132,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
     return Pictures(rows_of)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Of a layer of a tower, by its number, or of a projector (-1). backward: with the whole gradients,
     without what was kept.
     """
@@ -176,22 +155,19 @@ class PictureBytes(LiveBytes):
         if not given:  # it makes a tensor: numbers are true, what is computed with is not
             dtype = kwargs.get("dtype") or torch.float32
             is_true = not dtype.is_floating_point or func.overloadpacket is torch.ops.aten.arange
-        if is_true:
-            with unset_fake_temporarily():
-                return super().__torch_dispatch__(func, types, args, kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        with unset_fake_temporarily() if is_true else nullcontext():
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Indices with numbers for a true mask; how many a fake one has, it does not know."""
     found = []
     for index in indices:
-        is_true = isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor)
-        if not is_true or index.dtype != torch.bool:
+        if type(index) is torch.Tensor and index.dtype == torch.bool:
+            with unset_fake_temporarily():
+                found += index.nonzero().unbind(1)
+        else:
             found.append(index)
-            continue
-        with unset_fake_temporarily():
-            found += index.nonzero().unbind(1)
     return found
 
 
@@ -200,7 +176,7 @@ class Reached(Exception):
 
 
 class PictureTrace:
-    """Finds calls, bytes and read of Before, in the forward of a small micro-batch."""
+    """Finds what comes before the language model, in the forward of a small micro-batch."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         """model: on meta, in training mode."""
@@ -225,11 +201,8 @@ class PictureTrace:
         heavy = [*self.large, decoder, self.model.get_output_embeddings()]
         with ExitStack() as stack:
             stack.enter_context(parameters_in(self.dtype, self.model, heavy))
-            idle = {module for found in heavy for module in found.modules()}
-            for module in set(self.model.modules()) - idle:
-                own = (*module._parameters.values(), *module._buffers.values())
-                for tensor in filter(torch.is_tensor, own):
-                    tensor.data.zero_()
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                tensor.data.zero_()  # does nothing on meta
             for module in (*self.large, decoder):
                 module.forward = reach if module is decoder else partial(self.run, module)
                 stack.callback(delattr, module, "forward")
@@ -243,20 +216,19 @@ class PictureTrace:
         width = self.model.config.get_text_config().hidden_size
         return sum(part.numel() for part in features) // width
 
-    def come_to_language(self, ids: torch.Tensor, extra: dict) -> "PictureTrace":
+    def come_to_language(self, ids: torch.Tensor, extra: dict) -> "Before":
         """Run the model, up to its language model, on a micro-batch."""
         live = LiveBytes()
         with self.on_zeros(), live:
             try:
                 self.model.base_model(ids, **extra, use_cache=False)
             except Reached as reached:
-                (self.read,) = reached.args
-        self.bytes = live.live + sum(value.nbytes for value in extra.values())
-        if self.read.get("inputs_embeds") is not None:  # the embedding's
-            key = self.read["inputs_embeds"].untyped_storage()._cdata
-            self.bytes -= live.sizes.get(key, 0)
-        self.graphs.clear()
-        return self
+                (read,) = reached.args
+        kept = live.live + sum(value.nbytes for value in extra.values())
+        if read.get("inputs_embeds") is not None:  # the embedding's
+            key = read["inputs_embeds"].untyped_storage()._cdata
+            kept -= live.sizes.get(key, 0)
+        return Before(self.model, self.calls, kept, read)
 
     def run(self, module: nn.Module, *args, **kwargs):
         """In place of the forward of a large module: zeros like what it gives."""
@@ -281,13 +253,9 @@ class PictureTrace:
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
         """(its forward, its backward, its outputs as meta tensors) of a call of a module."""
         live = PictureBytes()
-        own = next(name for name, module in self.model.named_modules() if module is called)
-        others = []
-        for name, module in self.model.named_modules():
-            is_within = name.startswith(own)
-            holds_it = not name or own.startswith(f"{name}.")
-            if not is_within and not holds_it:
-                others.append(module)
+        inside = {*called.modules()}
+        modules = self.model.modules()
+        others = [module for module in modules if inside.isdisjoint(module.modules())]
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             parameters_in(self.dtype, self.model, others),
@@ -309,8 +277,7 @@ class PictureTrace:
         return live.segments["forward"][0], live.segments["backward"][0], shapes
 
 
-@dataclass(frozen=True, eq=False)
-class Before:
+class Before(NamedTuple):
     """What comes before the language model: calls, in their order; bytes that are kept beside those; read,
     what the language model is called with.
     """
@@ -335,7 +302,7 @@ class Before:
         for call in self.calls:
             if call.layer >= 0:
                 replay.unshard(f"tower {call.layer}", towers[call.layer], True)
-            replay.compute(call.forward if call.trains else replace(call.forward, rest=0))
+            replay.compute(call.forward if call.trains else call.forward._replace(rest=0))
             if call.layer >= 0 and replay.setting.reshard_after_forward:
                 replay.reshard(f"tower {call.layer}", towers[call.layer])
 
@@ -370,12 +337,20 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
     """
     if not (value.is_floating_point() or value.is_meta):
         return value
-    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+    return torch.empty(
+        value.shape,
+        dtype=value.dtype,
+        requires_grad=value.requires_grad,
+    )
 
 
 def meta_like(value: torch.Tensor) -> torch.Tensor:
-    like = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return like.requires_grad_(value.requires_grad)
+    return torch.empty(
+        value.shape,
+        dtype=value.dtype,
+        device="meta",
+        requires_grad=value.requires_grad,
+    )
 
 
 def zeros_like(value: torch.Tensor) -> torch.Tensor:

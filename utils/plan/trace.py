@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -28,8 +29,7 @@ from ..model.sharding import (
 )
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A part of the step. Its bytes are counted from those that are alive when it begins."""
 
     peak: int  # the most at a time
