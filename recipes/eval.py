@@ -241,15 +241,14 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         question = asked[i]
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
         answer = text.rpartition("</think>")[2].strip()  # thoughts are no part of it
-        columns = questions.columns_of([question])
-        found, _ = score(rewards, [question.content], [answer], columns, [question.where], [ids])
+        (scores,) = score(rewards, [question], [answer], [ids])
         return {
             "where": question.where,
             "prompt": question.content,
             "prediction": text,
             "answer": question.columns.get("answer"),
             "tokens": len(ids),
-            "scores": {name: value for name, (value,) in found.items()},
+            "scores": scores,
         }
 
     def results(asker: Asker) -> dict:

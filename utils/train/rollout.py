@@ -10,7 +10,7 @@ B completions of a batch, T tokens, V vocabulary.
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -112,13 +112,15 @@ def draw_all(
     keys: list[tuple[int, ...]],
     sampling: Sampling,
     model: nn.Module,
-    once: Callable,
-    lockstep: bool,
+    found: list[Unit],
+    reshard_after_forward: bool,
     world: World,
 ) -> list[Completion]:
-    """The completions of all prompts, on every rank; see generate. once: a context that gathers layers."""
-    with once():
-        drawn = generate(model, prompts, keys, sampling, world, lockstep)
+    """The completions of all prompts, on every rank; see generate. found: the model's units, which are
+    gathered once; of none, the layers are gathered in each forward.
+    """
+    with gathered(found, reshard_after_forward):
+        drawn = generate(model, prompts, keys, sampling, world, lockstep=not found)
     for of_rank in gather(world, drawn):
         drawn |= of_rank
     return [drawn[i] for i in range(len(prompts))]
@@ -210,16 +212,6 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = [torch.tensor(row) for row in rows]
     return padded(ids, padding_value=pad), padded([torch.ones_like(row) for row in ids])
-
-
-@torch.no_grad()
-def log_probs_of_all(
-    model: nn.Module, batches: list, temperature: float, device: torch.device
-) -> list[torch.Tensor]:
-    """log pi of the tokens (B, T) of each RolloutBatch, on the device."""
-    found = [token_log_probs(model, batch.to(device), temperature) for batch in batches]
-    reshard(model)
-    return found
 
 
 @torch.no_grad()

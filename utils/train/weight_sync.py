@@ -33,7 +33,7 @@ from ..run.distributed import (
 )
 from ..run.errors import ConfigError, check
 from ..run.signals import stop_after_step
-from .rollout import Completion, generate
+from .rollout import Completion
 
 
 class Roles(NamedTuple):
@@ -176,10 +176,7 @@ def ask(
     if request == (None,):
         return []
     send_weights(model, weights, roles)
-    drawn = {}
-    for of_rank in gather(roles.joint, drawn):
-        drawn |= of_rank
-    return [drawn[i] for i in range(len(drawn))]
+    return broadcast(roles.joint, None, source=roles.learners)
 
 
 @contextmanager
@@ -197,14 +194,9 @@ def generators_end(roles: Roles) -> Iterator[None]:
 
 
 def serve(
-    model: nn.Module,
-    weights: list[Weight],
-    once: Callable,
-    lockstep: bool,
-    roles: Roles,
-    timeout: float,
+    draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles, timeout: float
 ) -> None:
-    """Draw what the learners ask for, with their weights, until they end. once, lockstep: see draw_all.
+    """Draw what the learners ask for, with their weights, until they end. draw: draw_all of this model.
     timeout: seconds of a step of the learners, of which the first may take longer.
     """
     set_timeout(max(timeout, START_SECONDS), roles.own.group)
@@ -214,6 +206,4 @@ def serve(
         if request == (None,):
             return
         load_weights(model, receive_weights(weights, roles))
-        with once():
-            drawn = generate(model, *request, roles.own, lockstep)
-        gather(roles.joint, drawn)
+        broadcast(roles.joint, draw(*request), source=roles.learners)
