@@ -424,13 +424,13 @@ def settle_seq_len(cfg: Config, model) -> int:
     return seq_len
 
 
-def ends_of(folder: Path, model, tokenizer) -> set[int]:
+def ends_of(folder: Path, model, tokenizer) -> frozenset[int]:
     """The tokens that end an answer: those that the model's folder names, and the end of a turn."""
     file = folder / "generation_config.json"
     found = read_json(file) if file.exists() else model.config.to_dict()
     named = found.get("eos_token_id")
     named = named if isinstance(named, list) else [named]
-    return {end for end in named if end is not None} | end_of_turn_ids(tokenizer)
+    return frozenset({*named, *end_of_turn_ids(tokenizer)} - {None})
 
 
 def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:

@@ -58,4 +58,9 @@ def rollout_batch(part: list[Rollout], pad_id: int, multiple: int) -> RolloutBat
     drawn[batch.labels != IGNORE] = torch.tensor(log_probs)
     advantages = torch.tensor([[rollout.advantage] for rollout in part])
     weights = torch.tensor([[rollout.weight] for rollout in part])
-    return RolloutBatch(**vars(batch), advantages=advantages, weights=weights, drawn=drawn)
+    return RolloutBatch(
+        **vars(batch),
+        advantages=advantages,
+        weights=weights,
+        drawn=drawn,
+    )
