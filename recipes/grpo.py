@@ -600,14 +600,6 @@ def main(cfg: Config) -> Path:
             ]
             batches = loader.share(rollouts)  # this rank's micro-batches
             rewarded_at = time.monotonic()
-            numbers = reward_means(rewarded) | {
-                "ties": advantages.count(0.0) / len(advantages),
-                "completion_length": fmean(len(c.ids) for c in completions),
-                "truncated": fmean(c.truncated for c in completions),
-                "trained_tokens": sum(len(rollout.ids) for rollout in rollouts),
-                "seconds_drawing": drawn_at - begun_at,
-                "seconds_rewarding": rewarded_at - drawn_at,
-            }
             if world.rank == 0:
                 write_samples(out, step + 1, asked, rewarded, cfg.group_size)
             done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
@@ -661,7 +653,13 @@ def main(cfg: Config) -> Path:
                 token_means(sums),
                 step=done,
                 lr=lr,
-                **numbers,
+                **reward_means(rewarded),
+                ties=advantages.count(0.0) / len(advantages),
+                completion_length=fmean(len(c.ids) for c in completions),
+                truncated=fmean(c.truncated for c in completions),
+                trained_tokens=sum(len(rollout.ids) for rollout in rollouts),
+                seconds_drawing=drawn_at - begun_at,
+                seconds_rewarding=rewarded_at - drawn_at,
                 tokens=int(tokens),
                 peak_memory_gib=peak_bytes / GIB,
             )
@@ -728,16 +726,15 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
 
 def weight_of(cfg: Config, length: int, completions: list[Completion]) -> float:
     """Of each token of a completion of this length, in the loss of all completions."""
-    if (
-        cfg.loss == "grpo"
-    ):  # the mean over completions of their means, https://arxiv.org/abs/2402.03300
-        return 1 / (length * len(completions))
-    if (
-        cfg.loss == "dr_grpo"
-    ):  # no completion counts more for its length, https://arxiv.org/abs/2503.20783
-        return 1 / (cfg.max_new_tokens * len(completions))
-    # dapo, the mean over all tokens: https://arxiv.org/abs/2503.14476
-    return 1 / sum(len(completion.ids) for completion in completions)
+    divisors = {
+        # the mean over completions of their means: https://arxiv.org/abs/2402.03300
+        "grpo": length * len(completions),
+        # no completion counts more for its length: https://arxiv.org/abs/2503.20783
+        "dr_grpo": cfg.max_new_tokens * len(completions),
+        # the mean over all tokens: https://arxiv.org/abs/2503.14476
+        "dapo": sum(len(completion.ids) for completion in completions),
+    }
+    return 1 / divisors[cfg.loss]
 
 
 def policy_loss(

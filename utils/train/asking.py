@@ -3,7 +3,7 @@ kept in a file, by which a start that was killed goes on.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,26 +104,27 @@ class Asker:
                     for i, answer in zip(own, found, strict=True):
                         rows[i] = {"number": i} | judge(i, answer)
                 for of_rank in gather(self.world, rows):
-                    self.write(row for i, row in of_rank.items() if i not in known)
+                    new = [row for i, row in of_rank.items() if i not in known]
+                    self.write(new)
                     known = of_rank | known
                 bar.update(sum(map(len, several)))
         return [known[i] for i in range(len(groups))]
 
-    def write(self, rows: Iterable[dict]) -> None:
+    def write(self, rows: list[dict]) -> None:
         """Add rows to the file."""
         if self.file and self.world.rank == 0:
-            with disk_errors(self.file):
-                with open(self.file, "a", encoding="utf-8") as file:
-                    for row in rows:
-                        line = json.dumps(row, ensure_ascii=False)
-                        file.write(line + "\n")
+            with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
+                for row in rows:
+                    line = json.dumps(row, ensure_ascii=False)
+                    file.write(line + "\n")
 
     def answered(self) -> dict[int, dict]:
         """The rows of the file by number. A kill may have cut the last, which is removed."""
         lines: list[str] = []
         if self.file and self.world.rank == 0 and self.file.exists():
             *lines, _ = self.file.read_text("utf-8").split("\n")
-            replace_file(self.file, "".join(line + "\n" for line in lines))
+            text = "".join(line + "\n" for line in lines)
+            replace_file(self.file, text)
         rows = map(json.loads, broadcast(self.world, lines))
         return {row["number"]: row for row in rows}
 
@@ -135,7 +136,8 @@ def score_batch(model: nn.Module, batch) -> list[tuple[float, int, bool]]:
     tokens = (batch.labels != IGNORE).sum(1)
     likeliest = (values <= 0).all(1)
     sums = -values.abs().sum(1)
-    return list(zip(sums.tolist(), tokens.tolist(), likeliest.tolist(), strict=True))
+    columns = (sums.tolist(), tokens.tolist(), likeliest.tolist())
+    return list(zip(*columns, strict=True))
 
 
 def signed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -89,15 +89,12 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not roles.learns:
             held[name] = (parameter.shape, parameter.dtype, rows_of(parameter, roles))
-    if roles.joint.device.type == "cuda":
-        torch.cuda.set_device(roles.joint.device)
     # Where only some ranks move tensors, NCCL wants a collective of all ranks to have been first.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
     of_ranks = gather(roles.joint, held)
     weights = []
-    for name, (shape, *_) in of_ranks[0].items():
-        stored_shape, dtype, _ = of_ranks[-1][name]
-        assert shape == stored_shape, f"{name}: {shape} is sent and {stored_shape} stored"
+    for name in of_ranks[0]:
+        shape, dtype, _ = of_ranks[-1][name]
         weights.append(Weight(name, shape, dtype, [of_rank[name][-1] for of_rank in of_ranks]))
     return weights
 
@@ -153,7 +150,9 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
 def move_rows(
     operation: Callable, tensor: torch.Tensor, weight: Weight, peers: range, joint: World
 ) -> None:
-    """Send peers the rows that they want of this rank's, or receive those that they have for it."""
+    """Send peers the rows that they want of this rank's, or receive those that they have for it. Each may
+    take as long as set_timeout says.
+    """
     own = weight.rows[joint.rank]
     transfers = []
     for peer in peers:
@@ -162,8 +161,9 @@ def move_rows(
         if begin < end:
             part = tensor[begin - own.start : end - own.start]
             transfers.append(dist.P2POp(operation, part, group=joint.group, group_peer=peer))
+    backend = (joint.group or dist.group.WORLD)._get_backend(joint.device)
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
-        work.wait()
+        work.wait(backend.options._timeout)
 
 
 def ask(
