@@ -305,8 +305,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Which of several texts goes on from a prompt, by log-likelihood; acc_norm: by that for each byte."""
     questions = load_questions(rows, tokenizer)
-    is_plain = cfg.format == "completion" or tokenizer.template_name == "built-in plain"
-    groups, right = zip(*choices_of(questions, tokenizer, is_plain, rows.seq_len), strict=True)
+    groups, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
 
     def judge(i: int, scores: list) -> dict:
         log_probs = [log_prob for log_prob, _, _ in scores]

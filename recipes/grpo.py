@@ -364,7 +364,7 @@ def main(cfg: Config) -> Path:
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, force=cfg.force)
-        gathers, rollout_text = plan_rollout(
+        gathers, plan = plan_rollout(
             setting,
             plan,
             world,
@@ -409,7 +409,7 @@ def main(cfg: Config) -> Path:
         f" {cfg.batch_size} x {learners} ranks x {micro_batches} micro-batches; {steps} steps"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
-    print0(f"{plan.text}\n{rollout_text}", ready=True)
+    print0(plan.text, ready=True)
     if roles:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on learners and generators are among themselves

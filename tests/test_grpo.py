@@ -251,7 +251,7 @@ def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files,
 
 
 def train_in_lockstep(world, flags):
-    grpo.plan_rollout = lambda *args: (False, "rollout   gathered in each forward")
+    grpo.plan_rollout = lambda setting, plan, *args: (False, plan)
     return grpo.main(grpo.Config(**flags, batch_size=3))
 
 

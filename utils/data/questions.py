@@ -103,14 +103,19 @@ def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
     return draw(questions)
 
 
+def is_plain(content: str | list[dict], tokenizer, rows: Rows) -> bool:
+    """Whether it is asked as it stands, and is no turn of a chat."""
+    chats = rows.format != "completion" and tokenizer.template_name != "built-in plain"
+    return isinstance(content, str) and not chats
+
+
 def add_question(part: Part, asked: list, tokenizer, where: str, row: dict, rows: Rows) -> None:
     """Add a row to `part`, and to `asked` what else it has. ValueError: what is wrong with it."""
     names = parse_columns(rows.columns)
     part.columns |= row.keys() & names.values()
     row, _ = renamed(row, names)
     content, tools, answer = turns_of(row)
-    is_plain = rows.format == "completion" or tokenizer.template_name == "built-in plain"
-    if is_plain and isinstance(content, str):
+    if is_plain(content, tokenizer, rows):
         bos = [tokenizer.bos_token_id] * adds_bos(tokenizer)
         ids = bos + encode(tokenizer, hidden(tokenizer, content)).ids
     else:

@@ -166,15 +166,11 @@ def move_rows(
         work.wait(backend.options._timeout)
 
 
-def ask(
-    *request, model: nn.Module | None = None, weights: list[Weight] = (), roles: Roles
-) -> list[Completion]:
+def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list[Completion]:
     """The completions that the generators draw with this learner's weights: request is (prompts, keys,
-    sampling), see rollout.generate; None: they end. All learners call it alike.
+    sampling), see rollout.generate. All learners call it alike.
     """
     broadcast(roles.joint, request)
-    if request == (None,):
-        return []
     send_weights(model, weights, roles)
     return broadcast(roles.joint, None, source=roles.learners)
 
@@ -188,9 +184,9 @@ def generators_end(roles: Roles) -> Iterator[None]:
         yield
     except ConfigError as error:
         if error.agreed:
-            ask(None, roles=roles)
+            broadcast(roles.joint, None)
         raise
-    ask(None, roles=roles)
+    broadcast(roles.joint, None)
 
 
 def serve(
@@ -203,7 +199,7 @@ def serve(
     while True:
         request = broadcast(roles.joint, None)
         stop_after_step()  # from now on a signal stops the learners, and they end this
-        if request == (None,):
+        if request is None:
             return
         load_weights(model, receive_weights(weights, roles))
         broadcast(roles.joint, draw(*request), source=roles.learners)
