@@ -234,7 +234,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     questions = load_questions(replace(rows, seq_len=longest), tokenizer)
     rewards = parse_rewards(cfg.match, "--match")
     check_columns(rewards, questions.names)
-    asked = [questions[i] for i in range(len(questions))]
+    asked = list(questions)
     prompts = [scored(question.ids, len(question.ids)) for question in asked]
 
     def judge(i: int, ids: list[int]) -> dict:

@@ -492,13 +492,17 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     reference = None  # what the model was at the start; beside adapters it is the base without them
+    freeze = partial(
+        frozen_copy,
+        mesh=mesh,
+        dtype=DTYPES[cfg.dtype],
+        device=world.device,
+        cpu_offload=cfg.cpu_offload,
+    )
     if judge and learns:
-        judge.load(mesh, world, cfg.cpu_offload)
+        judge.model = freeze(judge.model, judge.pieces)
     if cfg.kl_beta and not lora and learns:
-        copied = build_model(source.config, DTYPES[cfg.dtype], attn, trust)
-        reference = frozen_copy(
-            copied, pieces, mesh, DTYPES[cfg.dtype], world.device, cfg.cpu_offload
-        )
+        reference = freeze(build_model(source.config, DTYPES[cfg.dtype], attn, trust), pieces)
     sampling = Sampling(
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
@@ -656,7 +660,7 @@ def main(cfg: Config) -> Path:
                 **reward_means(rewarded),
                 ties=advantages.count(0.0) / len(advantages),
                 completion_length=fmean(len(c.ids) for c in completions),
-                truncated=fmean(c.truncated for c in completions),
+                truncated=fmean(c.ids[-1] not in sampling.end_ids for c in completions),
                 trained_tokens=sum(len(rollout.ids) for rollout in rollouts),
                 seconds_drawing=drawn_at - begun_at,
                 seconds_rewarding=rewarded_at - drawn_at,

@@ -42,8 +42,7 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[E
     ConfigError for up to ten rows that are wrong, or longer than rows.seq_len.
     """
     found, part = [], Part()
-    for i in range(len(questions)):
-        question = questions[i]
+    for question in questions:
         choices = question.columns.get("choices")
         answer = question.columns.get("answer")
         try:

@@ -166,7 +166,7 @@ def evaluate(
     """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see rollout.py;
     reward: reward_all with its settings.
     """
-    asked = [questions[i] for i in range(len(questions))]
+    asked = list(questions)
     keys = [(place,) for place in range(len(asked))]
     completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
     return reward_means(reward(asked, completions, group_size=1), "eval_")
