@@ -234,22 +234,21 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     questions = load_questions(replace(rows, seq_len=longest), tokenizer)
     rewards = parse_rewards(cfg.match, "--match")
     check_columns(rewards, questions.names)
-    asked = [questions[i] for i in range(len(questions))]
+    asked = list(questions)
     prompts = [scored(question.ids, len(question.ids)) for question in asked]
 
     def judge(i: int, ids: list[int]) -> dict:
         question = asked[i]
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
         answer = text.rpartition("</think>")[2].strip()  # thoughts are no part of it
-        columns = questions.columns_of([question])
-        found, _ = score(rewards, [question.content], [answer], columns, [question.where], [ids])
+        (scores,) = score(rewards, [question], [answer], [ids])
         return {
             "where": question.where,
             "prompt": question.content,
             "prediction": text,
             "answer": question.columns.get("answer"),
             "tokens": len(ids),
-            "scores": {name: value for name, (value,) in found.items()},
+            "scores": scores,
         }
 
     def results(asker: Asker) -> dict:
@@ -306,8 +305,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Which of several texts goes on from a prompt, by log-likelihood; acc_norm: by that for each byte."""
     questions = load_questions(rows, tokenizer)
-    is_plain = cfg.format == "completion" or tokenizer.template_name == "built-in plain"
-    groups, right = zip(*choices_of(questions, tokenizer, is_plain, rows.seq_len), strict=True)
+    groups, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
 
     def judge(i: int, scores: list) -> dict:
         log_probs = [log_prob for log_prob, _, _ in scores]
@@ -425,13 +423,13 @@ def settle_seq_len(cfg: Config, model) -> int:
     return seq_len
 
 
-def ends_of(folder: Path, model, tokenizer) -> set[int]:
+def ends_of(folder: Path, model, tokenizer) -> frozenset[int]:
     """The tokens that end an answer: those that the model's folder names, and the end of a turn."""
     file = folder / "generation_config.json"
     found = read_json(file) if file.exists() else model.config.to_dict()
     named = found.get("eos_token_id")
     named = named if isinstance(named, list) else [named]
-    return {end for end in named if end is not None} | end_of_turn_ids(tokenizer)
+    return frozenset({*named, *end_of_turn_ids(tokenizer)} - {None})
 
 
 def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:

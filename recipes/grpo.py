@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
@@ -32,7 +33,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from utils.data.batches import GlobalBatches
 from utils.data.examples import (
     Rows,
     load_data,
@@ -48,7 +48,7 @@ from utils.data.rewards import (
     reward_means,
     write_samples,
 )
-from utils.data.rollouts import Rollout, rollout_batches
+from utils.data.rollouts import Rollout, RolloutBatches
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
@@ -102,9 +102,7 @@ from utils.train.rollout import (
     Completion,
     Sampling,
     draw_all,
-    gathered,
     log_probs_at_start,
-    log_probs_of_all,
     token_means,
     token_sums,
 )
@@ -366,7 +364,7 @@ def main(cfg: Config) -> Path:
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, force=cfg.force)
-        gathers, rollout_text = plan_rollout(
+        gathers, plan = plan_rollout(
             setting,
             plan,
             world,
@@ -393,10 +391,11 @@ def main(cfg: Config) -> Path:
             from utils.train.resume import check_facts
 
             check_facts(earlier.state, facts, cfg.allow_new_data)
-        loader = GlobalBatches(examples, cfg.seed, cfg.global_batch_size, 1, 0, 1, 0)
+        shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
+        loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *shares)
         # On a GPU kernels are chosen, or compiled, for each length.
-        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
-        shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer), multiple)
+        if world.gpu_name and cfg.seq_len % 64 == 0:
+            loader.multiple = 64
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -410,7 +409,7 @@ def main(cfg: Config) -> Path:
         f" {cfg.batch_size} x {learners} ranks x {micro_batches} micro-batches; {steps} steps"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
-    print0(f"{plan.text}\n{rollout_text}", ready=True)
+    print0(plan.text, ready=True)
     if roles:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on learners and generators are among themselves
@@ -493,13 +492,17 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     reference = None  # what the model was at the start; beside adapters it is the base without them
+    freeze = partial(
+        frozen_copy,
+        mesh=mesh,
+        dtype=DTYPES[cfg.dtype],
+        device=world.device,
+        cpu_offload=cfg.cpu_offload,
+    )
     if judge and learns:
-        judge.load(mesh, world, cfg.cpu_offload)
+        judge.model = freeze(judge.model, judge.pieces)
     if cfg.kl_beta and not lora and learns:
-        copied = build_model(source.config, DTYPES[cfg.dtype], attn, trust)
-        reference = frozen_copy(
-            copied, pieces, mesh, DTYPES[cfg.dtype], world.device, cfg.cpu_offload
-        )
+        reference = freeze(build_model(source.config, DTYPES[cfg.dtype], attn, trust), pieces)
     sampling = Sampling(
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
@@ -508,14 +511,26 @@ def main(cfg: Config) -> Path:
         batch_size=cfg.generate_batch_size,
     )
     scores = judge and partial(judge.scores, cfg.batch_size, cfg.reward_model_weight, world)
-    once = partial(gathered, found, cfg.reshard_after_forward) if gathers else nullcontext
-    draw = partial(draw_all, model=model, once=once, lockstep=not gathers, world=world)
+    reward = partial(
+        reward_all,
+        rewards,
+        tokenizer=tokenizer,
+        world=world,
+        scores=scores,
+    )
+    draw = partial(
+        draw_all,
+        model=model,
+        found=found if gathers else [],
+        reshard_after_forward=cfg.reshard_after_forward,
+        world=world,
+    )
     if roles:
         weights = plan_weights(model, roles)
+        if not learns:
+            serve(draw, model, weights, roles, cfg.timeout)
+            return out
         draw = partial(ask, model=model, weights=weights, roles=roles)
-    if not learns:
-        serve(model, weights, once, not gathers, roles, cfg.timeout)
-        return out
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
@@ -573,19 +588,12 @@ def main(cfg: Config) -> Path:
                 started = time.monotonic()
             set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
             begun_at = time.monotonic()
-            questions = [examples[row] for row in loader.rows_of(step)]
-            keys = [
-                (cfg.seed, step, place, sample)
-                for place in range(len(questions))
-                for sample in range(cfg.group_size)
-            ]
-            asked = [q for q in questions for _ in range(cfg.group_size)]
+            asked = [examples[row] for row in loader.rows_of(step) for _ in range(cfg.group_size)]
+            # Each completion's random numbers follow from these: see generate.
+            keys = [(cfg.seed, step, *divmod(i, cfg.group_size)) for i in range(len(asked))]
             completions = draw([q.ids for q in asked], keys, sampling)
             drawn_at = time.monotonic()
-            given = [completion.ids for completion in completions]
-            rewarded = reward_all(
-                rewards, examples, asked, given, cfg.group_size, tokenizer, world, scores
-            )
+            rewarded = reward(asked, completions, group_size=cfg.group_size)
             advantages = advantages_of(cfg, [one["reward"] for one in rewarded])
             rollouts = [
                 Rollout(
@@ -594,16 +602,8 @@ def main(cfg: Config) -> Path:
                 for q, c, a in zip(asked, completions, advantages, strict=True)
                 if a or cfg.kl_beta  # where all are alike there is nothing to learn
             ]
-            batches = rollout_batches(rollouts, *shares)
+            batches = loader.share(rollouts)  # this rank's micro-batches
             rewarded_at = time.monotonic()
-            numbers = reward_means(rewarded) | {
-                "ties": advantages.count(0.0) / len(advantages),
-                "completion_length": sum(map(len, given)) / len(given),
-                "truncated": sum(c.truncated for c in completions) / len(completions),
-                "trained_tokens": sum(len(rollout.ids) for rollout in rollouts),
-                "seconds_drawing": drawn_at - begun_at,
-                "seconds_rewarding": rewarded_at - drawn_at,
-            }
             if world.rank == 0:
                 write_samples(out, step + 1, asked, rewarded, cfg.group_size)
             done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
@@ -615,10 +615,8 @@ def main(cfg: Config) -> Path:
             lr = cfg.lr * min(1.0, (step + 1) / max(1, warmup)) * decay[cfg.schedule]
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            losses, norms, sums = [], [], []
-            old = None  # log-probabilities before the first update
-            if cfg.epochs_per_rollout > 1:
-                old = log_probs_of_all(model, batches, cfg.temperature, world.device)
+            norms, sums = [], []
+            old = []  # log pi of each micro-batch's tokens before the first update
             for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
                 last_of_update = number % len(batches) == 0
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or last_of_update)
@@ -628,24 +626,25 @@ def main(cfg: Config) -> Path:
                     start = log_probs_at_start(model, reference, batch, cfg.temperature)
                 # (B, T): log pi of each token now, and when it was drawn
                 now = token_log_probs(model, batch, cfg.temperature)
-                before = now.detach() if old is None else old[(number - 1) % len(batches)]
+                if number <= len(batches):
+                    old.append(now.detach())
+                before = old[(number - 1) % len(batches)]
                 summed = token_sums(
                     batch, before, *policy_loss(cfg, now, before, start, batch.advantages)
                 )
                 # FSDP divides by the ranks; weights divide by what the global batch has
                 scaler.scale(summed[0] * world.size).backward()
-                losses.append(summed[0].detach())
                 sums.append(summed.detach())
                 if last_of_update:
                     scaler.unscale_(optimizer)
                     grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device
-                    total_loss = sum_on_device(torch.stack(losses[-len(batches) :]).sum(), mesh)
-                    finite = (total_loss.to(grad_norm.device) + grad_norm).isfinite()
-                    optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
+                    # 1: this step changes nothing. A loss that is not finite has no finite gradients.
+                    optimizer.found_inf = (~grad_norm.isfinite()).float()
                     scaler.step(optimizer)  # in fp16 all ranks leave it out where one overflows
                     scaler.update()
                     optimizer.zero_grad()
                     norms.append(grad_norm)
+            losses = [summed[0] for summed in sums]
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             peak_bytes = peak_memory_bytes()  # where most is alive
             done = step + 1
@@ -658,7 +657,13 @@ def main(cfg: Config) -> Path:
                 token_means(sums),
                 step=done,
                 lr=lr,
-                **numbers,
+                **reward_means(rewarded),
+                ties=advantages.count(0.0) / len(advantages),
+                completion_length=fmean(len(c.ids) for c in completions),
+                truncated=fmean(c.ids[-1] not in sampling.end_ids for c in completions),
+                trained_tokens=sum(len(rollout.ids) for rollout in rollouts),
+                seconds_drawing=drawn_at - begun_at,
+                seconds_rewarding=rewarded_at - drawn_at,
                 tokens=int(tokens),
                 peak_memory_gib=peak_bytes / GIB,
             )
@@ -671,10 +676,7 @@ def main(cfg: Config) -> Path:
             if profiler:
                 profiler.step()
             if evals:
-                log.step(
-                    step=done,
-                    **evaluate(held_out, rewards, draw, sampling, tokenizer, world, scores),
-                )
+                log.step(step=done, **evaluate(held_out, draw, sampling, reward))
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves:
@@ -728,16 +730,15 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
 
 def weight_of(cfg: Config, length: int, completions: list[Completion]) -> float:
     """Of each token of a completion of this length, in the loss of all completions."""
-    if (
-        cfg.loss == "grpo"
-    ):  # the mean over completions of their means, https://arxiv.org/abs/2402.03300
-        return 1 / (length * len(completions))
-    if (
-        cfg.loss == "dr_grpo"
-    ):  # no completion counts more for its length, https://arxiv.org/abs/2503.20783
-        return 1 / (cfg.max_new_tokens * len(completions))
-    # dapo, the mean over all tokens: https://arxiv.org/abs/2503.14476
-    return 1 / sum(len(completion.ids) for completion in completions)
+    divisors = {
+        # the mean over completions of their means: https://arxiv.org/abs/2402.03300
+        "grpo": length * len(completions),
+        # no completion counts more for its length: https://arxiv.org/abs/2503.20783
+        "dr_grpo": cfg.max_new_tokens * len(completions),
+        # the mean over all tokens: https://arxiv.org/abs/2503.14476
+        "dapo": sum(len(completion.ids) for completion in completions),
+    }
+    return 1 / divisors[cfg.loss]
 
 
 def policy_loss(

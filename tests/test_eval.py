@@ -345,7 +345,7 @@ def harness(recorded, world=ALONE):
     def batch_of(rows: list):
         return collate(rows or [scored([0], 1)], 0, 1)
 
-    asker = Asker(add_chunked_loss(model).eval(), world, batch_of, 4, {2}, 0, None)
+    asker = Asker(add_chunked_loss(model).eval(), world, batch_of, 4, frozenset({2}), 0, None)
     return harness_of(object, tokenizer, asker, recorded["max_length"] + 1, 256)
 
 

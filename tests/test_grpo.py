@@ -30,6 +30,7 @@ from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
 from utils.train.reward_model import open_reward_model
 from utils.train.rollout import Sampling, generate
+from utils.train.trained_run import frozen_copy
 
 slow = pytest.mark.slow
 STEPS = 3
@@ -251,7 +252,7 @@ def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files,
 
 
 def train_in_lockstep(world, flags):
-    grpo.plan_rollout = lambda *args: (False, "rollout   gathered in each forward")
+    grpo.plan_rollout = lambda setting, plan, *args: (False, plan)
     return grpo.main(grpo.Config(**flags, batch_size=3))
 
 
@@ -312,7 +313,9 @@ def test_models_that_do_not_train_hold_only_their_shards_between_two_uses(judge)
 def kinds_of_parameters(world, folder):
     found = open_reward_model(folder, torch.float32, world, False)
     mesh = build_mesh(world)
-    found.load(mesh, world, False)
+    found.model = frozen_copy(
+        found.model, found.pieces, mesh, torch.float32, world.device, cpu_offload=False
+    )
     assert len(found.scores(2, 1.0, world, ["a", "b", "c"], ["d", "e f", ""])) == 3
     return {type(p.data).__name__ for p in found.model.parameters()}
 

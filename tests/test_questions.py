@@ -104,8 +104,8 @@ def test_a_last_answer_becomes_a_column_and_columns_are_complete_lists(tokenizer
     ]
     found = load(tokenizer, tmp_path / "rows.jsonl", rows)
     assert found.names == {"answer", "level", "label", "weight", "chosen"}
-    columns = found.columns_of([found[i] for i in (2, 0, 1)])
-    assert columns == {
+    asked = [found[i].columns for i in (2, 0, 1)]
+    assert {name: [columns[name] for columns in asked] for name in found.names} == {
         "answer": [None, "A", "own"],
         "level": [None, 3, None],
         "label": [True, None, None],

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from utils.data.rewards import check_columns, parse_rewards, score
+from utils.data.questions import Question
+from utils.data.rewards import check_columns, parse_rewards, score, weighted_sum
 from utils.run.errors import ConfigError
 
 RULES = """
@@ -73,9 +74,15 @@ def rules(tmp_path):
 
 def scores(flag, completions, prompts=None, **columns):
     prompts = prompts or ["p"] * len(completions)
-    where = [f"rows.jsonl:{i + 1}" for i in range(len(completions))]
+    asked = []
+    for i, prompt in enumerate(prompts):
+        own = {name: values[i] for name, values in columns.items()}
+        asked.append(Question([], prompt, own, f"rows.jsonl:{i + 1}"))
     ids = [[*text.encode()] for text in completions]
-    return score(parse_rewards(flag), prompts, completions, columns, where, ids)
+    rewards = parse_rewards(flag)
+    rows = score(rewards, asked, completions, ids)
+    found = {reward.name: [row[reward.name] for row in rows] for reward in rewards}
+    return found, [weighted_sum(rewards, row) for row in rows]
 
 
 def given(flag, completions, **columns):

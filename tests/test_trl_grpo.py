@@ -56,7 +56,7 @@ def step(name: str, batch_size: int):
     clips = {"clip_low": rollouts.CLIP_LOW, "clip_high": rollouts.CLIP_HIGH}
     cfg = grpo.Config(loss=loss_name, kl_beta=beta, **sizes, **clips)
     rows = rollouts.completions()
-    all_of_step = [Completion(row.ids, [], False) for row in rows]
+    all_of_step = [Completion(row.ids, []) for row in rows]
     weights = [grpo.weight_of(cfg, len(row.ids), all_of_step) for row in rows]
     policy = ready(oracle.policy_and_reference()[0])
     old, start = RECORDED["log_probs"]["old"], RECORDED["log_probs"]["reference"]

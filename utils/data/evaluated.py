@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ..run.errors import ConfigError
 from ..run.units import IGNORE
 from .chats import encode_plain
-from .encode import MOST_FAULTS
+from .encode import Part, Rows
 from .examples import Example
-from .questions import Question, Questions
+from .questions import Question, Questions, is_plain
 from .tokens import encode, hidden
 
 
@@ -35,19 +34,17 @@ def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, 
         yield max(0, end - seq_len), first, end
 
 
-def choices_of(
-    questions: Questions, tokenizer, is_plain: bool, seq_len: int
-) -> list[tuple[list[Example], int]]:
+def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[Example], int]]:
     """For each question its choices, as sequences of prompt and choice of which the choice is scored, without
     an end of text or turn; and the number of the right one.
 
-    is_plain: texts are not turns of a chat. Columns: choices, texts that go on from the prompt as they stand;
-    answer, the right one or its number. ConfigError for up to ten rows that are wrong, or longer than
-    seq_len.
+    Columns: choices, texts that go on from the prompt as they stand; answer, the right one or its number.
+    ConfigError for up to ten rows that are wrong, or longer than rows.seq_len.
     """
-    found, faults = [], []
-    for question in (questions[i] for i in range(len(questions))):
-        choices, answer = question.columns.get("choices"), question.columns.get("answer")
+    found, part = [], Part()
+    for question in questions:
+        choices = question.columns.get("choices")
+        answer = question.columns.get("answer")
         try:
             if not isinstance(choices, list) or len(choices) < 2 or not all(choices):
                 raise ValueError("choices: expected two texts or more")
@@ -56,26 +53,24 @@ def choices_of(
                 raise ValueError(
                     f"answer: {answer!r:.60} is no choice, nor the number of one, from 0"
                 )
-            sequences = [
-                continued(question, str(choice), tokenizer, is_plain) for choice in choices
-            ]
+            sequences = [continued(question, str(choice), tokenizer, rows) for choice in choices]
             longest = max(len(sequence.ids) for sequence in sequences)
-            if longest > seq_len:
-                raise ValueError(f"{longest:,} tokens, and --seq_len is {seq_len}")
+            if longest > rows.seq_len:
+                raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")
             found.append((sequences, right))
         except ValueError as fault:
-            faults.append(f"{question.where}: {fault}")
-    if faults:
-        more = len(faults) - MOST_FAULTS
-        raise ConfigError(faults[:MOST_FAULTS] + [f"and {more:,} more"] * (more > 0))
+            part.bad.append((question.where, str(fault)))
+    if part.bad:
+        part.close(rows)  # raises
     return found
 
 
-def continued(question: Question, choice: str, tokenizer, is_plain: bool) -> Example:
+def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example:
     """The prompt of a question and one of its choices; see choices_of."""
-    if is_plain and isinstance(question.content, str):
+    if is_plain(question.content, tokenizer, rows):
         prompt = {"role": "text", "content": question.content, "weight": 0}
-        ids, mask = encode_plain(tokenizer, [prompt, prompt | {"content": choice, "weight": 1}])
+        answer = prompt | {"content": choice, "weight": 1}
+        ids, mask = encode_plain(tokenizer, [prompt, answer])
         ids = ids if tokenizer.eos_token_id is None else ids[:-1]
         return scored(ids, mask.find(1), question.where)
     ids = question.ids + encode(tokenizer, hidden(tokenizer, choice)).ids

@@ -33,7 +33,7 @@ NO_COLUMNS = {"prompt", "messages", *BESIDE}
 class Question(NamedTuple):
     ids: list[int]
     content: str | list[dict]  # a text, or messages, as the row has it
-    columns: dict[str, object]  # what else the row has
+    columns: dict[str, object]  # what else rows have; None: this one does not
     where: str
 
 
@@ -48,7 +48,8 @@ class Questions(Examples):
     def __getitem__(self, i: int) -> Question:
         row = i if self.rows is None else self.rows[i]
         ids = self.ids[self.bounds[row] : self.bounds[row + 1]].tolist()
-        return Question(ids, *self.asked[row], self.where[row])
+        content, columns = self.asked[row]
+        return Question(ids, content, dict.fromkeys(self.names) | columns, self.where[row])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -60,10 +61,6 @@ class Questions(Examples):
     def names(self) -> set[str]:
         """The names of all columns."""
         return {name for _, columns in self.asked for name in columns}
-
-    def columns_of(self, questions: Sequence[Question]) -> dict[str, list]:
-        """Each column of some questions; None where a row does not have it."""
-        return {name: [q.columns.get(name) for q in questions] for name in self.names}
 
 
 def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
@@ -106,14 +103,19 @@ def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
     return draw(questions)
 
 
+def is_plain(content: str | list[dict], tokenizer, rows: Rows) -> bool:
+    """Whether it is asked as it stands, and is no turn of a chat."""
+    chats = rows.format != "completion" and tokenizer.template_name != "built-in plain"
+    return isinstance(content, str) and not chats
+
+
 def add_question(part: Part, asked: list, tokenizer, where: str, row: dict, rows: Rows) -> None:
     """Add a row to `part`, and to `asked` what else it has. ValueError: what is wrong with it."""
     names = parse_columns(rows.columns)
     part.columns |= row.keys() & names.values()
     row, _ = renamed(row, names)
     content, tools, answer = turns_of(row)
-    is_plain = rows.format == "completion" or tokenizer.template_name == "built-in plain"
-    if is_plain and isinstance(content, str):
+    if is_plain(content, tokenizer, rows):
         bos = [tokenizer.bos_token_id] * adds_bos(tokenizer)
         ids = bos + encode(tokenizer, hidden(tokenizer, content)).ids
     else:

@@ -91,41 +91,38 @@ def check_columns(rewards: list[Reward], names: set[str]) -> None:
 
 
 def score(
-    rewards: list[Reward],
-    prompts: list,
-    completions: list[str],
-    columns: dict[str, list],
-    where: list[str],
-    completion_ids: list[list[int]],
-) -> tuple[dict[str, list[float | None]], list[float]]:
-    """(what each reward gives, by its name; the weighted sums) for n completions.
+    rewards: list[Reward], asked: list[Question], texts: list[str], ids: list[list[int]]
+) -> list[dict[str, float | None]]:
+    """What each reward gives, by its name, for each of n completions, of which texts and ids are known.
 
-    prompts: texts, or messages, whose completions become messages too, as in TRL. where: the rows, for
-    errors. None counts as 0 in the sum. ConfigError names reward, row and completion where a function raises,
-    or gives NaN or another number of values.
+    asked: the question of each. Completions become messages where prompts are, as in TRL. ConfigError names
+    reward, row and completion where a function raises, or gives NaN or another number of values.
     """
-    shown = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, completions, strict=True)
+    given = {name: [question.columns[name] for question in asked] for name in asked[0].columns}
+    given["prompts"] = [question.content for question in asked]
+    given["completions"] = [
+        text if isinstance(question.content, str) else [{"role": "assistant", "content": text}]
+        for question, text in zip(asked, texts, strict=True)
     ]
-    given = {"prompts": prompts, "completions": shown, "completion_ids": completion_ids}
-    found, sums = {}, [0.0] * len(prompts)
-    for reward in rewards:
-        values = values_of(reward, columns | given, where)
-        found[reward.name] = values
-        sums = [sums[i] + reward.weight * (value or 0) for i, value in enumerate(values)]
-    return found, sums
+    given["completion_ids"] = ids
+    where = [question.where for question in asked]
+    found = {reward.name: values_of(reward, given, where) for reward in rewards}
+    return [{name: values[i] for name, values in found.items()} for i in range(len(asked))]
+
+
+def weighted_sum(rewards: list[Reward], values: dict[str, float | None]) -> float:
+    """Of what each reward gives for a completion; None counts as 0."""
+    return sum(reward.weight * (values[reward.name] or 0) for reward in rewards)
 
 
 def reward_all(
     rewards: list[Reward],
-    questions: Questions,
     asked: list[Question],
-    completions: list[list[int]],
+    completions: list,
     group_size: int,
     tokenizer,
     world: World,
-    scores: Callable | None = None,
+    scores: Callable | None,
 ) -> list[dict]:
     """For each completion its `text`, what each reward gives, and their weighted sum `reward`; on every rank.
 
@@ -133,26 +130,19 @@ def reward_all(
     scores those of some questions, each question's in one call. scores: (prompts, texts) -> the weighted
     score of each by a reward model, for which all ranks work together.
     """
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    ids = [completion.ids for completion in completions]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     own: dict[int, dict] = {}
     with together(world):
         starts = range(0, len(asked), group_size)
         for start in starts[world.rank :: world.size]:
             part = slice(start, start + group_size)
-            by_name, sums = score(
-                rewards,
-                [question.content for question in asked[part]],
-                texts[part],
-                questions.columns_of(asked[part]),
-                [question.where for question in asked[part]],
-                completions[part],
-            )
-            columns = {"text": texts[part], **by_name, "reward": sums}
-            for i, row in enumerate(zip(*columns.values(), strict=True), start):
-                own[i] = dict(zip(columns, row, strict=True))
+            own |= enumerate(score(rewards, asked[part], texts[part], ids[part]), start)
     for of_rank in gather(world, own):
         own |= of_rank
-    found = [own[i] for i in range(len(asked))]
+    found = []
+    for i, text in enumerate(texts):
+        found.append({"text": text, **own[i], "reward": weighted_sum(rewards, own[i])})
     if scores:
         for one, value in zip(found, scores([q.content for q in asked], texts), strict=True):
             one |= {"model": value, "reward": one["reward"] + value}
@@ -171,21 +161,15 @@ def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
 
 
 def evaluate(
-    questions: Questions,
-    rewards: list[Reward],
-    draw: Callable,
-    sampling: object,
-    tokenizer,
-    world: World,
-    scores: Callable | None = None,
+    questions: Questions, draw: Callable, sampling: object, reward: Callable
 ) -> dict[str, float]:
-    """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see rollout.py."""
-    asked = [questions[i] for i in range(len(questions))]
+    """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see rollout.py;
+    reward: reward_all with its settings.
+    """
+    asked = list(questions)
     keys = [(place,) for place in range(len(asked))]
     completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
-    given = [completion.ids for completion in completions]
-    found = reward_all(rewards, questions, asked, given, 1, tokenizer, world, scores)
-    return reward_means(found, "eval_")
+    return reward_means(reward(asked, completions, group_size=1), "eval_")
 
 
 def write_samples(

@@ -1,15 +1,13 @@
 """Completions and their advantages -> this rank's micro-batches, for grpo.py."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..run.units import IGNORE
-from .batches import Batch, collate, deal
-from .examples import Example
+from .batches import Batch, GlobalBatches, collate
+from .evaluated import scored
 
 
 class Rollout(NamedTuple):
@@ -34,41 +32,35 @@ class RolloutBatch(Batch):
     drawn: torch.Tensor | None = None  # (B, T): log-probabilities of the tokens as they were drawn
 
 
-def rollout_batches(
-    rollouts: list[Rollout], batch_size: int, rank: int, ranks: int, pad_id: int, multiple: int
-) -> list[RolloutBatch]:
-    """This rank's micro-batches of all ranks' completions, those of similar length together: equally many on
-    each rank, and at least one, some of them fillers.
-    """
-    lengths = torch.tensor([len(r.prompt) + len(r.ids) for r in rollouts], dtype=torch.int64)
-    shares = deal(lengths, ranks)
-    most_rows = max(1, math.ceil(len(rollouts) / ranks))
-    share = [rollouts[i] for i in shares[rank]]
-    filler = Rollout([pad_id], [], [], 0.0, 0.0, "filler")
-    batches = []
-    for start in range(0, most_rows, batch_size):
-        part = share[start : start + batch_size] or [filler]
-        batches.append(rollout_batch(part, pad_id, multiple))
-    return batches
+class RolloutBatches(GlobalBatches):
+    """The prompts of each step, by rows_of(step), and this rank's micro-batches of their completions."""
+
+    def costs(self, rows: list[Rollout]) -> torch.Tensor:
+        return torch.tensor([len(r.prompt) + len(r.ids) for r in rows], dtype=torch.int64)
+
+    def batch(self, rows: list[Rollout]) -> RolloutBatch:
+        filler = Rollout([self.pad_id], [], [], 0.0, 0.0, "filler")
+        return rollout_batch(rows or [filler], self.pad_id, self.multiple)
+
+    def share(self, rollouts: list[Rollout]) -> list[RolloutBatch]:
+        """This rank's micro-batches of all ranks' completions, those of similar length together: equally many
+        on each rank, and at least one, some of them fillers.
+        """
+        return [self.batch(rows) for rows in self.dealt(rollouts)[self.rank] or [[]]]
 
 
 def rollout_batch(part: list[Rollout], pad_id: int, multiple: int) -> RolloutBatch:
     """Some completions as a micro-batch."""
-    items = []
-    for rollout in part:
-        ids = torch.tensor(rollout.prompt + rollout.ids)
-        labels = ids.clone()
-        labels[: len(rollout.prompt)] = IGNORE
-        items.append(Example(ids, labels, rollout.where))
+    items = [scored(r.prompt + r.ids, len(r.prompt), r.where) for r in part]
     batch = collate(items, pad_id, multiple)
-    length = batch.ids.shape[1]
-    drawn = []
-    for rollout in part:
-        begin, count = len(rollout.prompt), len(rollout.log_probs)
-        values = torch.tensor(rollout.log_probs)
-        drawn.append(F.pad(values, (begin, length - begin - count)))
+    drawn = torch.zeros(batch.ids.shape)
+    log_probs = [value for rollout in part for value in rollout.log_probs]
+    drawn[batch.labels != IGNORE] = torch.tensor(log_probs)
     advantages = torch.tensor([[rollout.advantage] for rollout in part])
     weights = torch.tensor([[rollout.weight] for rollout in part])
     return RolloutBatch(
-        **vars(batch), advantages=advantages, weights=weights, drawn=torch.stack(drawn)
+        **vars(batch),
+        advantages=advantages,
+        weights=weights,
+        drawn=drawn,
     )

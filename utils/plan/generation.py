@@ -87,10 +87,10 @@ def plan_rollout(
     new: int,
     force: bool,
     generate_ranks: int = 0,
-) -> tuple[bool, str]:
-    """(whether the layers are gathered once for all tokens, else in each forward; the line to print) for
-    completions of at most `new` tokens of `rows` prompts at a time, beside the states of a training run, or
-    on ranks that do nothing else.
+) -> tuple[bool, MemoryPlan]:
+    """(whether the layers are gathered once for all tokens, else in each forward; the plan with a line more)
+    for completions of at most `new` tokens of `rows` prompts at a time, beside the states of a training run,
+    or on ranks that do nothing else.
 
     The plan's act train becomes what the larger of the two needs. ConfigError where neither fits.
     """
@@ -122,11 +122,11 @@ def plan_rollout(
         if needed <= room.device:
             break
     how = "gathered once" if whole else "gathered in each forward"
-    text = f"rollout   {sum_of(parts)} on the fullest rank, with layers {how}"
+    text = f"{plan.text}\nrollout   {sum_of(parts)} on the fullest rank, with layers {how}"
     fix = "(fix: a smaller --generate_batch_size or --max_new_tokens; or --force to try)"
     short = f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
     check(force or needed <= room.device, f"{short} {fix}")
     if not generate_ranks:
         acts = plan.planned["acts"]
         acts["train"] = max(acts["train"], alive)
-    return whole, text
+    return whole, replace(plan, text=text)

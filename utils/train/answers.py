@@ -57,12 +57,11 @@ class Reference:
 
         They are kept by a hash of each sequence, in a file that is named by `facts`, JSON of all else that
         they follow from, so that a resume and another run with the same start read them. Where the file knows
-        all, those of the first batch are computed again: ConfigError where they are others. Else all are
-        computed.
+        all, those of the first batch are computed again, else all. ConfigError where the file has others.
         """
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         file = cache_folder("reference") / f"{digest.hexdigest()[:32]}.json"
-        known = broadcast(self.world, read_known(file) if self.world.rank == 0 else None)
+        known = broadcast(self.world, read_known(file))
 
         def batches() -> Iterator:
             for loader, steps in loaders.items():
@@ -70,7 +69,6 @@ class Reference:
 
         missing = sum(key not in known for batch in batches() for key in batch.keys)
         missing = all_reduce_sum(missing, self.world)
-        complete = not missing
         if missing:
             print0(f"reference of {missing:,.0f} answers is computed, once", ready=True)
         found: dict[int, float] = {}
@@ -78,19 +76,20 @@ class Reference:
         for batch in batches():
             values = log_probs_of(self.model, batch.to(self.world.device))
             found |= zip(batch.keys, values.tolist(), strict=True)
-            if complete:
+            if not missing:
                 break
         reshard(self.model)
         with together(self.world):
-            for key, value in found.items() if complete else ():
+            for key in found.keys() & known.keys():
+                value = found[key]
                 agrees = abs(known[key] - value) <= AGREE * max(1, abs(value))
                 text = f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
                 check(agrees, f"{text} (fix: remove the file)")
         for of_rank in gather(self.world, found):
             known |= of_rank
         self.known = known
-        said = f"{'read from' if complete else 'kept in'} {file}"
-        if self.world.rank == 0 and not complete:
+        said = f"{'kept in' if missing else 'read from'} {file}"
+        if self.world.rank == 0 and missing:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(file, json.dumps(known))

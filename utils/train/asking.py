@@ -4,7 +4,7 @@ kept in a file, by which a start that was killed goes on.
 
 import json
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,51 +19,24 @@ from ..run.units import IGNORE
 from .rollout import Sampling, generate
 
 
+@dataclass(frozen=True)
 class Asker:
-    """Asks a model of add_chunked_loss. All ranks ask the same, and all get every answer.
+    """Asks a model of add_chunked_loss. All ranks ask the same, and all get every answer."""
 
-    batch_of: makes a Batch of sequences (data's Examples); of none, a filler. batch_size: sequences of a rank
-    and forward. end_ids: tokens that end an answer. file: of the answers, which
-    rank 0 writes; None: they are not kept.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        batch_of: Callable,
-        batch_size: int,
-        end_ids: set[int],
-        pad_id: int,
-        file: Path | None,
-    ):
-        self.model = model
-        self.world = world
-        self.batch_of = batch_of
-        self.batch_size = batch_size
-        self.file = file
-        self.sampling = partial(
-            Sampling,
-            temperature=0.0,
-            end_ids=frozenset(end_ids),
-            pad_id=pad_id,
-        )
-        lines: list[str] = []
-        if file and world.rank == 0 and file.exists():
-            *lines, _ = file.read_text("utf-8").split("\n")  # a kill may have cut the last
-            replace_file(file, "".join(line + "\n" for line in lines))
-        self.known: dict[int, dict] = {}  # rows by number
-        for line in broadcast(world, lines):
-            row = json.loads(line)
-            self.known[row["number"]] = row
+    model: nn.Module
+    world: World
+    batch_of: Callable  # makes a Batch of sequences (data's Examples); of none, a filler
+    batch_size: int  # sequences of a rank and forward
+    end_ids: frozenset[int]  # tokens that end an answer
+    pad_id: int
+    file: Path | None  # of the answers, which rank 0 writes; None: they are not kept
 
     def score(self, groups: list[list], judge: Callable) -> list[dict]:
         """A row for each group of sequences: {"number": i} | judge(i, (log-probability of the trained tokens
         in nats, how many they are, whether each is the likeliest) of each of its sequences).
         """
 
-        def answers(batches: list[list[int]]) -> list:
-            own = self.own(batches)
+        def answers(batches: list[list[int]], own: list[int]) -> list:
             sequences = []
             for i in own:
                 sequences += groups[i]
@@ -79,13 +52,19 @@ class Asker:
         most so many new tokens).
         """
 
-        def answers(batches: list[list[int]]) -> list:
+        def answers(batches: list[list[int]], own: list[int]) -> list:
             ids = [prompts[i].ids.tolist() for batch in batches for i in batch]
             found = generate(
                 self.model,
                 ids,
                 [(i,) for i in range(len(ids))],
-                self.sampling(max_new_tokens=new, batch_size=len(batches[0])),
+                Sampling(
+                    max_new_tokens=new,
+                    temperature=0.0,
+                    end_ids=self.end_ids,
+                    pad_id=self.pad_id,
+                    batch_size=len(batches[0]),
+                ),
                 self.world,
                 lockstep=self.world.size > 1,
             )
@@ -94,28 +73,20 @@ class Asker:
         groups = [[prompt] for prompt in prompts]
         return self.ask(groups, answers, judge)
 
-    def own(self, batches: list) -> list:
-        """This rank's batch; none where there are fewer batches than ranks."""
-        rank = self.world.rank
-        return batches[rank] if rank < len(batches) else []
-
     def ask(self, groups: list[list], answers: Callable, judge: Callable) -> list[dict]:
-        """The rows of all groups; those that are not known are asked for.
+        """The rows of all groups; those that the file does not have are asked for. answers: gives those of
+        this rank's batch, from the batches of all ranks and this one, of numbers of groups.
 
         Batches are cut by length from the whole list, so neither the number of ranks nor a start that was
         killed changes what is in one, nor the order of the file.
         """
-        if not self.file:
-            self.known = {}
+        known = self.answered()  # rows by number
         lengths = [max(len(sequence.ids) for sequence in group) for group in groups]
         longest_first = sorted(range(len(groups)), key=lambda i: -lengths[i])
         largest = max(map(len, groups), default=1)
         size = max(1, self.batch_size // largest)
-        batches = []
-        for start in range(0, len(groups), size):
-            batch = longest_first[start : start + size]
-            if not self.known.keys() >= {*batch}:
-                batches.append(batch)
+        batches = [longest_first[i : i + size] for i in range(0, len(groups), size)]
+        batches = [batch for batch in batches if not known.keys() >= {*batch}]
         bar = tqdm(
             total=len(groups),
             initial=len(groups) - sum(map(len, batches)),
@@ -125,25 +96,37 @@ class Asker:
         with bar:
             for start in range(0, len(batches), self.world.size):
                 several = batches[start : start + self.world.size]
-                found = answers(several)
-                rows = []
+                rank = self.world.rank
+                own = several[rank] if rank < len(several) else []
+                found = answers(several, own)
+                rows = {}
                 with together(self.world):
-                    for i, answer in zip(self.own(several), found, strict=True):
-                        rows.append({"number": i} | judge(i, answer))
+                    for i, answer in zip(own, found, strict=True):
+                        rows[i] = {"number": i} | judge(i, answer)
                 for of_rank in gather(self.world, rows):
-                    self.keep(of_rank)
+                    new = [row for i, row in of_rank.items() if i not in known]
+                    self.write(new)
+                    known = of_rank | known
                 bar.update(sum(map(len, several)))
-        return [self.known[i] for i in range(len(groups))]
+        return [known[i] for i in range(len(groups))]
 
-    def keep(self, rows: list[dict]) -> None:
-        """Know rows, and write on rank 0 those that are new."""
-        new = [row for row in rows if row["number"] not in self.known]
-        for row in new:
-            self.known[row["number"]] = row
+    def write(self, rows: list[dict]) -> None:
+        """Add rows to the file."""
         if self.file and self.world.rank == 0:
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in new]
             with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
-                file.writelines(lines)
+                for row in rows:
+                    line = json.dumps(row, ensure_ascii=False)
+                    file.write(line + "\n")
+
+    def answered(self) -> dict[int, dict]:
+        """The rows of the file by number. A kill may have cut the last, which is removed."""
+        lines: list[str] = []
+        if self.file and self.world.rank == 0 and self.file.exists():
+            *lines, _ = self.file.read_text("utf-8").split("\n")
+            text = "".join(line + "\n" for line in lines)
+            replace_file(self.file, text)
+        rows = map(json.loads, broadcast(self.world, lines))
+        return {row["number"]: row for row in rows}
 
 
 @torch.no_grad()
@@ -153,7 +136,8 @@ def score_batch(model: nn.Module, batch) -> list[tuple[float, int, bool]]:
     tokens = (batch.labels != IGNORE).sum(1)
     likeliest = (values <= 0).all(1)
     sums = -values.abs().sum(1)
-    return list(zip(sums.tolist(), tokens.tolist(), likeliest.tolist(), strict=True))
+    columns = (sums.tolist(), tokens.tolist(), likeliest.tolist())
+    return list(zip(*columns, strict=True))
 
 
 def signed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

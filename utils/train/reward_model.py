@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
@@ -14,24 +13,16 @@ from ..model.loading import build_model, plan_pieces
 from ..model.sharding import reshard
 from ..run.distributed import World, gather, together
 from ..run.errors import check, others_code
-from .trained_run import frozen_copy
 
 
 @dataclass
 class RewardModel:
-    """model: on meta until it is loaded. digest: of its weights."""
+    """model: on meta; what scores is its frozen_copy, with its pieces. digest: of its weights."""
 
     model: nn.Module
     pieces: list
-    dtype: torch.dtype
     tokenizer: object
     digest: str
-
-    def load(self, mesh: DeviceMesh, world: World, cpu_offload: bool) -> None:
-        """Shard it over the mesh, and read this rank's slices."""
-        self.model = frozen_copy(
-            self.model, self.pieces, mesh, self.dtype, world.device, cpu_offload
-        )
 
     @torch.no_grad()
     def scores(
@@ -84,4 +75,4 @@ def open_reward_model(
             tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
             tokenizer.get_chat_template()
         digest = run_facts(source.config, source.weights, "")["weights"]
-    return RewardModel(model, pieces, dtype, tokenizer, digest)
+    return RewardModel(model, pieces, tokenizer, digest)

@@ -10,7 +10,7 @@ B completions of a batch, T tokens, V vocabulary.
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,9 +42,8 @@ class Sampling:
 
 
 class Completion(NamedTuple):
-    ids: list[int]  # with the token that ends it
+    ids: list[int]  # with the token that ends it, if one does
     log_probs: list[float]  # of each token, in nats, under the distribution that it was drawn from
-    truncated: bool  # no token has ended it
 
 
 @contextmanager
@@ -112,13 +111,15 @@ def draw_all(
     keys: list[tuple[int, ...]],
     sampling: Sampling,
     model: nn.Module,
-    once: Callable,
-    lockstep: bool,
+    found: list[Unit],
+    reshard_after_forward: bool,
     world: World,
 ) -> list[Completion]:
-    """The completions of all prompts, on every rank; see generate. once: a context that gathers layers."""
-    with once():
-        drawn = generate(model, prompts, keys, sampling, world, lockstep)
+    """The completions of all prompts, on every rank; see generate. found: the model's units, which are
+    gathered once; of none, the layers are gathered in each forward.
+    """
+    with gathered(found, reshard_after_forward):
+        drawn = generate(model, prompts, keys, sampling, world, lockstep=not found)
     for of_rank in gather(world, drawn):
         drawn |= of_rank
     return [drawn[i] for i in range(len(prompts))]
@@ -143,7 +144,7 @@ def draw_batch(
     cache = next(name for name in CACHES if name in takes)
     # The loss that balances experts takes no cache.
     given = {"use_cache": True, "logits_to_keep": 1, "output_router_logits": False}
-    drawn = {i: [] for i in batch}  # (token, log-probability) of each completion
+    found = {i: Completion([], []) for i in batch}
     for number in range(sampling.max_new_tokens):
         if lockstep:
             all_reduce_sum(1, world)
@@ -157,9 +158,10 @@ def draw_batch(
         output = model(**inputs)
         logits = output.logits[:, -1]  # (B, V)
         tokens, log_probs = draw_tokens(logits, randoms[:, number], sampling.temperature)
-        for i, *token in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
-            drawn[i].append(token)
-        rows = [row for row, i in enumerate(batch) if drawn[i][-1][0] not in sampling.end_ids]
+        for i, token, log_prob in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
+            found[i].ids.append(token)
+            found[i].log_probs.append(log_prob)
+        rows = [row for row, i in enumerate(batch) if found[i].ids[-1] not in sampling.end_ids]
         if not rows:
             break
         given[cache] = output[cache]
@@ -171,10 +173,6 @@ def draw_batch(
             kept = torch.tensor(rows, device=world.device)
             given[cache].reorder_cache(kept)  # batch_select_indices forgets linear attention
             ids, positions, mask, randoms = (t[kept] for t in (ids, positions, mask, randoms))
-    found = {}
-    for i, pairs in drawn.items():
-        ids, log_probs = map(list, zip(*pairs, strict=True))
-        found[i] = Completion(ids, log_probs, ids[-1] not in sampling.end_ids)
     return found
 
 
@@ -210,16 +208,6 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = [torch.tensor(row) for row in rows]
     return padded(ids, padding_value=pad), padded([torch.ones_like(row) for row in ids])
-
-
-@torch.no_grad()
-def log_probs_of_all(
-    model: nn.Module, batches: list, temperature: float, device: torch.device
-) -> list[torch.Tensor]:
-    """log pi of the tokens (B, T) of each RolloutBatch, on the device."""
-    found = [token_log_probs(model, batch.to(device), temperature) for batch in batches]
-    reshard(model)
-    return found
 
 
 @torch.no_grad()

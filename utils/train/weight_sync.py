@@ -33,7 +33,7 @@ from ..run.distributed import (
 )
 from ..run.errors import ConfigError, check
 from ..run.signals import stop_after_step
-from .rollout import Completion, generate
+from .rollout import Completion
 
 
 class Roles(NamedTuple):
@@ -89,15 +89,12 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not roles.learns:
             held[name] = (parameter.shape, parameter.dtype, rows_of(parameter, roles))
-    if roles.joint.device.type == "cuda":
-        torch.cuda.set_device(roles.joint.device)
     # Where only some ranks move tensors, NCCL wants a collective of all ranks to have been first.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
     of_ranks = gather(roles.joint, held)
     weights = []
-    for name, (shape, *_) in of_ranks[0].items():
-        stored_shape, dtype, _ = of_ranks[-1][name]
-        assert shape == stored_shape, f"{name}: {shape} is sent and {stored_shape} stored"
+    for name in of_ranks[0]:
+        shape, dtype, _ = of_ranks[-1][name]
         weights.append(Weight(name, shape, dtype, [of_rank[name][-1] for of_rank in of_ranks]))
     return weights
 
@@ -153,7 +150,9 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
 def move_rows(
     operation: Callable, tensor: torch.Tensor, weight: Weight, peers: range, joint: World
 ) -> None:
-    """Send peers the rows that they want of this rank's, or receive those that they have for it."""
+    """Send peers the rows that they want of this rank's, or receive those that they have for it. Each may
+    take as long as set_timeout says.
+    """
     own = weight.rows[joint.rank]
     transfers = []
     for peer in peers:
@@ -162,24 +161,18 @@ def move_rows(
         if begin < end:
             part = tensor[begin - own.start : end - own.start]
             transfers.append(dist.P2POp(operation, part, group=joint.group, group_peer=peer))
+    backend = (joint.group or dist.group.WORLD)._get_backend(joint.device)
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
-        work.wait()
+        work.wait(backend.options._timeout)
 
 
-def ask(
-    *request, model: nn.Module | None = None, weights: list[Weight] = (), roles: Roles
-) -> list[Completion]:
+def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list[Completion]:
     """The completions that the generators draw with this learner's weights: request is (prompts, keys,
-    sampling), see rollout.generate; None: they end. All learners call it alike.
+    sampling), see rollout.generate. All learners call it alike.
     """
     broadcast(roles.joint, request)
-    if request == (None,):
-        return []
     send_weights(model, weights, roles)
-    drawn = {}
-    for of_rank in gather(roles.joint, drawn):
-        drawn |= of_rank
-    return [drawn[i] for i in range(len(drawn))]
+    return broadcast(roles.joint, None, source=roles.learners)
 
 
 @contextmanager
@@ -191,29 +184,22 @@ def generators_end(roles: Roles) -> Iterator[None]:
         yield
     except ConfigError as error:
         if error.agreed:
-            ask(None, roles=roles)
+            broadcast(roles.joint, None)
         raise
-    ask(None, roles=roles)
+    broadcast(roles.joint, None)
 
 
 def serve(
-    model: nn.Module,
-    weights: list[Weight],
-    once: Callable,
-    lockstep: bool,
-    roles: Roles,
-    timeout: float,
+    draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles, timeout: float
 ) -> None:
-    """Draw what the learners ask for, with their weights, until they end. once, lockstep: see draw_all.
+    """Draw what the learners ask for, with their weights, until they end. draw: draw_all of this model.
     timeout: seconds of a step of the learners, of which the first may take longer.
     """
     set_timeout(max(timeout, START_SECONDS), roles.own.group)
     while True:
         request = broadcast(roles.joint, None)
         stop_after_step()  # from now on a signal stops the learners, and they end this
-        if request == (None,):
+        if request is None:
             return
         load_weights(model, receive_weights(weights, roles))
-        with once():
-            drawn = generate(model, *request, roles.own, lockstep)
-        gather(roles.joint, drawn)
+        broadcast(roles.joint, draw(*request), source=roles.learners)
