@@ -47,7 +47,7 @@ from utils.run.distributed import (
 from utils.run.errors import ConfigError, act, check, others_code, print0
 from utils.run.files import disk_errors, replace_file
 from utils.run.folder import claim_output, releases_output
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.asking import Asker
 from utils.train.resume import differences
@@ -156,7 +156,9 @@ def main(cfg: Config) -> Path:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        task = TASKS[cfg.task](cfg, rows_of(cfg, seq_len), tokenizer)
+        dataset = cfg.dataset or str(TINY / TINY_ROWS.get(cfg.task, ""))
+        rows = from_settings(Rows, cfg, dataset=dataset, seq_len=seq_len, task="rows")
+        task = TASKS[cfg.task](cfg, rows, tokenizer)
         notes = [f"{count:,} dropped: {why}" for why, count in task.dropped.items()]
         print0(f"data      {', '.join([f'{len(task.groups):,} items', *notes])}")
     facts = facts_of(cfg, trained, task.data, dtype, seq_len)
@@ -400,17 +402,6 @@ def means(answers: list[dict], names: list[str]) -> dict:
         if len(values) > 1:
             found[f"{name}_stderr"] = stdev(values) / math.sqrt(len(values))
     return found
-
-
-def rows_of(cfg: Config, seq_len: int) -> Rows:
-    return Rows(
-        dataset=cfg.dataset or str(TINY / TINY_ROWS.get(cfg.task, "")),
-        seq_len=seq_len,
-        format=cfg.format,
-        columns=cfg.columns,
-        max_rows=cfg.max_rows,
-        too_long=cfg.too_long,
-    )
 
 
 def settle_seq_len(cfg: Config, model) -> int:

@@ -93,7 +93,7 @@ from utils.run.folder import (
 )
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
@@ -257,7 +257,7 @@ class Config:
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
+        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
         both = self.eval_dataset and self.eval_share
         check(not both, "--eval_dataset or --eval_share? (fix: give one)")
         given = (self.model and self.dataset) or (TINY / "config.json").exists()
@@ -302,7 +302,7 @@ def main(cfg: Config) -> Path:
 
         judge = open_reward_model(cfg.reward_model, DTYPES[cfg.dtype], world, trust)
         frozen.append(judge.model)
-    if cfg.kl_beta and not lora_of(cfg):
+    if cfg.kl_beta and not from_settings(Lora, cfg):
         frozen.append(model)  # as it is at the start
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     earlier = Resumed()
@@ -318,9 +318,9 @@ def main(cfg: Config) -> Path:
     act("data")
     with together(world, patient=True):
         rewards = parse_rewards(cfg.rewards)
-        examples, held_out = load_data(
-            rows_of(cfg), tokenizer, progress=world.rank == 0, load=load_questions
-        )
+        rows = from_settings(Rows, cfg, seq_len=cfg.seq_len - cfg.max_new_tokens)  # of a prompt
+        progress = world.rank == 0
+        examples, held_out = load_data(rows, tokenizer, progress, load=load_questions)
         for part in filter(None, (examples, held_out)):
             check_columns(rewards, part.names)
 
@@ -336,7 +336,9 @@ def main(cfg: Config) -> Path:
         )
         completions = cfg.global_batch_size * cfg.group_size
         micro_batches = math.ceil(math.ceil(completions / learners) / cfg.batch_size)
-        setting = Setting(
+        setting = from_settings(
+            Setting,
+            cfg,
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
@@ -345,22 +347,11 @@ def main(cfg: Config) -> Path:
             replicate=learners // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
-            batch_size=cfg.batch_size,
             rows=micro_batches * cfg.batch_size,
-            activation_checkpointing=cfg.activation_checkpointing,
-            activation_offload=cfg.activation_offload,
-            cpu_offload=cfg.cpu_offload,
-            reshard_after_forward=cfg.reshard_after_forward,
-            lora=lora_of(cfg),
-            quant=quant_of(cfg),
+            lora=from_settings(Lora, cfg),
+            quant=from_settings(Quant, cfg),
             attn=attn,
-            trust_remote_code=trust,
             frozen_bytes=sum(share_bytes(m, axes["shard"], DTYPES[cfg.dtype]) for m in frozen),
-            optimizer=cfg.optimizer,
-            sync_each_microbatch=cfg.sync_each_microbatch,
-            low_cpu_fsdp=cfg.low_cpu_fsdp,
-            async_save=cfg.async_save,
-            compile=cfg.compile,
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, force=cfg.force)
@@ -374,7 +365,7 @@ def main(cfg: Config) -> Path:
             cfg.force,
             cfg.generate_ranks,
         )
-    lora, quant = lora_of(cfg), quant_of(cfg)
+    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -775,45 +766,6 @@ def settle(cfg: Config, world) -> Config:
     packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
     check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
     return cfg
-
-
-def rows_of(cfg: Config) -> Rows:
-    """Which rows are read, and how."""
-    return Rows(
-        dataset=cfg.dataset,
-        seq_len=cfg.seq_len - cfg.max_new_tokens,  # of a prompt
-        format=cfg.format,
-        columns=cfg.columns,
-        bad_rows=cfg.bad_rows,
-        max_rows=cfg.max_rows,
-        too_long=cfg.too_long,
-        eval_dataset=cfg.eval_dataset,
-        eval_share=cfg.eval_share,
-    )
-
-
-def lora_of(cfg: Config) -> Lora:
-    """The adapters that train."""
-    return Lora(
-        lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha,
-        lora_targets=cfg.lora_targets,
-        lora_dropout=cfg.lora_dropout,
-        use_rslora=cfg.use_rslora,
-        use_dora=cfg.use_dora,
-        modules_to_save=cfg.modules_to_save,
-        adapter=cfg.adapter,
-    )
-
-
-def quant_of(cfg: Config) -> Quant:
-    """How frozen weights are stored."""
-    return Quant(
-        quantization=cfg.quantization,
-        int8_mode=cfg.int8_mode,
-        quantize_head=cfg.quantize_head,
-        keep_experts_16bit=cfg.keep_experts_16bit,
-    )
 
 
 if __name__ == "__main__":

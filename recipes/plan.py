@@ -41,7 +41,7 @@ from utils.plan.search import (
 )
 from utils.plan.states import Setting, planned_model
 from utils.run.errors import ConfigError, check, escaped, others_code, say
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors
 from utils.run.units import GIB
 from utils.train.in_backward import check_in_backward
@@ -151,26 +151,19 @@ def main(cfg: Config) -> dict:
     config = find_config(cfg.model, cfg.trust_remote_code)
     room = Room(cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB, "")
     repeats_keys = cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16
-    asked = Setting(
+    asked = from_settings(
+        Setting,
+        cfg,
+        gpu=True,
         config=config,
         param_dtype=DTYPES[cfg.param_dtype],
         dtype=DTYPES[cfg.dtype],
-        seq_len=cfg.seq_len,
         shards=cfg.gpus,
         local_ranks=min(cfg.gpus, cfg.gpus_per_machine),
-        batch_size=cfg.batch_size,
         rows=cfg.batch_size * cfg.grad_accum,
-        activation_checkpointing=cfg.activation_checkpointing,
-        activation_offload=cfg.activation_offload,
-        cpu_offload=cfg.cpu_offload,
-        reshard_after_forward=cfg.reshard_after_forward,
         lora=Lora(lora_rank=cfg.lora_rank),
         quant=Quant(cfg.quantization),
-        attn=cfg.attn,
-        trust_remote_code=cfg.trust_remote_code,
         masked=cfg.packing and needs_masks(cfg, config, repeats_keys),
-        optimizer=cfg.optimizer,
-        optimizer_in_backward=cfg.optimizer_in_backward,
         repeats_keys=repeats_keys,
     )
     if cfg.images:

@@ -83,7 +83,7 @@ from utils.run.folder import (
 )
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
@@ -192,12 +192,13 @@ class Config:
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
         check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
-        check_adapter_flags(lora_of(self), quant_of(self), self.param_dtype)
-        self.train = self.train or ("language" if lora_of(self) else "language,projector")
+        lora = from_settings(Lora, self)
+        check_adapter_flags(lora, from_settings(Quant, self), self.param_dtype)
+        self.train = self.train or ("language" if lora else "language,projector")
         others = parse_parts(self.train) - {"language"}
         fix = "--lora_targets all-linear for language; --modules_to_save for what trains as a whole"
         check(
-            not (lora_of(self) and others),
+            not (lora and others),
             f"--train {self.train} beside --lora_rank: adapters go where --lora_targets says (fix: {fix})",
         )
         both = self.eval_dataset and self.eval_share
@@ -251,7 +252,7 @@ def main(cfg: Config) -> Path:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        rows = rows_of(cfg, source.folder)
+        rows = from_settings(Rows, cfg, processor=str(source.folder))
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
         if not examples.of_rows(examples.row_sizes).any():  # no row has a picture
@@ -262,7 +263,9 @@ def main(cfg: Config) -> Path:
     with together(world):
         read = (pad_id(tokenizer), rows, processor, cfg.workers)
         pictured = PictureBatches(examples, 0, 1, 1, 0, 1, *read)
-        setting = Setting(
+        setting = from_settings(
+            Setting,
+            cfg,
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
@@ -271,30 +274,18 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=world.device.type == "cuda",
-            batch_size=cfg.batch_size,
             rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
-            activation_checkpointing=cfg.activation_checkpointing,
-            activation_offload=cfg.activation_offload,
-            cpu_offload=cfg.cpu_offload,
-            reshard_after_forward=cfg.reshard_after_forward,
-            lora=lora_of(cfg),
-            quant=quant_of(cfg),
+            lora=from_settings(Lora, cfg),
+            quant=from_settings(Quant, cfg),
             attn=attn,
-            trust_remote_code=trust,
             kind="pictures",
-            parts="" if lora_of(cfg) else cfg.train,
+            parts="" if from_settings(Lora, cfg) else cfg.train,
             pictures=Pictures(pictured.largest),
-            optimizer=cfg.optimizer,
-            optimizer_in_backward=cfg.optimizer_in_backward,
-            sync_each_microbatch=cfg.sync_each_microbatch,
-            low_cpu_fsdp=cfg.low_cpu_fsdp,
-            async_save=cfg.async_save,
-            compile=cfg.compile,
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = lora_of(cfg), quant_of(cfg)
+    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -589,49 +580,6 @@ def settle(cfg: Config, world) -> Config:
     packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
     check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
     return cfg
-
-
-def rows_of(cfg: Config, processor: Path) -> Rows:
-    """Which rows are read, and how."""
-    return Rows(
-        dataset=cfg.dataset,
-        seq_len=cfg.seq_len,
-        format=cfg.format,
-        columns=cfg.columns,
-        bad_rows=cfg.bad_rows,
-        train_on=cfg.train_on,
-        max_rows=cfg.max_rows,
-        too_long=cfg.too_long,
-        eval_dataset=cfg.eval_dataset,
-        eval_share=cfg.eval_share,
-        processor=str(processor),
-        image_dir=cfg.image_dir,
-        image_max_pixels=cfg.image_max_pixels,
-    )
-
-
-def lora_of(cfg: Config) -> Lora:
-    """The adapters that train."""
-    return Lora(
-        lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha,
-        lora_targets=cfg.lora_targets,
-        lora_dropout=cfg.lora_dropout,
-        use_rslora=cfg.use_rslora,
-        use_dora=cfg.use_dora,
-        modules_to_save=cfg.modules_to_save,
-        adapter=cfg.adapter,
-    )
-
-
-def quant_of(cfg: Config) -> Quant:
-    """How frozen weights are stored."""
-    return Quant(
-        quantization=cfg.quantization,
-        int8_mode=cfg.int8_mode,
-        quantize_head=cfg.quantize_head,
-        keep_experts_16bit=cfg.keep_experts_16bit,
-    )
 
 
 if __name__ == "__main__":
