@@ -10,7 +10,6 @@ The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, m
 """
 
 import math
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -527,11 +526,10 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
-        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
-        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        from utils.train.resume import way_on
+
         print0(f"stopped   by {stop} after step {done}: {path}")
-        print0(f"to go on  {shlex.join(words)}")
+        print0(f"to go on  {way_on(out, cfg.output_dir, world)}")
         return out
     set_timeout()
 

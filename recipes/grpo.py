@@ -13,7 +13,6 @@ holds config.yaml, metrics.jsonl, samples.jsonl, checkpoints/ and, at the end, m
 """
 
 import math
-import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -677,11 +676,10 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
-        words = [*(torchrun if everyone.size > 1 else ["python"]), *sys.argv]
-        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        from utils.train.resume import way_on
+
         print0(f"stopped   by {stop} after step {done}: {path}")
-        print0(f"to go on  {shlex.join(words)}")
+        print0(f"to go on  {way_on(out, cfg.output_dir, everyone)}")
         return out
     set_timeout(group=world.group)
 

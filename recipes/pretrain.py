@@ -12,7 +12,6 @@ metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
 import math
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -533,11 +532,10 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
-        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
-        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        from utils.train.resume import way_on
+
         print0(f"stopped   by {stop} after step {done}: {path}")
-        print0(f"to go on  {shlex.join(words)}")
+        print0(f"to go on  {way_on(out, cfg.output_dir, world)}")
         return out
     set_timeout()
 

@@ -11,7 +11,6 @@ metrics.jsonl, checkpoints/ and, at the end, model/ for AutoModelForSequenceClas
 """
 
 import math
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -177,9 +176,7 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        check_least(
-            self, center_weight=0, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1
-        )
+        check_least(self, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 1e-5)")
         check(
             self.activation_checkpointing != "none" or not self.activation_offload,
@@ -299,8 +296,7 @@ def main(cfg: Config) -> Path:
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
         if held_out:
-            at_once = cfg.batch_size * world.size
-            eval_loader = PairBatches(held_out, cfg.seed, at_once, *shares)
+            eval_loader = PairBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -520,11 +516,10 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
-        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
-        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        from utils.train.resume import way_on
+
         print0(f"stopped   by {stop} after step {done}: {path}")
-        print0(f"to go on  {shlex.join(words)}")
+        print0(f"to go on  {way_on(out, cfg.output_dir, world)}")
         return out
     set_timeout()
 

@@ -10,7 +10,6 @@ The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, m
 """
 
 import math
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -316,8 +315,7 @@ def main(cfg: Config) -> Path:
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
         if held_out:
-            at_once = cfg.batch_size * world.size
-            eval_loader = PictureBatches(held_out, cfg.seed, at_once, *shares)
+            eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -542,11 +540,10 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        torchrun = ["torchrun", f"--nproc_per_node={world.local_size}"]
-        words = [*(torchrun if world.size > 1 else ["python"]), *sys.argv]
-        words += [] if cfg.output_dir else ["--output_dir", str(out)]
+        from utils.train.resume import way_on
+
         print0(f"stopped   by {stop} after step {done}: {path}")
-        print0(f"to go on  {shlex.join(words)}")
+        print0(f"to go on  {way_on(out, cfg.output_dir, world)}")
         return out
     set_timeout()
 

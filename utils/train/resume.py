@@ -10,6 +10,8 @@ import json
 import os
 import pickle
 import secrets
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -80,6 +82,13 @@ def continue_run(
             )
             raise ConfigError(f"{text} (fix: another --output_dir)")
     return Resumed(checkpoint, state)
+
+
+def way_on(out: Path, given: str, world: World) -> str:
+    """The command that goes on with a run in `out`. given: its --output_dir."""
+    words = ["torchrun", f"--nproc_per_node={world.local_size}"] if world.size > 1 else ["python"]
+    words += [*sys.argv, *([] if given else ["--output_dir", str(out)])]
+    return shlex.join(words)
 
 
 def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
