@@ -11,6 +11,7 @@ import subprocess
 
 import finetune
 import pytest
+from launch import forked
 from ranks import run_ranks
 from shell import shell
 from test_parity import write_rows
@@ -301,8 +302,8 @@ def test_a_preview_reads_everything_but_weights(flags, tmp_path):
         weights.write(b"\xff" * (file.stat().st_size - start))
     settings = {**flags, "model": model, "global_batch_size": 2, "output_dir": tmp_path / "out"}
     words = " ".join(f"--{name} {value}" for name, value in settings.items())
-    result = shell(f"python recipes/preview.py {words}")
-    assert result.returncode == 0, result.stderr
+    result = forked(f"python recipes/preview.py {words}")
+    assert result.returncode == 0, result.stdout
     lines = result.stdout.splitlines()
     assert lines[0].startswith("without effect here: ")
     assert "--output_dir" in lines[0]
@@ -339,7 +340,7 @@ def test_a_preview_on_two_ranks_is_done_once_and_leaves_no_folder(flags, tmp_pat
 
 def test_masks_are_shown_and_nothing_else_happens(flags, tmp_path):
     rows = write_chats(tmp_path / "rows.jsonl", "yes", "no")
-    result = shell(f"python recipes/preview.py --model {flags['model']} --dataset {rows} --show 1")
+    result = forked(f"python recipes/preview.py --model {flags['model']} --dataset {rows} --show 1")
     assert "rows.jsonl:1\n" in result.stdout
     assert result.stdout.count("[[") == 1
     assert "[[yes" in result.stdout
@@ -347,6 +348,6 @@ def test_masks_are_shown_and_nothing_else_happens(flags, tmp_path):
 
 def test_the_former_flags_of_finetune_are_answered_with_preview():
     for flag in ("--check", "--show_masks 2"):
-        result = shell(f"python recipes/finetune.py {flag}")
-        assert result.returncode == 2
-        assert "recipes/preview.py shows rows, masks and the plan" in result.stderr
+        result = forked(f"python recipes/finetune.py {flag}")
+        assert result.returncode != 0
+        assert "recipes/preview.py shows rows, masks and the plan" in result.stdout
