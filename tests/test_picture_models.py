@@ -6,11 +6,13 @@ python -m pytest tests/test_picture_models.py
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from picture_families import NAMES, family_folder
+from picture_tracker import pictures_of
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -21,7 +23,7 @@ from utils.model.loss import add_chunked_loss, check_chunked_loss
 from utils.model.options import Lora
 from utils.model.parts import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.saving import save_model
-from utils.model.sharding import decoder_layers
+from utils.model.sharding import decoder_layers, recompute_activations
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
 from utils.train.trained_run import shard_model
@@ -120,6 +122,29 @@ def test_what_is_frozen_is_stored_in_the_dtype_that_it_is_computed_in(folders):
         assert parameter.dtype == (torch.bfloat16 if in_tower else torch.float32)
     with pytest.raises(ConfigError, match="tower is none of language, projector, vision"):
         parse_parts("tower,vision")
+
+
+def calls_in_a_step(model, ids, extra) -> Counter:
+    """How often a step calls the first linear layer of each layer."""
+    calls = Counter()
+    for layer in (*tower_layers(model), *decoder_layers(model)):
+        linear = next(m for m in layer.modules() if isinstance(m, torch.nn.Linear))
+        linear.register_forward_pre_hook(lambda module, args, layer=layer: calls.update([layer]))
+    model(ids, **extra, use_cache=False).logits.sum().backward()
+    return calls
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_recomputed_below_the_lowest_trained_layer(name, folders):
+    """A frozen tower runs once in a step, though all layers are checkpointed; one that trains, twice."""
+    batch = pictures_of(folders(name)).batch(1)
+    for parts, most in (("language", 1), ("language,projector,vision", 2)):
+        model = AutoModelForImageTextToText.from_pretrained(folders(name), dtype=torch.float32)
+        freeze_parts(model, parse_parts(parts), torch.float32)
+        calls = calls_in_a_step(recompute_activations(model.train(), "full"), *batch)
+        assert max(calls[layer] for layer in decoder_layers(model)) == 2
+        most = 1 if name == "mllama" else most  # its tower transformers never recomputes
+        assert max(calls[layer] for layer in tower_layers(model)) == most
 
 
 @pytest.mark.parametrize("name", NAMES)
