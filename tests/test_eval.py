@@ -13,7 +13,7 @@ import eval as recipe
 import finetune
 import pytest
 import torch
-from launch import Forked
+from launch import Forked, forked
 from ranks import run_ranks
 from shell import ROOT, shell
 from test_export import lora_run, make_adapter
@@ -283,8 +283,8 @@ def test_a_finished_folder_is_read_and_one_of_other_facts_refused(alone, folder,
 @pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on(tmp_path):
     command = "torchrun --nproc_per_node 2 recipes/eval.py --batch_size 8 --output_dir"
-    whole = shell(f"{command} {tmp_path}/whole")
-    assert whole.returncode == 0, whole.stderr
+    whole = forked(f"{command} {tmp_path}/whole")
+    assert whole.returncode == 0, whole.stdout
     items = tmp_path / "out" / "items.jsonl"
     with Forked(f"{command} {tmp_path}/out") as run:
         while not (items.exists() and len(items.read_bytes().splitlines()) > 20):
@@ -292,8 +292,8 @@ def test_killed_in_the_middle_it_goes_on(tmp_path):
         run.signal(9)
     assert len(items.read_bytes().splitlines()) < 300
     begun = items.read_bytes()
-    again = shell(f"{command} {tmp_path}/out")
-    assert again.returncode == 0, again.stderr
+    again = forked(f"{command} {tmp_path}/out")
+    assert again.returncode == 0, again.stdout
     assert items.read_bytes().startswith(begun[: begun.rfind(b"\n") + 1])
     for name in ("items.jsonl", "eval.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
