@@ -557,11 +557,13 @@ def main(cfg: Config) -> Path:
 
 def settle(cfg: Config, world) -> Config:
     """Replace what is left open by what it means here; check what depends on the device."""
-    model = cfg.model or str(TINY)
-    cfg = replace(cfg, model=model, dataset=cfg.dataset or str(TINY / "chat.jsonl"))
-    cfg = replace(cfg, dtype=settle_dtype(cfg.dtype, world.device))
-    packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
-    check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
+    cfg = replace(
+        cfg,
+        model=cfg.model or str(TINY),
+        dataset=cfg.dataset or str(TINY / "chat.jsonl"),
+        dtype=settle_dtype(cfg.dtype, world.device),
+    )
+    check_packages(cfg, world.gpu_name)
     return cfg
 
 

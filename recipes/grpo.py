@@ -761,8 +761,7 @@ def settle(cfg: Config, world) -> Config:
         scale_rewards=scale.get(cfg.scale_rewards, cfg.scale_rewards),
         dtype=settle_dtype(cfg.dtype, world.device),
     )
-    packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
-    check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
+    check_packages(cfg, world.gpu_name)
     return cfg
 
 

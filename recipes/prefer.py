@@ -693,14 +693,17 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
 
 def settle(cfg: Config, world) -> Config:
     """Replace what is left open by what it means here; check what depends on the device."""
-    model = cfg.model or str(TINY)
-    cfg = replace(cfg, model=model, dataset=cfg.dataset or str(TINY / "pairs.jsonl"))
     sft_weight = cfg.sft_weight if cfg.sft_weight >= 0 else float(cfg.loss == "orpo")
     beta = cfg.beta or (2.0 if cfg.loss == "simpo" else 0.1)
-    cfg = replace(cfg, beta=beta, sft_weight=sft_weight)
-    cfg = replace(cfg, dtype=settle_dtype(cfg.dtype, world.device))
-    packages = (cfg.attn, cfg.optimizer, cfg.tensorboard, cfg.wandb)
-    check_packages(*packages, cfg.dtype, world.gpu_name, cfg.compile)
+    cfg = replace(
+        cfg,
+        model=cfg.model or str(TINY),
+        dataset=cfg.dataset or str(TINY / "pairs.jsonl"),
+        dtype=settle_dtype(cfg.dtype, world.device),
+        beta=beta,
+        sft_weight=sft_weight,
+    )
+    check_packages(cfg, world.gpu_name)
     return cfg
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from finetune import Config
 from ranks import run_ranks
 from tiny import tiny_model
 
@@ -139,15 +140,14 @@ def test_mfu_is_the_share_of_all_gpus_and_unknown_where_their_peak_is():
 
 
 def test_compile_without_a_compiler_is_refused_before_weights_are_read(monkeypatch, tmp_path):
-    arguments = ("auto", "adamw", False, False, "bf16", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    check_packages(*arguments, compile=False)
+    check_packages(Config(), "")
     with pytest.raises(ConfigError, match="--compile needs a C compiler"):
-        check_packages(*arguments, compile=True)
+        check_packages(Config(compile=True), "")
     (tmp_path / "my_cc").touch(mode=0o755)
     monkeypatch.setenv("CC", "my_cc")
-    check_packages(*arguments, compile=True)
+    check_packages(Config(compile=True), "")
 
 
 def test_the_cores_are_shared_by_the_ranks_of_a_machine_but_for_who_set_their_number():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from finetune import Config
 from metrics import read_metrics
 from ranks import run_ranks
 from tiny import build_optimizer, tiny_config, tiny_model
@@ -138,7 +139,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 
 def test_tensorboard_gets_every_number(tmp_path):
-    check_packages("auto", "adamw", True, False, "fp32", "", False)
+    check_packages(Config(tensorboard=True), "")
     log = RunLog(tmp_path, total_steps=2, trackers=start_trackers(tmp_path, True, False, 0))
     log.step(step=1, **NUMBERS)
     log.__exit__()
@@ -173,9 +174,9 @@ def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
 def test_a_missing_tracker_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # what a run of it leaves behind is not the package
     monkeypatch.syspath_prepend(tmp_path)
-    check_packages("auto", "adamw", False, False, "fp32", "", False)
+    check_packages(Config(), "")
     with pytest.raises(ConfigError, match="--wandb needs a package .fix: pip install wandb."):
-        check_packages("auto", "adamw", False, True, "fp32", "", False)
+        check_packages(Config(wandb=True), "")
 
 
 def on_meta(model_type: str, **sizes):

@@ -113,13 +113,11 @@ def stop_if_not_finite(
     raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
 
 
-def check_packages(
-    attn: str, optimizer: str, tensorboard: bool, wandb: bool, dtype: str, gpu: str, compile: bool
-) -> None:
-    """Raise ConfigError when a package that was asked for is not installed, or cannot work in this dtype or
-    without a GPU, whose name is `gpu`.
+def check_packages(cfg: object, gpu: str) -> None:
+    """Raise ConfigError when a package that the settings ask for is not installed, or cannot work in their
+    dtype or without a GPU, whose name is `gpu`.
     """
-    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+    for name, wanted in (("tensorboard", cfg.tensorboard), ("wandb", cfg.wandb)):
         spec = find_spec(name) if wanted else None
         # A folder named wandb, left by an earlier run, is found as well, but has no origin.
         check(
@@ -129,17 +127,17 @@ def check_packages(
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
     fix = "(fix: apt install build-essential, or CC=COMPILER)"
     check(
-        not compile or any(map(which, compilers)),
+        not cfg.compile or any(map(which, compilers)),
         f"--compile needs a C compiler, none is here {fix}",
     )
-    if attn == "flash_attention_2":
+    if cfg.attn == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 
-        where = f"--attn {attn} computes in 16 bit on GPUs, not in {dtype} on {gpu or 'the CPU'}"
-        check(gpu and dtype != "fp32", f"{where} (fix: --attn sdpa)")
+        where = f"--attn {cfg.attn} computes in 16 bit on GPUs, not in {cfg.dtype} on {gpu or 'the CPU'}"
+        check(gpu and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
         fix = "(fix: pip install flash-attn)"
-        check(is_flash_attn_2_available(), f"--attn {attn}: the package is missing {fix}")
-    if optimizer != "adamw":
+        check(is_flash_attn_2_available(), f"--attn {cfg.attn}: the package is missing {fix}")
+    if cfg.optimizer != "adamw":
         from .optim_8bit import import_bitsandbytes
 
-        import_bitsandbytes(optimizer)
+        import_bitsandbytes(cfg.optimizer)
