@@ -242,9 +242,8 @@ def answer(
     texts_only = sum(not pictures(batch[0]) for batch in batches)
     rounds = [(i, texts_only) for i in range(0, texts_only, world.size)]
     rounds += [(i, len(batches)) for i in range(texts_only, len(batches), world.size)]
-    if (
-        beside and world.size > 1
-    ):  # generate calls the tower before the model, whose root FSDP gathers
+    if beside and world.size > 1:
+        # generate calls the tower before the model, whose root FSDP gathers
         with torch.no_grad():
             model(torch.tensor([[pad_id(tokenizer)]], device=world.device))
     texts: dict[int, str] = {}  # number of a prompt -> its answer

@@ -29,9 +29,8 @@ from .tokens import encode
 
 BLANK = Image.new("RGB", (32, 32))
 TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of what says the type of each token
-Work = tuple[
-    list[int], bool
-]  # the rows of a micro-batch, and whether a blank picture comes with them
+# the rows of a micro-batch, and whether a blank picture comes with them
+Work = tuple[list[int], bool]
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,8 @@ class StreamBatches(PackedBatches):
             period, at = divmod(row, PERIOD)
             is_own = self.pattern == self.pattern[at]
             line = self.lines[self.pattern[at]]
-            number = period * int(is_own.sum()) + int(
-                is_own[:at].sum()
-            )  # among the rows of its line
+            # among the rows of its line
+            number = period * int(is_own.sum()) + int(is_own[:at].sum())
             first = number * (self.size - 1)
             last = first + self.size
             parts = line.read(first, min(last, line.tokens) if self.held_out else last)

@@ -17,7 +17,7 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
     """The names of the model's parameters, by part. Embedding and head belong to the language model; what is
     in neither it nor the tower is the projector.
     """
-    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    text = [reads_text(model), model.get_input_embeddings(), model.get_output_embeddings()]
     of_text = {p for module in text for p in module.parameters()}
     of_tower = set(model.get_encoder("image").parameters())
     names = {part: [] for part in PARTS}

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ..model.parts import PROJECTOR, tower_layers
+from ..model.sharding import reads_text
 from .replay import Replay, Unit
 from .trace import LiveBytes, Segment, parameters_in, tensors_in
 
@@ -65,7 +66,7 @@ class Pictures:
         """(what counts the operations of the language model, what comes before it). It grows with the rows in
         a straight line, of which two small micro-batches are two points.
         """
-        text = {*model.get_decoder().parameters()}
+        text = {*reads_text(model).parameters()}
         seen = [(p.dtype, p.requires_grad) for p in model.parameters() if p not in text]
         key = (dtype, recompute, *seen)
         tokens = self.batch(1)[0].shape[1]
@@ -197,7 +198,7 @@ class PictureTrace:
     @contextmanager
     def on_zeros(self) -> Iterator[None]:
         """What is not large is real, and zero."""
-        decoder = self.model.get_decoder()
+        decoder = reads_text(self.model)
         heavy = [*self.large, decoder, self.model.get_output_embeddings()]
         with ExitStack() as stack:
             stack.enter_context(parameters_in(self.dtype, self.model, heavy))
@@ -295,7 +296,7 @@ class Before(NamedTuple):
         read = tree_map_only(torch.Tensor, fake_like, self.read) | {"input_ids": None}
         read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
         del embedded, features
-        return self.model.get_decoder()(**read).last_hidden_state
+        return reads_text(self.model)(**read).last_hidden_state
 
     def forward(self, replay: Replay, towers: list[Unit]) -> None:
         """The part of a step that comes between the embedding and the blocks."""

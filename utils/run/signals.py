@@ -113,7 +113,7 @@ def report_errors() -> Iterator[None]:
         file = error.name.replace(".", "/") + ".py"
         print_once(f"{file} is not here, and these flags need it (fix: copy it too)", agreed=True)
         sys.exit(2)
-    except KeyboardInterrupt as error:  # utils/run/signals.py says by which signal
+    except KeyboardInterrupt as error:  # of _raise, which says by which signal
         name = str(error) or "SIGINT"
         if name == "SIGTERM":  # torchrun sends it to the others when a rank has ended
             from .failures import say_who_is_gone

@@ -203,8 +203,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
         )
         old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
         new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
-        then, now = dict.fromkeys(new, "absent") | old, dict.fromkeys(old, "absent") | new
-        changed = differences(then, now)
+        absent = dict.fromkeys(old | new, "absent")
+        changed = differences(absent | old, absent | new)
         text = f"{path} is of another model, then -> now: {changed} (fix: --resume none)"
         check(not changed, text)
     try:

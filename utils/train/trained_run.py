@@ -54,9 +54,8 @@ class Trained:
     kind: str  # of loading.KINDS
     checkpoint: Path | None = None
     adapter: object = None  # its peft config
-    names: dict[str, str] | None = (
-        None  # names of the base's parameters that the adapter has changed
-    )
+    # names of the base's parameters that the adapter has changed
+    names: dict[str, str] | None = None
 
 
 def open_trained(
