@@ -125,8 +125,8 @@ DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 GEMMA4_TEXT = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
 GEMMA4_TEXT |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 GEMMA4_TEXT |= {"num_kv_shared_layers": 1, "global_head_dim": 32}
-ASSISTANT = {
-    "num_hidden_layers": LAYERS,
+ASSISTANT = GEMMA4_TEXT | {
+    "model_type": "gemma4_text",
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
@@ -196,9 +196,9 @@ CHANGES: dict[str, dict] = {
     },
     "gemma4": {"text_config": GEMMA4_TEXT},
     "gemma4_text": GEMMA4_TEXT,
-    "gemma4_assistant": {"text_config": GEMMA4_TEXT | ASSISTANT},
+    "gemma4_assistant": {"text_config": ASSISTANT},
     "gemma4_unified": {"text_config": GEMMA4_TEXT, "vision_config": {"mm_embed_dim": 64}},
-    "gemma4_unified_assistant": {"text_config": GEMMA4_TEXT | ASSISTANT},
+    "gemma4_unified_assistant": {"text_config": ASSISTANT},
     "glm_moe_dsa": LATENT | {"indexer_types": ["full", "shared", "full"]},
     "got_ocr2": {"text_config": {"model_type": "qwen2"} | WITH_WINDOW},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
