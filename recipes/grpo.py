@@ -65,8 +65,8 @@ from utils.model.sharding import (
     units,
 )
 from utils.plan.fit import estimate_disk, plan_memory
-from utils.plan.generation import plan_rollout
-from utils.plan.states import Setting, share_bytes
+from utils.plan.generation import plan_rollout, share_bytes
+from utils.plan.states import Setting
 from utils.run.distributed import (
     agree,
     all_reduce_sum,

@@ -11,10 +11,13 @@ command that fits.
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -76,6 +79,7 @@ HEAD = (
 )
 # Of compute capability below 8: no bf16, and no flash attention.
 WITHOUT_BF16 = ("t4", "v100-16", "v100-32")
+ROWS = 1009  # a prime: see steps_alike
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 
@@ -190,20 +194,65 @@ def main(cfg: Config) -> dict:
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
-        plan["strategies"] = strategies(asked, room)
-        best = fastest(asked, room, any_method=True)
+        scaled = asked if asked.pictures else scaled_of(asked)
+        plan["strategies"] = strategies(scaled, room)
+        best = fastest_traced(scaled, room)
         if best:
             host = need_of(best).host * best.local_ranks
             answer = answer_of(best, need_of(best), room)
             plan["recommended"] = levers_of(best) | {"answer": answer, "host_bytes": host}
             plain = Setting(config, best.dtype, best.dtype, 1, kind=asked.kind)
             plan["command"] = command(cfg, flags_between(plain, best))
-            other = fastest(asked, room, any_method=True, may_offload=False)
+            other = fastest_traced(scaled, room, may_offload=False)
             if best.cpu_offload and other:
                 plan["without_offload"] = command(cfg, flags_between(plain, other))
     text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
     say(text, ready=True)
     return plan
+
+
+def scaled_of(asked: Setting) -> Setting:
+    """The setting for the tables, whose many sizes are not each traced, where that comes to the same."""
+    window = getattr(asked.config.get_text_config(), "sliding_window", None) or 0
+    scaling = partial(steps_alike, traced=asked.seq_len, window=window)
+    for seq_len in (asked.seq_len, 2 * asked.seq_len):
+        longer = replace(asked, seq_len=seq_len)
+        error = need_of(replace(longer, scaling=scaling)).device / need_of(longer).device - 1
+        if abs(error) > 1e-4:
+            return asked
+    return replace(asked, scaling=scaling)
+
+
+def steps_alike(
+    batch: int, seq_len: int, traced: int, window: int
+) -> tuple[int, int, Callable[[int], int]]:
+    """(rows and tokens of a row of a step to trace, from its bytes to those of `batch` rows of `seq_len`).
+
+    The sizes are primes that no size of a model is likely to have: as often as they divide the bytes of a
+    tensor, it grows with the rows and the tokens.
+    """
+    # Other masks are made for rows that are longer than a window.
+    if (traced > window) != (seq_len > window):
+        return batch, seq_len, int
+    while any(traced % divisor == 0 for divisor in range(2, math.isqrt(traced) + 1)):
+        traced += 1
+
+    def scaled(size: int) -> int:
+        for prime, number in ((ROWS, batch), (traced, seq_len)):
+            while size and size % prime == 0:
+                size = size // prime * number
+        return size
+
+    return ROWS, traced, scaled
+
+
+def fastest_traced(scaled: Setting, room: Room, **how: bool) -> Setting | None:
+    """What fits and costs least time, and fits when it is traced at its own size."""
+    best = fastest(scaled, room, any_method=True, **how)
+    traced = best and replace(best, scaling=None)
+    if traced and answer_of(traced, need_of(traced), room) == TOO_LARGE:
+        return fastest(replace(scaled, scaling=None), room, any_method=True, **how)
+    return traced
 
 
 def pictures_of(cfg: Config, asked: Setting):
@@ -345,12 +394,11 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
     of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
     for name, kind in (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")):
         of_methods.append((name, replace(asked, lora=lora, quant=Quant(kind))))
-    rows, longest = [], 0
+    rows = []
     offloads = (False,) if asked.optimizer_in_backward else (False, True)
     for (name, method), recompute, offload in itertools.product(of_methods, RECOMPUTE, offloads):
         setting = replace(method, activation_checkpointing=recompute, cpu_offload=offload)
         need = need_of(setting)
-        longest = longest_row(setting, room, near=longest)
         row = {
             "method": name,
             "levers": levers_of(setting),
@@ -359,8 +407,8 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
             "host_bytes": need.host * setting.local_ranks,
             "answer": answer_of(setting, need, room),
             "positions": positions_of(setting.config),
-            "largest_batch": largest_batch(setting, room, near=longest // setting.seq_len),
-            "longest": longest,
+            "largest_batch": largest_batch(setting, room),
+            "longest": longest_row(setting, room),
             "parts": need.peak.parts,
         }
         rows.append(row)

@@ -26,7 +26,7 @@ from utils.model.sharding import decoder_layers
 from utils.plan.need import FITS, Room, answer_of, need_of, trace_of
 from utils.plan.search import fastest, flags_between, levers_of, refusal, smallest_change
 from utils.plan.states import Setting, planned_model
-from utils.plan.trace import trace_step
+from utils.plan.trace import record_step
 from utils.run.errors import ConfigError
 from utils.run.settings import parse_cli
 from utils.run.units import GIB
@@ -197,7 +197,7 @@ def test_so_it_is_for_twelve_architectures(recompute):
 def test_a_block_keeps_what_the_closed_formula_says():
     """16 h + 4 q + 4 kv + 8 f + 4 heads + 8 bytes a token in bf16, of a block of Llama's."""
     model = add_chunked_loss(build_model(tiny_config("llama", **BIG), torch.float32))
-    (block,) = trace_step(model, torch.bfloat16, 2, 512).blocks
+    (block,) = record_step(model, torch.bfloat16, 2, 512)().blocks
     h, kv, f, heads = 768, 4 * 64, 2048, 12
     assert block.rest == 2 * 512 * (16 * h + 4 * h + 4 * kv + 8 * f + 4 * heads + 8)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import family_config
 from shell import ROOT
 from tiny import tiny_config
 
@@ -16,7 +17,7 @@ from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.plan import trace
-from utils.plan.need import Room, bytes_missing, need_of
+from utils.plan.need import Room, bytes_missing, cached_record, need_of
 from utils.plan.search import largest_batch, longest_row, most
 from utils.plan.states import Setting
 from utils.run.units import GIB
@@ -61,7 +62,8 @@ def misses(setting: Setting, gib: float) -> list[str]:
         other = replace(setting, batch_size=rows, seq_len=tokens)
         return bytes_missing(other, need_of(other), room) <= 0
 
-    rows, tokens = largest_batch(setting, room), longest_row(setting, room)
+    scaled = plan.scaled_of(setting)
+    rows, tokens = largest_batch(scaled, room), longest_row(scaled, room)
     if rows and not fits(rows, setting.seq_len):
         found.append(f"{rows} rows do not fit")
     # A line may end a row early.
@@ -101,6 +103,33 @@ def test_none_is_too_large_for_tiny_models_with_short_rows(kind):
     assert not [miss for miss in misses(of_tiny(kind, 64, **window), 4) if "not fit" in miss]
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("how", [{}, LORA | FULL])
+def test_scaled_activations_are_those_that_are_traced_at_that_size(kind, how):
+    setting = replace(of_tiny(kind, 2048, vocab_size=32000), **how)
+    scaled = plan.scaled_of(setting)
+    assert scaled.scaling
+    for batch, tokens in [(1, 2048), (1, 30000), (3, 4096), (40, 640)]:
+        sizes = {"batch_size": batch, "rows": batch, "seq_len": tokens}
+        traced, found = need_of(replace(setting, **sizes)), need_of(replace(scaled, **sizes))
+        assert found.peak == traced.peak, (batch, tokens)
+
+
+def test_sizes_that_are_no_multiple_of_the_row_are_not_scaled():
+    config = family_config("lfm2_moe")  # a convolution pads each row
+    setting = Setting(config, torch.float32, torch.bfloat16, 512)
+    assert plan.scaled_of(setting) == setting
+
+
+def test_a_table_of_every_method_traces_each_once(capsys):
+    cached_record.cache_clear()
+    plan.main(plan.Config(model="llama-3.2-1b", gpus=2))
+    assert "4bit    full       yes" in capsys.readouterr().out
+    assert (
+        cached_record.cache_info().misses <= 4 * 3 + 4
+    )  # those of the setting, and of what is proposed
+
+
 @pytest.mark.parametrize(
     ("part", "whole"),
     [("few_chunks", loss.chunk_bounds), ("first_product", loss._add_product)],
@@ -110,10 +139,10 @@ def test_the_parts_of_the_loss_that_are_traced_peak_as_all_do(part, whole, monke
     model = build_model(tiny_config("llama", **sizes), torch.float32)
     model = add_chunked_loss(model, chunk_tokens=64)
     for tokens in (64, 100, 128, 500, 512):
-        few = trace.trace_step(model, torch.bfloat16, 1, tokens)
+        few = trace.record_step(model, torch.bfloat16, 1, tokens)()
         with monkeypatch.context() as patch:
             patch.setattr(trace, part, whole)
-            every = trace.trace_step(model, torch.bfloat16, 1, tokens)
+            every = trace.record_step(model, torch.bfloat16, 1, tokens)()
         assert few == every, tokens
 
 

@@ -18,7 +18,8 @@ from utils.plan.need import (
     TOO_LARGE,
     Room,
     answer_of,
-    must_and_comfortable,
+    comfortable_of,
+    must_be_there,
     need_of,
 )
 from utils.plan.search import fastest, ways
@@ -45,14 +46,13 @@ def test_copies_of_the_model_keep_what_was_all_reduced_until_the_backward_ends()
 
 
 def test_what_must_be_there_is_what_is_alive_and_more_on_several_gpus():
-    assert must_and_comfortable(10 * GIB, 12 * GIB, 1) == (
-        11 * GIB,
-        int(12 * GIB * 1.11) + 3 * GIB // 2,
-    )
-    steady = must_and_comfortable(10 * GIB, 12 * GIB, 1, steady=8 * GIB)[1]
-    assert steady == 8 * GIB + int(4 * GIB * 1.11) + 3 * GIB // 2
-    assert must_and_comfortable(10 * GIB, 12 * GIB, 2)[0] == 13 * GIB
-    assert must_and_comfortable(GIB, GIB, 2) == (4 * GIB, 4 * GIB)  # comfortable is never less
+    assert must_be_there(10 * GIB, 1, gpu=True) == 11 * GIB
+    assert must_be_there(10 * GIB, 2, gpu=True) == 13 * GIB
+    assert must_be_there(10 * GIB, 2, gpu=False) == 16 * GIB + GIB // 4
+    assert comfortable_of(12 * GIB, 0) == int(12 * GIB * 1.11) + 3 * GIB // 2
+    assert comfortable_of(12 * GIB, 8 * GIB) == 8 * GIB + int(4 * GIB * 1.11) + 3 * GIB // 2
+    small = need_of(of_llama(shards=2))
+    assert small.comfortable == small.device  # comfortable is never less
 
 
 # GiB: name, weights and optimizer of a rank, the sum of the pools' peaks + 1.5, published as reserved
@@ -70,8 +70,7 @@ RESERVED = {
 @pytest.mark.parametrize("name", RESERVED)
 def test_comfortable_covers_what_published_runs_with_expandable_segments_reserved(name):
     steady, pools, reserved = (int(size * GIB) for size in RESERVED[name])
-    _, comfortable = must_and_comfortable(0, pools - 3 * GIB // 2, 8, steady)
-    assert reserved <= comfortable
+    assert reserved <= comfortable_of(pools - 3 * GIB // 2, steady)
 
 
 def test_there_are_four_answers_on_a_gpu_and_two_on_a_cpu():

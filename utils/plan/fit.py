@@ -119,8 +119,8 @@ def plan_memory(
         """Where memory runs out all the same: what keeps a tenth less alive."""
         from .search import remedy
 
-        alive = max(need.acts.values())
-        fix = remedy(setting, room._replace(device=need.device - 0.1 * alive))
+        less = need.device - 0.1 * max(need.acts.values())
+        fix = remedy(setting, room._replace(device=less))
         if fit and fix.startswith("--"):
             fix = f"without --fit, and {fix}"  # which would choose again what did not do
         return fix

@@ -6,11 +6,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..model.pieces import rows_of_full_shard
 from ..run.distributed import World
 from ..run.errors import check, print0
 from ..run.units import GIB
 from .fit import MemoryPlan, room_here
-from .need import HOST_BYTES, HOST_SLACK, must_and_comfortable
+from .need import must_be_there
 from .replay import units_of
 from .states import Setting, estimate_states, planned_model, sum_of
 
@@ -66,16 +67,22 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
     less, unless force.
     """
     room = room_here(world)
-    must = sum(parts.values())
-    if world.device.type == "cuda":
-        must, _ = must_and_comfortable(must, must, world.size)
+    must = must_be_there(sum(parts.values()), world.size, world.device.type == "cuda")
     print0(f"memory    {sum_of(parts)} on the fullest rank")
     print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
     part, size = max(parts.items(), key=lambda part: part[1])
     why = f"a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB"
     fix = "a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try"
-    fits = force or must <= room.device
-    check(fits, f"this does not fit: {why}; there is {room.text} (fix: {fix})")
+    check(
+        force or must <= room.device,
+        f"this does not fit: {why}; there is {room.text} (fix: {fix})",
+    )
+
+
+def share_bytes(model: nn.Module, shards: int, dtype: torch.dtype) -> int:
+    """Of a rank's shards of a model that does not train, stored in `dtype`."""
+    shares = [rows_of_full_shard(len(p), shards) * p.numel() // len(p) for p in model.parameters()]
+    return sum(shares) * dtype.itemsize
 
 
 def plan_rollout(
@@ -115,10 +122,7 @@ def plan_rollout(
         parts["weights"] = (parts["weights"] + setting.frozen_bytes) * (not on_host)
         parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
         alive = sum(parts.values())
-        if setting.gpu:
-            needed, _ = must_and_comfortable(alive, alive, world.size)
-        else:
-            needed = int(alive * HOST_SLACK) + HOST_BYTES
+        needed = must_be_there(alive, world.size, setting.gpu)
         if needed <= room.device:
             break
     how = "gathered once" if whole else "gathered in each forward"

@@ -20,7 +20,7 @@ from ..run.errors import escaped, reason_of_others
 from ..run.units import GIB, MIB
 from .replay import check_peak, step_peak, units_of
 from .states import Peak, Setting, States, estimate_states, planned_model, sum_of
-from .trace import Trace, trace_step
+from .trace import Trace, record_step
 
 FITS, TIGHT, MAYBE, TOO_LARGE = "fits", "fits tightly", "may not fit", "does not fit"
 WHY_TIGHT = "the allocator must give blocks back in every step"
@@ -81,7 +81,7 @@ class Room(NamedTuple):
 
 # --- what a setting needs
 
-cached_trace = lru_cache(maxsize=4096)(trace_step)
+cached_record = lru_cache(maxsize=256)(record_step)
 
 
 class Sizes(NamedTuple):
@@ -105,17 +105,21 @@ def sizes_of(setting: Setting) -> Sizes:
 
 def trace_of(setting: Setting) -> Trace:
     """What the blocks of a setting hold."""
-    return cached_trace(
+    batch, seq_len, scaled = setting.batch_size, setting.seq_len, int
+    if setting.scaling:
+        batch, seq_len, scaled = setting.scaling(batch, seq_len)
+    record = cached_record(
         planned_model(setting),
         setting.dtype,
-        setting.batch_size,
-        setting.seq_len,
+        batch,
+        seq_len,
         setting.masked,
         setting.activation_checkpointing,
         setting.repeats_keys,
         setting.activation_offload,
         setting.pictures,
     )
+    return record(scaled=scaled)
 
 
 def need_of(setting: Setting) -> Need:
@@ -133,6 +137,7 @@ def need_of(setting: Setting) -> Need:
             seq_len=1,
             reshard_after_forward=True,
             activation_checkpointing="none",
+            scaling=None,
         )
     )
     peak, why, inputs = None, "", 0
@@ -149,14 +154,13 @@ def need_of(setting: Setting) -> Need:
         acts |= {"train": acts["train"] + copy, "save": acts["save"] + copy}
     train = int(acts["train"] * (COMPILED if setting.compile else 1))
     alive = max(acts["load"], train, acts["save"])
+    ranks = setting.shards * setting.replicate
+    must = must_be_there(alive, ranks, setting.gpu)
     if not setting.gpu:
-        device = int(alive * HOST_SLACK) + HOST_BYTES
-        return Need(sizes.states, peak, why, device, device, device, acts)
+        return Need(sizes.states, peak, why, must, must, must, acts)
     pools = max(alive, sum(peak.pools.values()) if peak else 0)
     steady = 0 if setting.cpu_offload else sizes.states.weights + sizes.states.optimizer
-    must, comfortable = must_and_comfortable(
-        alive, pools, setting.shards * setting.replicate, steady
-    )
+    comfortable = max(must, comfortable_of(pools, steady))
     host = PROCESS_BYTES + copy + inputs
     if setting.cpu_offload:
         host += sizes.pinned + setting.frozen_bytes
@@ -188,7 +192,7 @@ def pinned(model: nn.Module, states: States, shards: int) -> int:
     """Bytes on the host for offloaded states, of which weights and gradients are page-locked."""
     total = states.optimizer
     for p in model.parameters():
-        share_numel = rows_of_full_shard(p.shape[0], shards) * p[0].numel()
+        share_numel = rows_of_full_shard(p.shape[0], shards) * p.numel() // len(p)
         share_bytes = pinned_bytes(share_numel * p.element_size())
         total += share_bytes * (2 if p.requires_grad else 1)
     return total
@@ -199,12 +203,16 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def must_and_comfortable(alive: int, pools: int, ranks: int, steady: int = 0) -> tuple[int, int]:
-    """Bytes of a GPU for so many that are alive at a time, and for the sum of the pools' peaks. steady: bytes
-    of them that are never freed.
-    """
-    must = alive + (MUST_BYTES_ALONE if ranks == 1 else MUST_BYTES_OF_SEVERAL)
-    return must, max(must, steady + int((pools - steady) * POOLS_SLACK) + POOLS_BYTES)
+def must_be_there(alive: int, ranks: int, gpu: bool) -> int:
+    """Bytes of a rank's device for so many that are alive at a time."""
+    if not gpu:
+        return int(alive * HOST_SLACK) + HOST_BYTES
+    return alive + (MUST_BYTES_ALONE if ranks == 1 else MUST_BYTES_OF_SEVERAL)
+
+
+def comfortable_of(pools: int, steady: int) -> int:
+    """Bytes of a GPU for the sum of the pools' peaks, of which so many are never freed."""
+    return steady + int((pools - steady) * POOLS_SLACK) + POOLS_BYTES
 
 
 # --- whether that fits

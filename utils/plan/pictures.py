@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from ..model.parts import PROJECTOR, tower_layers
 from ..model.sharding import reads_text
 from .replay import Replay, Unit
-from .trace import LiveBytes, Segment, parameters_in, tensors_in
+from .trace import LiveBytes, Segment, parameters_in, segments_of, tensors_in
 
 INDEXED = (
     torch.ops.aten.index.Tensor,
@@ -77,9 +77,15 @@ class Pictures:
             ]
         one, two = self.known[key]
         if len(one.calls) != len(two.calls):  # one for each picture
-            one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
-        sizes = {"tokens": tokens, "rows": rows, "seq_len": seq_len}
-        return PictureBytes(), tree_map(partial(resized, **sizes), one, two)
+            calls = one.calls * rows
+            one, two = (before._replace(calls=calls) for before in (one, two))
+        resize = partial(
+            resized,
+            tokens=tokens,
+            rows=rows,
+            seq_len=seq_len,
+        )
+        return PictureBytes(), tree_map(resize, one, two)
 
 
 def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
@@ -100,8 +106,7 @@ def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> o
         shape.append(seq_len if of_tokens else of_rows(size, other))
         more = [0, seq_len - size if of_tokens else 0, *more]
     if one.is_floating_point() or math.prod(shape) > 2**26:
-        one = one.to("meta")
-        return one.new_empty(shape, requires_grad=one.requires_grad)
+        return one.new_empty(shape, device="meta", requires_grad=one.requires_grad)
     one = F.pad(one, more)  # no picture is behind the tokens that there are
     copies = [math.ceil(size / old) for size, old in zip(shape, one.shape, strict=True)]
     return one.repeat(copies)[tuple(map(slice, shape))]
@@ -225,7 +230,7 @@ class PictureTrace:
                 self.model.base_model(ids, **extra, use_cache=False)
             except Reached as reached:
                 (read,) = reached.args
-        kept = live.live + sum(value.nbytes for value in extra.values())
+        kept = sum(live.sizes.values()) + sum(value.nbytes for value in extra.values())
         if read.get("inputs_embeds") is not None:  # the embedding's
             key = read["inputs_embeds"].untyped_storage()._cdata
             kept -= live.sizes.get(key, 0)
@@ -242,13 +247,9 @@ class PictureTrace:
                 self.known[key] = self.trace_call(module, args, kwargs)
             forward, backward, outputs = self.known[key]
             if module is not self.embedding:
-                call = Call(
-                    layer=self.layers.index(module) if module in self.layers else -1,
-                    forward=forward,
-                    backward=backward,
-                    trains=any(value.requires_grad for value in tree_leaves(outputs)),
-                )
-                self.calls.append(call)
+                layer = self.layers.index(module) if module in self.layers else -1
+                trains = any(value.requires_grad for value in tree_leaves(outputs))
+                self.calls.append(Call(layer, forward, backward, trains))
             return tree_map_only(torch.Tensor, zeros_like, outputs)
 
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
@@ -265,17 +266,18 @@ class PictureTrace:
             with live:
                 # Not the module itself, whose hooks collect hidden states.
                 outputs = type(called).forward(called, *args, **kwargs)
-                live.mark("forward")
-            shapes = tree_map_only(torch.Tensor, meta_like, outputs)
+                live.log.append("forward")
+            shapes = tree_map_only(torch.Tensor, partial(empty, device="meta"), outputs)
             with live:
                 trained = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
                 grads = [torch.empty_like(t) for t in trained]
-                live.mark("gradients")
+                live.log.append("gradients")
                 if trained:
                     torch.autograd.backward(trained, grads)
                 del outputs, trained, grads
-                live.mark("backward")
-        return live.segments["forward"][0], live.segments["backward"][0], shapes
+                live.log.append("backward")
+        segments = segments_of(live.log)
+        return segments["forward"][0], segments["backward"][0], shapes
 
 
 class Before(NamedTuple):
@@ -338,18 +340,15 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
     """
     if not (value.is_floating_point() or value.is_meta):
         return value
+    return empty(value)
+
+
+def empty(value: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    """A new tensor of that shape, contiguous."""
     return torch.empty(
         value.shape,
         dtype=value.dtype,
-        requires_grad=value.requires_grad,
-    )
-
-
-def meta_like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty(
-        value.shape,
-        dtype=value.dtype,
-        device="meta",
+        device=device,
         requires_grad=value.requires_grad,
     )
 

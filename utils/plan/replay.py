@@ -5,7 +5,7 @@ _fsdp_param_group.py and _fsdp_collectives.py. What the blocks hold meanwhile co
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def _unit(parameters: list[nn.Parameter], kept: set, plain: set, setting: Settin
     """
     gathered = copied = grads = reduced = share = last = 0
     for p in parameters:
-        share_numel = rows_of_full_shard(p.shape[0], setting.shards) * p[0].numel()
+        share_numel = rows_of_full_shard(p.shape[0], setting.shards) * p.numel() // len(p)
         padded_numel = 0 if p in plain else share_numel * setting.shards
         dtype = torch.float32 if p in kept else setting.dtype
         is_cast = p.is_floating_point() and p.dtype != dtype
@@ -105,7 +105,7 @@ class Replay:
         self.most_bytes = 0  # their peak
         self.peak = Peak("", {})
         self.pools = Counter()  # bytes by stream
-        self.most_of_pools = Counter()
+        self.most_of_pools: dict[str, int] = {}
         self.open: set[str] = set()  # units that are gathered
         # unit -> bytes of an all-gather that is not yet copied out
         self.fetched: dict[str, int] = {}
@@ -123,10 +123,10 @@ class Replay:
         self.live[part] += size
         self.live_bytes += size
         self.pools[stream] += size
-        self.most_of_pools[stream] = max(self.most_of_pools[stream], self.pools[stream])
+        self.most_of_pools[stream] = max(self.most_of_pools.get(stream, 0), self.pools[stream])
         if self.live_bytes > self.most_bytes:
             self.most_bytes = self.live_bytes
-            self.peak = Peak(self.phase, dict(self.live))
+            self.peak = Peak(self.phase, dict(self.live), self.most_of_pools)
 
     def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
         """size None: all of the part."""
@@ -219,9 +219,6 @@ class Replay:
         self.free("activations")
         self.free("all-reduced", stream=REDUCE)
 
-    def found(self) -> Peak:
-        return replace(self.peak, pools=dict(self.most_of_pools))
-
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward up to the head. trace: None for a few tokens, whose activations are next to nothing."""
@@ -282,7 +279,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         replay.end_backward()
     replay.phase = "optimizer"  # fused, it needs nothing more
     replay.add("optimizer", 0)
-    return replay.found()
+    return replay.peak
 
 
 def check_peak(units: tuple, states: States, setting: Setting) -> int:

@@ -127,18 +127,18 @@ def more_memory(setting: Setting) -> str:
     return "more or larger GPUs" if setting.gpu else "a machine with more memory"
 
 
-def largest_batch(setting: Setting, room: Room, near: int = 0) -> int:
-    """The most rows of a micro-batch that fit, to 1 % or a row; 0 where one does not. near: a guess."""
+def largest_batch(setting: Setting, room: Room) -> int:
+    """The most rows of a micro-batch that fit, to 1 % or a row; 0 where one does not."""
 
     def missing(rows: int) -> float:
         more = replace(setting, batch_size=rows, rows=rows * setting.grad_accum)
         return bytes_missing(more, need_of(more), room)
 
-    return most(missing, setting.batch_size, near)
+    return most(missing, setting.batch_size)
 
 
-def longest_row(setting: Setting, room: Room, near: int = 0) -> int:
-    """The longest row that fits alone, in steps of 64 tokens and to 1 %; 0 where none does. near: a guess."""
+def longest_row(setting: Setting, room: Room) -> int:
+    """The longest row that fits alone, in steps of 64 tokens and to 1 %; 0 where none does."""
 
     def missing(steps: int) -> float:
         longer = replace(
@@ -147,18 +147,18 @@ def longest_row(setting: Setting, room: Room, near: int = 0) -> int:
         return bytes_missing(longer, need_of(longer), room)
 
     steps = max(1, setting.seq_len // TOKENS_STEP)
-    return TOKENS_STEP * most(missing, steps, near // TOKENS_STEP)
+    return TOKENS_STEP * most(missing, steps)
 
 
-def most(missing: Callable[[int], float], first: int, near: int = 0) -> int:
+def most(missing: Callable[[int], float], first: int) -> int:
     """The largest number of at most MOST that fits, to 1 %, and never one that does not; 0 where none does.
 
-    missing: bytes too few, which grow with the number. A line through the last two numbers, at the start
-    `first` and `near`, gives the next one. Where that leads nowhere, or not to the end after six, halves
+    missing: bytes too few, which grow with the number. A line through the last two numbers, of which one
+    is `first`, gives the next one. Where that leads nowhere, or not to the end after six, halves
     follow, as in bisection.
     """
     found = {first: missing(first)}
-    last, number = (1, first) if found[first] > 0 else (first, near if near > first else 2 * first)
+    last, number = (1, first) if found[first] > 0 else (first, 2 * first)
     for n in {last, number} - {first}:
         found[n] = missing(n)
     if found.get(1, 0) > 0:

@@ -1,6 +1,6 @@
 """What decides the memory of a run, and bytes by part: the states are exact from meta shapes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -49,6 +49,8 @@ class Setting:
     async_save: bool = False  # checkpoints are written from a copy on the host
     compile: bool = False
     repeats_keys: bool = False  # see sharding.lacks_grouped_kernels
+    # a function: (rows, tokens of a row) -> those to trace in their place, and bytes of these -> of those
+    scaling: object = None
 
     @property
     def grad_accum(self) -> int:
@@ -97,7 +99,7 @@ def planned_model(setting: Setting) -> nn.Module:
     """The model on meta, with its adapters, codes and chunked loss. It is the plan's own, and made once."""
     quant = setting.quant
     if quant.quantization != "8bit":
-        quant = Quant(quant.quantization, "dequant", quant.quantize_head, quant.keep_experts_16bit)
+        quant = replace(quant, int8_mode="dequant")
     return _planned_model(
         Setting(
             config=setting.config,
@@ -150,7 +152,8 @@ def estimate_states(
         from ..train.optim_8bit import state_bytes
     weights = gradients = moments = 0
     for parameter in model.parameters():
-        rows, row_bytes = parameter.shape[0], parameter[0].numel() * parameter.element_size()
+        rows = len(parameter)
+        row_bytes = parameter.numel() // rows * parameter.element_size()
         most = rows_of_full_shard(rows, shards)
         own_rows = min(most, max(0, rows - rank * most))
         weights += most * row_bytes
@@ -158,12 +161,6 @@ def estimate_states(
             gradients += most * row_bytes
             # AdamW's two moments, and the count of steps, one fp32 per parameter.
             adamw = 2 * own_rows * row_bytes + 4
-            elements = own_rows * parameter[0].numel()
+            elements = own_rows * parameter.numel() // rows
             moments += adamw if optimizer == "adamw" else state_bytes(parameter, elements)
     return States(weights, gradients, moments)
-
-
-def share_bytes(model: nn.Module, shards: int, dtype: torch.dtype) -> int:
-    """Of a rank's shards of a model that does not train, stored in `dtype`."""
-    shares = [rows_of_full_shard(len(p), shards) * p[0].numel() for p in model.parameters()]
-    return sum(shares) * dtype.itemsize

@@ -6,7 +6,7 @@ tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -52,17 +52,15 @@ class Trace:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make, while they live; `mark` cuts the time into segments."""
+    """Logs the storages that operations make, when they come and when they go."""
 
     def __init__(self):
         super().__init__()
         self.sizes: dict[int, int] = {}  # bytes of each storage that lives
-        self.segments: dict[str, list[Segment]] = {}
-        self.live = self.most = self.start = 0
+        # bytes that came, or went where negative; the names of segments, where they end
+        self.log: list[int | str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # half of all calls
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = run_operation(func, args, kwargs)
@@ -72,19 +70,26 @@ class LiveBytes(TorchDispatchMode):
             if key in given or key in self.sizes:
                 continue
             self.sizes[key] = storage.nbytes()
-            self.live += self.sizes[key]
-            self.most = max(self.most, self.live)
+            self.log.append(self.sizes[key])
             weakref.finalize(storage, self._leave, key)
         return result
 
     def _leave(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+        self.log.append(-self.sizes.pop(key))
 
-    def mark(self, name: str) -> None:
-        """A segment ends here."""
-        segment = Segment(self.most - self.start, self.live - self.start)
-        self.segments.setdefault(name, []).append(segment)
-        self.start = self.most = self.live
+
+def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
+    """The segments of a log by their names. scaled: gives the bytes to count for those in the log."""
+    segments: dict[str, list[Segment]] = {}
+    live = most = 0
+    for entry in log:
+        if isinstance(entry, str):
+            segments.setdefault(entry, []).append(Segment(most, live))
+            live = most = 0
+        else:
+            live += scaled(entry)
+            most = max(most, live)
+    return segments
 
 
 def run_operation(func, args: tuple, kwargs: dict):
@@ -112,7 +117,41 @@ def tensors_in(values: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def trace_step(
+def trace_of_log(
+    kinds: list[int],
+    log: list[int | str],
+    gone: list[int],
+    input_bytes: int,
+    pictures: object,
+    scaled=int,
+) -> Trace:
+    """gone: bytes of each block's input that went after its end. scaled: see segments_of."""
+    segments = segments_of(log, scaled)
+    blocks = []
+    for block, size in zip(segments["block"], gone, strict=True):
+        blocks.append(Segment(block.peak, block.rest - scaled(size)))
+    # The input of the last block goes within the segment of the loss.
+    last = scaled(gone[-1])
+    peak, rest = segments["loss"][0]
+    loss = Segment(peak + last, rest + last)
+    backward = [*segments["back"], segments["end"][0]]
+    if len(backward) < len(blocks) + 2:
+        # Nothing trains before the blocks, so the backward ends with that of the first one.
+        backward.append(Segment(0, 0))
+    return Trace(
+        kinds=kinds,
+        embedding=segments["to block"][0],
+        blocks=blocks,
+        loss=loss,
+        loss_back=backward[0],
+        blocks_back=backward[-2:0:-1],
+        embedding_back=backward[-1],
+        input_bytes=scaled(input_bytes),
+        pictures=pictures,
+    )
+
+
+def record_step(
     model: nn.Module,
     dtype: torch.dtype,
     batch: int,
@@ -122,10 +161,10 @@ def trace_step(
     repeats_keys: bool = False,
     offload: bool = False,
     pictures=None,
-) -> Trace:
-    """Of a model on meta, with its adapters and chunked loss, as it will be sharded. packed: a mask keeps
-    documents apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys:
-    see sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
+) -> Callable[..., Trace]:
+    """What makes its trace, see trace_of_log: of a model on meta, with its adapters and chunked loss, as it
+    will be sharded. packed: a mask keeps documents apart. recompute, offload: as --activation_checkpointing,
+    --activation_offload. repeats_keys: see sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
@@ -156,6 +195,7 @@ def trace_step(
                 hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
         if pictures:
             live, traced = pictures.trace(model, dtype, batch, seq_len, recompute)
+        stack.enter_context(patch.object(loss, "_add_product", first_product))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
@@ -169,7 +209,6 @@ def trace_step(
         if has_logits:
             stack.callback(setattr, head, "chunk_bounds", head.chunk_bounds)
             head.chunk_bounds = few_chunks
-        stack.enter_context(patch.object(loss, "_add_product", first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
@@ -182,41 +221,13 @@ def trace_step(
             total = head(hidden.flatten(0, 1).index_select(0, places), places)
         else:  # the scores of a pair
             total = head(hidden.flatten(0, 1).index_select(0, places[: 2 * batch])).float().sum()
-        hidden_bytes = hidden.shape[-1] * hidden.element_size()
+        input_bytes = hidden.nbytes
         del hidden
-        live.mark("loss")
+        live.log.append("loss")
         total.backward()
-        live.mark("end")
+        live.log.append("end")
         del total
-    input_bytes = batch * seq_len * hidden_bytes
-    return trace_of_segments(kinds, live.segments, gone, input_bytes, traced)
-
-
-def trace_of_segments(
-    kinds: list[int], segments: dict, gone: list[int], input_bytes: int, pictures: object
-) -> Trace:
-    """gone: bytes of each block's input that went after its end."""
-    blocks = []
-    for block, size in zip(segments["block"], gone, strict=True):
-        blocks.append(Segment(block.peak, block.rest - size))
-    # The input of the last block goes within the segment of the loss.
-    loss = segments["loss"][0]
-    loss = Segment(loss.peak + gone[-1], loss.rest + gone[-1])
-    backward = [*segments["back"], segments["end"][0]]
-    if len(backward) < len(blocks) + 2:
-        # Nothing trains before the blocks, so the backward ends with that of the first one.
-        backward.append(Segment(0, 0))
-    return Trace(
-        kinds=kinds,
-        embedding=segments["to block"][0],
-        blocks=blocks,
-        loss=loss,
-        loss_back=backward[0],
-        blocks_back=backward[-2:0:-1],
-        embedding_back=backward[-1],
-        input_bytes=input_bytes,
-        pictures=pictures,
-    )
+    return partial(trace_of_log, kinds, live.log, gone, input_bytes, traced)
 
 
 def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.Module]]:
@@ -260,17 +271,17 @@ def pass_over(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
 
 def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> tuple:
     """Hooks that mark a block's begin and end, where its backward begins, and before the first block also
-    where that ends. They add to inputs and gone, see trace_step.
+    where that ends. They add to inputs and gone, see record_step.
     """
     forwards = []  # a second one is part of the backward
 
     def mark_backward(gradient: torch.Tensor) -> None:
-        live.mark("back")
+        live.log.append("back")
 
     def begin(module, args, kwargs):
         if forwards:
             return
-        live.mark("to block")
+        live.log.append("to block")
         hidden = args[0] if args else kwargs["hidden_states"]
         if inputs:
             gone.append(gone_bytes(inputs))
@@ -281,7 +292,7 @@ def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> t
 
     def end(module, args, kwargs, output):
         if not forwards:
-            live.mark("block")
+            live.log.append("block")
             hidden = output[0] if isinstance(output, tuple) else output
             hidden.register_hook(mark_backward)
         forwards.append(True)
