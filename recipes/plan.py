@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -215,7 +215,9 @@ def scaled_of(asked: Setting) -> Setting:
     """The setting for the tables, whose many sizes are not each traced, where that comes to the same."""
     window = getattr(asked.config.get_text_config(), "sliding_window", None) or 0
     scaling = partial(steps_alike, traced=asked.seq_len, window=window)
-    for seq_len in (asked.seq_len, 2 * asked.seq_len):
+    # On the same side of the window; beyond it nothing is scaled.
+    other = asked.seq_len // 2 if asked.seq_len <= window else 2 * asked.seq_len
+    for seq_len in (asked.seq_len, other):
         longer = replace(asked, seq_len=seq_len)
         error = need_of(replace(longer, scaling=scaling)).device / need_of(longer).device - 1
         if abs(error) > 1e-4:
@@ -237,6 +239,7 @@ def steps_alike(
     while any(traced % divisor == 0 for divisor in range(2, math.isqrt(traced) + 1)):
         traced += 1
 
+    @cache
     def scaled(size: int) -> int:
         for prime, number in ((ROWS, batch), (traced, seq_len)):
             while size and size % prime == 0:

@@ -153,8 +153,8 @@ def longest_row(setting: Setting, room: Room) -> int:
 def most(missing: Callable[[int], float], first: int) -> int:
     """The largest number of at most MOST that fits, to 1 %, and never one that does not; 0 where none does.
 
-    missing: bytes too few, which grow with the number. A line through the last two numbers, of which one
-    is `first`, gives the next one. Where that leads nowhere, or not to the end after six, halves
+    missing: bytes too few, which grow with the number. A line through the last two numbers, of which the
+    first is `first`, gives the next one. Where that leads nowhere, or not to the end after six, halves
     follow, as in bisection.
     """
     found = {first: missing(first)}

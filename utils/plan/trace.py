@@ -195,7 +195,6 @@ def record_step(
                 hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
         if pictures:
             live, traced = pictures.trace(model, dtype, batch, seq_len, recompute)
-        stack.enter_context(patch.object(loss, "_add_product", first_product))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
@@ -209,6 +208,7 @@ def record_step(
         if has_logits:
             stack.callback(setattr, head, "chunk_bounds", head.chunk_bounds)
             head.chunk_bounds = few_chunks
+        stack.enter_context(patch.object(loss, "_add_product", first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
