@@ -61,9 +61,10 @@ class LiveBytes(TorchDispatchMode):
         self.log: list[int | str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # most of the calls
+            return args[0].fake_device
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        result = run_operation(func, args, kwargs)
+        result = run_operation(func, args, kwargs or {})
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -184,8 +185,6 @@ def record_step(
             # transformers looks for documents in the positions, which have no values here.
             name = "find_packed_sequence_indices"
             stack.enter_context(patch.object(masking_utils, name, one_document))
-        stack.callback(model.train, model.training)
-        model.train()
         if recompute != "none":
             recompute_activations(model, recompute)
             stack.callback(keep_activations, model)
