@@ -63,12 +63,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # most of the calls
             return args[0].fake_device
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = run_operation(func, args, kwargs or {})
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in given or key in self.sizes:
+            given = tensors_in((args, kwargs))
+            if key in self.sizes or any(key == t.untyped_storage()._cdata for t in given):
                 continue
             self.sizes[key] = storage.nbytes()
             self.log.append(self.sizes[key])
@@ -317,10 +317,7 @@ def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]
     made = {}  # one for each tensor: weights may be tied
     in_fp32 = fp32_modules(model, dtype)
     kept = {id(p) for module in in_fp32 for p in module.parameters()}
-    idle = {module for layer in repeats for module in layer.modules()}
-    for module in model.modules():
-        if module in idle:
-            continue
+    for _, module in model.named_modules(memo={*repeats}):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is None:
