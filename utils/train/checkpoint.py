@@ -13,7 +13,6 @@ import io
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import threading
@@ -136,13 +135,17 @@ class CheckpointSaver:
         self.seconds = self.writer.seconds
 
 
-def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(
+    model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, torch.Tensor]:
     """What trains, and the optimizer's state of it, under flat names, sharded as it is; a tied weight comes
     once. AdamW's state that is not there yet is made, as its first step (fused) makes it.
     """
     tensors = {}
     for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
         tensors[f"model.{name}"] = parameter  # DCP detaches it
+        if not optimizer:
+            continue
         if not optimizer.state[parameter]:
             moments = {
                 "exp_avg": torch.zeros_like(parameter),
@@ -166,8 +169,8 @@ def set_seed(seed: int) -> None:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were published, the oldest first; file times say nothing, leftovers do not count."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch("step_[0-9]{8}", path.name)]
-    return sorted(path for path in found if (path / "manifest.json").is_file())
+    published = folder.glob("step_" + 8 * "[0-9]" + "/manifest.json")
+    return sorted(manifest.parent for manifest in published)
 
 
 def point_to(final: Path) -> None:
@@ -176,10 +179,8 @@ def point_to(final: Path) -> None:
     replace_file(final.with_name("latest"), final.name + "\n")
 
 
-def reason_of(error: BaseException) -> str:
-    """One line of an OSError, or of the first rank's failure that DCP collected."""
-    if not isinstance(error, dcp.api.CheckpointException):
-        return f"{type(error).__name__}: {error}"
+def reason_of(error: dcp.api.CheckpointException) -> str:
+    """One line of the first rank's failure that DCP collected."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
 
