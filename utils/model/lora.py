@@ -10,7 +10,6 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 import copy
 import difflib
-import hashlib
 import math
 import os
 import re
@@ -35,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from ..run.distributed import World
 from ..run.errors import check, first_five, others_code, print0
 from ..run.files import file_inside
+from ..run.units import seed_of
 from .folder import read_header, read_json
 from .options import Lora, Quant
 from .pieces import lay_out, local, local_box, whole
@@ -194,8 +194,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
     for key, name in adapter_names(model).items():
         parameter, kind = model.get_parameter(name), name.partition(".lora_")[2]
         full = torch.zeros(parameter.shape, dtype=torch.float32)
-        digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if not kind:
             continue  # modules_to_save: loaded with the base
         if kind.startswith("A."):

@@ -4,7 +4,6 @@ The base stays on meta: only the adapter is loaded. Each weight that it changes 
 code, and written. So the numbers are those of merge_and_unload.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from .folder import TensorInfo, read_json
 from .loading import read_elements
 from .lora import inject, load_adapter, match_tensors, read_lora_config
 from .pieces import Piece, lay_out
-from .saving import Part, save_folder
+from .saving import Part, save_folder, write_json
 from .sharding import plain_name
 
 
@@ -148,7 +147,7 @@ def save_merged(
         if merge.untied:
             config = read_json(temp / "config.json")
             config["tie_word_embeddings"] = False
-            (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            write_json(temp / "config.json", config)
 
     def parts(piece: Piece) -> Iterator[Part]:
         if piece.name in own:

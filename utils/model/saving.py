@@ -195,7 +195,7 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
             "metadata": {"total_size": tensor_bytes},
             "weight_map": {name: place.file for name, place in places.items()},
         }
-        _write_json(temp / INDEX, index)
+        write_json(temp / INDEX, index)
     return total_bytes
 
 
@@ -219,7 +219,7 @@ def _write_configs(
         model_eos = [model_eos]
     distinct = dict.fromkeys([*model_eos, *eos_ids])
     generation["eos_token_id"] = [token for token in distinct if token is not None]
-    _write_json(temp / "generation_config.json", generation)
+    write_json(temp / "generation_config.json", generation)
 
 
 def _generation_config(model: torch.nn.Module, source: Path | None) -> dict:
@@ -245,5 +245,5 @@ def _write_companions(temp: Path, tokenizer, source: Path | None) -> None:
                 shutil.copyfile(file_inside(source, path.name), target)
 
 
-def _write_json(file: Path, value: dict) -> None:
+def write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")

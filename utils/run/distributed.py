@@ -216,12 +216,12 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     except ConfigError as error:
         mine = error.lines
     said: dict[str, list[str]] = {}
-    if patient and world.size > 1:
+    if patient:
         _set_timeouts(PATIENT_SECONDS)
     for rank, lines in enumerate(gather(world, mine)):
         for line in lines or []:
             said.setdefault(line, []).append(str(rank))
-    if patient and world.size > 1:
+    if patient:
         _set_timeouts(START_SECONDS)
     whose = {
         line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()

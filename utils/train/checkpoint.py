@@ -193,11 +193,8 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = _HashingFiles()
         self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
-        self.started, self.seconds, self.step_seconds = (
-            time.monotonic(),
-            0.0,
-            state.get("step_seconds", 0.0),
-        )
+        self.step_seconds = state.get("step_seconds", 0.0)
+        self.started, self.seconds = time.monotonic(), 0.0
 
     def prepare_local_plan(self, plan):
         """What can be refused before anything is written."""
@@ -214,8 +211,8 @@ class _Writer(dcp.FileSystemWriter):
             # of torch.save: there is a SHA-256
             with serialization.patch("save.compute_crc32", False):
                 results = super().write_data(plan, planner).value()
-        except Exception as error:  # torch.save hides the system's error behind its own
-            raise self.fs.failed or error from None
+        except RuntimeError as error:  # torch.save hides the system's error behind its own
+            raise error.__context__ or error from None
         future = torch.futures.Future()
         future.set_result([*results, dcp.storage.WriteResult(DIGESTS, 0, self.fs.digests)])
         return future
@@ -225,14 +222,14 @@ class _Writer(dcp.FileSystemWriter):
         digests = [r.storage_data for rank in results for r in rank if r.index == DIGESTS]
         files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
         super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
+        state, manifest = self.path / "state.json", self.path / "manifest.json"
+        with self.fs.create_stream(state, "wb") as file:
+            file.write(self.state_text.encode())
         files[".metadata"] = self.fs.digests[".metadata.tmp"]  # which is what DCP called it
-        _write(self.path / "state.json", self.state_text)
-        text = self.state_text.encode()
-        files["state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        _write(
-            self.path / "manifest.json", json.dumps({"step": self.step, "files": files}, indent=1)
-        )
-        sync_path(self.path)
+        files["state.json"] = self.fs.digests["state.json"]
+        manifest.write_text(json.dumps({"step": self.step, "files": files}, indent=1))
+        for path in (state, manifest, self.path):
+            sync_path(path)
         os.rename(self.path, self.final)
         point_to(self.final)
         sync_path(self.final.parent)
@@ -245,29 +242,24 @@ class _HashingFiles(dcp.filesystem.FileSystem):
     """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
 
     def __init__(self):
-        self.digests, self.failed = {}, None
+        self.digests = {}
 
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
         with _HashingFile(io.FileIO(path, mode)) as stream:
-            stream.files = self
             yield stream
-        self.digests[Path(path).name] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
+        sha256 = stream.digest.hexdigest()
+        self.digests[Path(path).name] = {"bytes": os.path.getsize(path), "sha256": sha256}
 
 
 class _HashingFile(io.BufferedWriter):
     def __init__(self, raw: io.FileIO):
         super().__init__(raw)
-        self.size, self.digest = 0, hashlib.sha256()
+        self.digest = hashlib.sha256()
 
     def write(self, data) -> int:
-        try:
-            self.size += super().write(data)
-        except OSError as error:
-            self.files.failed = error
-            raise
         self.digest.update(data)
-        return len(data)
+        return super().write(data)
 
 
 def _warn_of_grace(writer: _Writer) -> None:
@@ -279,12 +271,6 @@ def _warn_of_grace(writer: _Writer) -> None:
         leaves = f"more than the {grace} s that a SIGTERM leaves; then the checkpoint before stands"
         fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the scheduler"
         print0(f"warning: {times} are {leaves} (fix: {fix})")
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
-    sync_path(path)
 
 
 def _retire(final: Path, keep: int) -> None:

@@ -48,13 +48,12 @@ def continue_run(
     resume: str,
     cfg: object,
     world: World,
-    may_differ: tuple[str, ...] = ("output_dir", "resume", "log_every"),
 ) -> Resumed:
     """What an earlier start left in `out`, or the checkpoint that `resume` names.
 
     resume: auto, none, or a path. cfg: the recipe's settings, a dataclass, which are compared with those of
-    the earlier start; may_differ: fields without which a finished run would be the same. A folder is
-    continued only by the run that began it. Raises ConfigError on all ranks, naming the fields that differ.
+    the earlier start. A folder is continued only by the run that began it. Raises ConfigError on all ranks,
+    naming the fields that differ.
     """
     used = holds_run(out)
     with together(world):
@@ -64,7 +63,8 @@ def continue_run(
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
             saved = load_config(type(cfg), newest)
-            changed = differences(asdict(saved), asdict(cfg), but=may_differ)
+            no_matter = ("output_dir", "resume", "log_every")
+            changed = differences(asdict(saved), asdict(cfg), but=no_matter)
             text = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{text} (fix: another --output_dir)")
     begins_anew = resume == "none" or (resume == "auto" and not used)
