@@ -263,16 +263,14 @@ def _load_piece(
             read_elements(file, piece, expert * read.numel(), read.view(-1))
             matrix.copy_(read)
         return
-    for first, values in runs(shard, in_piece, piece.shape):
-        for start in range(0, len(values), CHUNK):
-            part = values[start : start + CHUNK]
-            read = staging.view(piece.info.dtype)[: len(part)]
-            read_elements(file, piece, first + start, read)
-            read = read.to(part.device)  # the bytes, while the host waits; a GPU casts faster
-            if twice:
-                check(torch.equal(part, read.to(part.dtype)), conflict)
-            else:
-                part.copy_(read)
+    for first, values in runs(shard, in_piece, piece.shape, CHUNK):
+        read = staging.view(piece.info.dtype)[: len(values)]
+        read_elements(file, piece, first, read)
+        read = read.to(values.device)  # the bytes, while the host waits; a GPU casts faster
+        if twice:
+            check(torch.equal(values, read.to(values.dtype)), conflict)
+        else:
+            values.copy_(read)
 
 
 def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:

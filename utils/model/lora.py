@@ -332,12 +332,11 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     alone = {name for name, layer in layers.items() if not is_plain(model, name, layer)}
     if targets == "all-linear":
         return _all_linear(model, layers.keys() - alone)
-    if re.search(r"[\\*+?\[\](){}|^$]", targets):
-        with others_code(f"{TARGETS} {targets}", "names separated by commas"):
-            wanted = {name for name in layers if re.fullmatch(targets, name)}
-    else:
-        ends = _known(targets, list(layers), TARGETS)
-        wanted = {name for name in layers for end in ends if f".{name}".endswith(f".{end}")}
+    pattern = targets
+    if not re.search(r"[\\*+?\[\](){}|^$]", targets):
+        pattern = rf"(.*\.)?({'|'.join(_known(targets, list(layers), TARGETS))})"
+    with others_code(f"{TARGETS} {targets}", "names separated by commas"):
+        wanted = {name for name in layers if re.fullmatch(pattern, name)}
     example = next((name for name in layers if "0" in name), "")
     fix = f"all-linear, or match whole names, as {example}"
     check(wanted, f"{TARGETS} {targets} matches no layer (fix: {fix})")

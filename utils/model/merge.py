@@ -33,43 +33,35 @@ class Merge:
 
 def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     """Put the adapter, with its values, into the meta model; ConfigError names what does not fit."""
-    name_of: dict[int, str] = {}  # id of a tensor -> its first name
-    base_names: dict[str, str] = {}  # name -> the name in the base; tied parameters have one
+    names_of: dict[int, list[str]] = {}  # by id of a tensor
     for name, tensor in model.state_dict(keep_vars=True).items():
-        base_names[name] = name_of.setdefault(id(tensor), name)
+        names_of.setdefault(id(tensor), []).append(name)
+    tied = {name: names for names in names_of.values() for name in names}
     inject(model, read_lora_config(folder, merge=True), str(folder))
     stored = match_tensors(model, folder).values()
     allocate(model, stored)
     load_adapter(model, folder)
 
-    own: dict[str, torch.Tensor] = {}  # copies of modules_to_save
-    replaced: dict[str, torch.Tensor] = {}  # parameters of the base that the adapter's file holds
+    copies = {plain_name(name) for name in stored if ".modules_to_save." in name}
+    own: dict[str, torch.Tensor] = {}
     for name in stored:
-        plain = plain_name(name)
+        plain, parameter = plain_name(name), model.get_parameter(name)
         if ".modules_to_save." in name:
-            own[plain] = model.get_parameter(name)
-        elif plain in base_names:
-            replaced[base_names[plain]] = model.get_parameter(name)
+            own[plain] = parameter
+            continue
+        for other in tied.get(plain, []):  # it is a parameter of the base
+            own.setdefault(other, parameter)
     layers: dict[str, list[tuple]] = {}
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer):
             for name, _ in module.get_base_layer().named_parameters():
-                base_name = base_names[f"{path}.{name}"]
-                layers.setdefault(base_name, []).append((module, name))
-
-    untied = _untied(model, pieces, own)
-    layers_of: dict[str, list[tuple]] = {}
-    for name, base_name in base_names.items():
-        if name in own:
-            continue
-        if base_name in replaced:
-            own[name] = replaced[base_name]
-        if base_name in layers:
-            layers_of[name] = layers[base_name]
-    return Merge(pieces, own, layers_of, untied)
+                for other in tied[f"{path}.{name}"]:
+                    if other not in copies:
+                        layers.setdefault(other, []).append((module, name))
+    return Merge(pieces, own, layers, _untied(model, pieces, copies))
 
 
-def _untied(model: nn.Module, pieces: list[Piece], copies: dict) -> list[Piece]:
+def _untied(model: nn.Module, pieces: list[Piece], copies: set[str]) -> list[Piece]:
     """One piece for each tensor that was tied to another one, and is not since one of them was trained."""
     piece_of = {piece.param: piece for piece in pieces}
     untied = []

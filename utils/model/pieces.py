@@ -128,17 +128,16 @@ def is_writer(parameter: torch.Tensor, world: World) -> bool:
     """Of the ranks that hold the same values, the first writes them."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
-    coordinates = parameter.device_mesh.get_coordinate()
-    for coordinate, placement in zip(coordinates, parameter.placements, strict=True):
-        if placement.is_replicate() and coordinate != 0:
-            return False
-    return True
+    places = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    return all(rank == 0 or not placement.is_replicate() for rank, placement in places)
 
 
 def runs(
-    box: torch.Tensor, rows: Box, shape: tuple[int, ...]
+    box: torch.Tensor, rows: Box, shape: tuple[int, ...], most: int = 2**62
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows are one."""
+    """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows are one, if
+    that has at most `most` elements.
+    """
     last_cut = 0  # the last dim of which the box holds only a part
     for dim, length in enumerate(shape):
         if rows[dim] != slice(0, length):
@@ -148,7 +147,9 @@ def runs(
     outer_dims = [range(length) for length in box.shape[:last_cut]]
     for index in itertools.product(*outer_dims):
         offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
-        yield box_begin + offset, box[index].view(-1)
+        values = box[index].view(-1)
+        for start in range(0, len(values), most):
+            yield box_begin + offset + start, values[start : start + most]
 
 
 def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> int:

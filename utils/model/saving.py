@@ -131,7 +131,7 @@ def local_parts(state: dict[str, torch.Tensor], world: World, piece: Piece) -> I
     if piece.transposed:
         box, in_piece = box.mT.contiguous(), (in_piece[0], in_piece[2], in_piece[1])
         shape = piece.info.shape
-    yield from runs(box, in_piece, shape)
+    yield from runs(box, in_piece, shape, CHUNK)
 
 
 def chunks_of(
@@ -146,11 +146,8 @@ def chunks_of(
     for piece in sorted(pieces, key=lambda piece: places[piece.name].file):
         place = places[piece.name]
         for first, values in parts(piece):
-            for start in range(0, len(values), CHUNK):
-                part = values[start : start + CHUNK].to(place.dtype)
-                data = part.cpu().contiguous().view(torch.uint8)
-                at = place.begin + (first + start) * place.dtype.itemsize
-                yield place.file, at, data, piece.name
+            data = values.to(place.dtype).cpu().contiguous().view(torch.uint8)
+            yield place.file, place.begin + first * place.dtype.itemsize, data, piece.name
 
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
@@ -214,11 +211,10 @@ def _write_configs(
     config.to_json_file(temp / "config.json")
 
     generation = _generation_config(model, source)
-    model_eos = generation.get("eos_token_id")
-    if not isinstance(model_eos, list):
-        model_eos = [model_eos]
-    distinct = dict.fromkeys([*model_eos, *eos_ids])
-    generation["eos_token_id"] = [token for token in distinct if token is not None]
+    own = generation.get("eos_token_id")
+    own = own if isinstance(own, list) else [own]
+    ends = dict.fromkeys([*own, *eos_ids])
+    generation["eos_token_id"] = [token for token in ends if token is not None]
     write_json(temp / "generation_config.json", generation)
 
 

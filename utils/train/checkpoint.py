@@ -146,16 +146,12 @@ def checkpoint_tensors(
         tensors[f"model.{name}"] = parameter  # DCP detaches it
         if not optimizer:
             continue
-        if not optimizer.state[parameter]:
-            moments = {
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                **moments,
-            }
-        for key, value in optimizer.state[parameter].items():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        for key, value in state.items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
