@@ -43,7 +43,7 @@ from utils.train.trained_run import (
     shard_model,
 )
 
-WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TOKENIZER = (
     "tokenizer*",
     "*.jinja",
@@ -114,11 +114,11 @@ def main(cfg: Config) -> Path:
 
 
 def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> None:
-    """Each rank its own files of the base, one tensor at a time."""
+    """Each rank a share of the tensors, one at a time."""
     with together(world):
         merge = plan_merge(trained.model, trained.pieces, adapter)
     copy_others = partial(copy_companions, trained.source.folder, adapter)
-    print0(f"merged    {save_merged(out, merge, world, copy_others)}")
+    print0(f"merged    {save_merged(out, merge, trained.source.weights, world, copy_others)}")
 
 
 def write_adapter(trained: Trained, out: Path, world: World) -> None:

@@ -50,14 +50,14 @@ def wrap(checkpoint, errors, batches) -> None:
     write_data, write = checkpoint._Writer.write_data, checkpoint._HashingFile.write
 
     def note_step(writer, *args):
-        writer.fs.step = writer.step
+        checkpoint._HashingFile.step = writer.step
         return write_data(writer, *args)
 
     checkpoint._Writer.write_data = note_step
 
     def write_and_break(file, data):
         written = write(file, data)
-        break_at("data", file.files.step)
+        break_at("data", file.step)
         return written
 
     checkpoint._HashingFile.write = write_and_break

@@ -23,7 +23,7 @@ from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.run.errors import ConfigError
-from utils.train import trained_run
+from utils.train import resume
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -267,7 +267,7 @@ def export_while_the_run_saves(world, flags) -> None:
     """
     checkpoints = Path(flags["checkpoint"]) / "checkpoints"
     newer = checkpoints / "step_00000002"
-    look = trained_run.complete_checkpoints
+    look = resume.complete_checkpoints
 
     def look_and_go_on(folder: Path) -> list[Path]:
         if world.rank:
@@ -279,11 +279,11 @@ def export_while_the_run_saves(world, flags) -> None:
             os.rename(checkpoints.parent / newer.name, newer)
         return found
 
-    trained_run.complete_checkpoints = look_and_go_on
+    resume.complete_checkpoints = look_and_go_on
     try:
         on_rank(world, flags)
     finally:
-        trained_run.complete_checkpoints = look
+        resume.complete_checkpoints = look
 
 
 def test_all_ranks_read_the_checkpoint_that_rank_0_chose_while_the_run_saves(run, tmp_path):

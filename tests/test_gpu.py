@@ -217,7 +217,8 @@ def test_codes_of_row_slices_are_those_of_the_cuda_quantizer_on_the_whole(kind, 
 
 
 def quantized(kind, weight, dtype):
-    layer = KINDS[kind](weight.shape[1], weight.shape[0], False, dtype, "cuda")
+    plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="cuda")
+    layer = KINDS[kind](plain, dtype)
     layer.copy_rows(0, weight)
     return layer
 

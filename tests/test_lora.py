@@ -397,7 +397,7 @@ def test_an_adapter_with_other_names_or_shapes_or_cut_short_is_refused(saved, tm
             load_adapter(model, folder)
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="copy it again"):
+    with pytest.raises(ConfigError, match="copy or download the folder again"):
         load_adapter(model, folder)
 
 

@@ -57,7 +57,8 @@ def shard_and_quantize(world, kind):
     mesh, found = build_mesh(world), []
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            layer = KINDS[kind](shape[1], shape[0], bias=False, dtype=torch.float32)
+            plain = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
+            layer = KINDS[kind](plain, torch.float32)
             fully_shard(layer, mesh=mesh)
             layer.to_empty(device="cpu")
             mine = torch.chunk(weight_of(shape, dtype), world.size)
@@ -97,9 +98,8 @@ def test_dequantized_weights_are_bit_equal_to_bitsandbytes():
 
 def made(kind, mode="dequant"):
     """A quantized layer with a bias, and its input with one column of outliers."""
+    layer = KINDS[kind](torch.nn.Linear(64, 48).requires_grad_(False), torch.float32, mode)
     torch.manual_seed(0)
-    layer = KINDS[kind](64, 48, bias=True, dtype=torch.float32, device="cpu")
-    layer.mode = mode
     layer.copy_rows(0, torch.randn(48, 64))
     layer.bias.data.normal_()
     x = torch.randn(4, 5, 64)

@@ -32,15 +32,13 @@ def hook_inputs(model: nn.Module, pack: Callable, unpack: Callable) -> None:
     def unpack_inputs(kept: object) -> Tensor:
         return kept if isinstance(kept, Tensor) else unpack(kept)
 
+    def hooked(checkpoint: Callable, *args, **kwargs):
+        # Within a block torch.utils.checkpoint has hooks of its own, so only its inputs come to these.
+        with saved_tensors_hooks(pack_inputs, unpack_inputs):
+            return checkpoint(*args, **kwargs)
+
     for layer in decoder_layers(model):
-        run = partial(_run, layer._gradient_checkpointing_func, pack_inputs, unpack_inputs)
-        layer._gradient_checkpointing_func = run
-
-
-def _run(checkpoint: Callable, pack: Callable, unpack: Callable, *args, **kwargs):
-    """Within a block torch.utils.checkpoint has hooks of its own, so only its inputs come to these."""
-    with saved_tensors_hooks(pack, unpack):
-        return checkpoint(*args, **kwargs)
+        layer._gradient_checkpointing_func = partial(hooked, layer._gradient_checkpointing_func)
 
 
 class HostCopy:

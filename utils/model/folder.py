@@ -122,7 +122,7 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     if not os.path.lexists(index):
         if not os.path.lexists(single):
             raise ConfigError(nothing_to_read(folder))
-        return _read_header(file_inside(folder, SINGLE))
+        return read_header(file_inside(folder, SINGLE))
 
     names = read_json(file_inside(folder, INDEX)).get("weight_map")
     good = (
@@ -141,7 +141,7 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     twice: list[str] = []
     for file in files:
-        header = _read_header(file)
+        header = read_header(file)
         twice += found.keys() & header.keys()
         found |= header
     lost = [name for name in names if name not in found or found[name].file != folder / names[name]]
@@ -235,7 +235,8 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> transformers.P
         return transformers.AutoConfig.from_pretrained(folder, **how)
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a safetensors file, which is as long as its header says. ConfigError names the file."""
     try:
         with suppress(RuntimeError), safe_open(file, framework="pt"):  # it fits its file
             pass  # RuntimeError: a file larger than memory, which safetensors would map whole

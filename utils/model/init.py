@@ -6,7 +6,6 @@ is BLOCK elements of the whole tensor, with a generator of its own, seeded by (s
 first element). So a tensor is the same on any number of ranks, and the peak above the shards is one block.
 """
 
-import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +17,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..run.distributed import World, together
 from ..run.errors import check, first_five, others_code
+from ..run.units import seed_of
 from .folder import Source, TensorInfo, read_config, read_json
-from .pieces import Piece, local, local_box, runs
+from .pieces import local, local_box, runs, whole
 
 BLOCK = 2**20  # elements
 FIX = "another family, or --init model with weights that transformers has made"
@@ -134,15 +134,12 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
     state = model.state_dict(keep_vars=True)
     for name, steps in plan.items():
         tensor = state[name]
-        shape = tuple(tensor.shape)
-        info = TensorInfo(None, tensor.dtype, shape, 0)
-        whole = Piece(name, info, name, (0,) * len(shape), shape)
-        boxes = local_box(tensor, whole)
+        boxes = local_box(tensor, whole(name, tensor))
         if boxes is None:
             continue
         in_shard, in_tensor = boxes
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        for first, values in runs(local(tensor)[in_shard], in_tensor, shape):
+        for first, values in runs(local(tensor)[in_shard], in_tensor, tensor.shape):
             last = first + len(values)
             for begin in range(first // BLOCK * BLOCK, last, BLOCK):
                 block = torch.empty(min(BLOCK, tensor.numel() - begin), dtype=dtype)
@@ -153,8 +150,7 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
 
 def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> None:
     """Fill elements [begin, begin + len(block)) of a tensor on the CPU; key: of the generator."""
-    digest = hashlib.sha256(key.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(key))
     for step in steps:
         start, end = max(step.begin, begin), min(step.end, begin + len(block))
         if start >= end:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN
 from .folder import TensorInfo, check_family
-from .pieces import Piece, local, local_box, runs, transfer
+from .pieces import Piece, local, local_box, runs, transfer, whole
 from .sharding import family_of
 
 KINDS = {  # by what is read and written
@@ -147,11 +147,10 @@ def plan_pieces(
     if new_head and not covered[new_head]:
         extra = [name for name in extra if not name.startswith(HEADS)]
         covered[new_head] = state[new_head].numel()
-        shape = tuple(state[new_head].shape)
-        info = TensorInfo(None, next(iter(weights.values())).dtype, shape, 0)
-        pieces.append(Piece(new_head, info, new_head, (0,) * len(shape), shape))
-    whole = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
-    missing = [name for name, tensor in state.items() if id(tensor) not in whole]
+        dtype = next(iter(weights.values())).dtype
+        pieces.append(whole(new_head, state[new_head].to(dtype)))
+    complete = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
+    missing = [name for name, tensor in state.items() if id(tensor) not in complete]
     repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
     wrong = {
         "lacks": missing,
@@ -264,16 +263,14 @@ def _load_piece(
             read_elements(file, piece, expert * read.numel(), read.view(-1))
             matrix.copy_(read)
         return
-    for first, values in runs(shard, in_piece, piece.shape):
-        for start in range(0, len(values), CHUNK):
-            part = values[start : start + CHUNK]
-            read = staging.view(piece.info.dtype)[: len(part)]
-            read_elements(file, piece, first + start, read)
-            read = read.to(part.device)  # the bytes, while the host waits; a GPU casts faster
-            if twice:
-                check(torch.equal(part, read.to(part.dtype)), conflict)
-            else:
-                part.copy_(read)
+    for first, values in runs(shard, in_piece, piece.shape, CHUNK):
+        read = staging.view(piece.info.dtype)[: len(values)]
+        read_elements(file, piece, first, read)
+        read = read.to(values.device)  # the bytes, while the host waits; a GPU casts faster
+        if twice:
+            check(torch.equal(values, read.to(values.dtype)), conflict)
+        else:
+            values.copy_(read)
 
 
 def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:

@@ -10,14 +10,12 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 import copy
 import difflib
-import hashlib
 import math
 import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,11 +34,12 @@ from transformers.pytorch_utils import Conv1D
 from ..run.distributed import World
 from ..run.errors import check, first_five, others_code, print0
 from ..run.files import file_inside
-from .folder import SINGLE, TensorInfo, read_json
+from ..run.units import seed_of
+from .folder import read_header, read_json
 from .options import Lora, Quant
-from .pieces import Piece, is_writer, lay_out, local, local_box
+from .pieces import lay_out, local, local_box, whole
 from .quantize import ROUTER, Quantized, check_experts, is_plain, quantize_linears
-from .saving import create_files, local_chunks, save_folder
+from .saving import local_parts, save_folder
 from .sharding import plain_name, reads_text
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -142,9 +141,8 @@ def base_of(folder: Path) -> str:
 
 def is_of_text(folder: Path) -> bool:
     """Whether an adapter is of a family's model for text alone, which has its layers elsewhere."""
-    file = folder / TENSORS
-    with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
-        return any(key.startswith(f"{PREFIX}model.layers.") for key in tensors.keys())  # noqa: SIM118
+    names = read_header(file_inside(folder, TENSORS))
+    return any(name.startswith(f"{PREFIX}model.layers.") for name in names)
 
 
 def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
@@ -196,8 +194,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
     for key, name in adapter_names(model).items():
         parameter, kind = model.get_parameter(name), name.partition(".lora_")[2]
         full = torch.zeros(parameter.shape, dtype=torch.float32)
-        digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if not kind:
             continue  # modules_to_save: loaded with the base
         if kind.startswith("A."):
@@ -208,7 +205,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
             full = _magnitude(model.get_submodule(name.partition(".lora_")[0]).base_layer)
         if len(full) != len(parameter):  # the magnitudes of this rank's rows
             local(parameter).copy_(full)
-        elif box := local_box(parameter, _piece(key, name, parameter)):
+        elif box := local_box(parameter, whole(key, parameter)):
             local(parameter)[box[0]].copy_(full[box[1]])
 
 
@@ -256,7 +253,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
-            if box := local_box(parameter, _piece(key, name, parameter)):
+            if box := local_box(parameter, whole(key, parameter)):
                 values = tensors.get_slice(key)[box[1]]
                 finite = bool(values.isfinite().all())
                 check(finite, f"{file}: {key} holds numbers that are not finite (fix: {ANOTHER})")
@@ -268,11 +265,8 @@ def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
 
     Raises ConfigError as load_adapter does.
     """
-    file, names = Path(folder) / TENSORS, adapter_names(model)
-    stored = {}
-    with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118 - not a dict
-            stored[key] = tensors.get_slice(key).get_shape()
+    file, names = file_inside(folder, TENSORS), adapter_names(model)
+    stored = {key: [*info.shape] for key, info in read_header(file).items()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         is_stored = ".base_layer." in name and PREFIX + name in stored
         if is_stored and parameter.is_floating_point():  # codes of a quantized layer are not
@@ -296,12 +290,8 @@ def save_adapter(
     Each rank writes its rows into a temporary folder beside `out`, reads them back and compares them bit for
     bit; then it is renamed. On failure all ranks raise one ConfigError, and an older adapter is still there.
     """
-    out = Path(os.path.realpath(out.parent)) / out.name  # not what a link there means
-    state, names = model.state_dict(), adapter_names(model)
-    pieces = [_piece(key, name, state[name]) for key, name in names.items()]
-    places, headers = lay_out(pieces, None, math.inf)
-    places = {key: replace(place, file=TENSORS) for key, place in places.items()}
-    mine = [piece for piece in pieces if is_writer(state[piece.param], world)]
+    state = model.state_dict()
+    pieces = [whole(key, state[name], name) for key, name in adapter_names(model).items()]
     config = copy.copy(config)
     here = Path(base_name).is_dir()  # a folder, else a Hugging Face id
     config.base_model_name_or_path = os.path.abspath(base_name) if here else str(base_name)
@@ -309,18 +299,15 @@ def save_adapter(
     if not isinstance(config.target_modules, str):  # a regular expression stays one
         config.target_modules = sorted(config.target_modules)
 
-    def prepare(temp: Path, rank: int) -> int:
-        if rank:
-            return 0
+    def prepare(temp: Path) -> None:
         free = not out.exists() or (out / SETTINGS).exists()
         check(free, f"{out} is no adapter, and a save would replace it (fix: another --output_dir)")
         config.save_pretrained(temp)
         if tokenizer is not None:  # with the chat template that the adapter was trained in
             tokenizer.save_pretrained(temp)
-        return create_files(temp, places)
 
-    chunks = partial(local_chunks, state, mine, places, {TENSORS: headers[SINGLE]}, world)
-    save_folder(out, world, prepare, chunks)
+    layout = lay_out(pieces, max_file_bytes=math.inf, stem="adapter_model")
+    save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
     numbers = sum(math.prod(piece.shape) for piece in pieces)
     return f"{len(pieces)} tensors, {numbers:,} numbers"
 
@@ -345,12 +332,11 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     alone = {name for name, layer in layers.items() if not is_plain(model, name, layer)}
     if targets == "all-linear":
         return _all_linear(model, layers.keys() - alone)
-    if re.search(r"[\\*+?\[\](){}|^$]", targets):
-        with others_code(f"{TARGETS} {targets}", "names separated by commas"):
-            wanted = {name for name in layers if re.fullmatch(targets, name)}
-    else:
-        ends = _known(targets, list(layers), TARGETS)
-        wanted = {name for name in layers for end in ends if f".{name}".endswith(f".{end}")}
+    pattern = targets
+    if not re.search(r"[\\*+?\[\](){}|^$]", targets):
+        pattern = rf"(.*\.)?({'|'.join(_known(targets, list(layers), TARGETS))})"
+    with others_code(f"{TARGETS} {targets}", "names separated by commas"):
+        wanted = {name for name in layers if re.fullmatch(pattern, name)}
     example = next((name for name in layers if "0" in name), "")
     fix = f"all-linear, or match whole names, as {example}"
     check(wanted, f"{TARGETS} {targets} matches no layer (fix: {fix})")
@@ -388,9 +374,3 @@ def _known(text: str, known: list[str], flag: str) -> list[str]:
         nearest = ", ".join(difflib.get_close_matches(name, leaves, 3, cutoff=0))
         check(found, f"{flag} {name}: the model has no such layer (fix: {nearest})")
     return wanted
-
-
-def _piece(key: str, name: str, parameter: torch.Tensor) -> Piece:
-    shape = tuple(parameter.shape)
-    info = TensorInfo(Path(TENSORS), parameter.dtype, shape, 0)
-    return Piece(key, info, name, (0,) * len(shape), shape)

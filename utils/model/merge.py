@@ -1,28 +1,23 @@
-"""A LoRA adapter merged into its base, file by file; only one weight is in memory at a time.
+"""A LoRA adapter merged into its base, tensor by tensor; only one weight is in memory at a time.
 
 The base stays on meta: only the adapter is loaded. Each weight that it changes is read, merged by peft's own
-code, and written over its bytes in a copy of the base's file. So the numbers are those of merge_and_unload.
+code, and written. So the numbers are those of merge_and_unload.
 """
 
-import json
-import math
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
 from torch import nn
 
 from ..run.distributed import World
-from .folder import INDEX, read_json
+from .folder import TensorInfo, read_json
+from .loading import read_elements
 from .lora import inject, load_adapter, match_tensors, read_lora_config
-from .pieces import Piece, transfer
-from .saving import save_folder
+from .pieces import Piece, lay_out
+from .saving import Part, save_folder, write_json
 from .sharding import plain_name
 
 
@@ -35,49 +30,38 @@ class Merge:
     layers: dict[str, list[tuple]]  # parameter -> (LoRA layer, name in its base), in peft's order
     untied: list[Piece]  # tied in the base, and no longer: tensors that its files do not have
 
-    def changes(self, piece: Piece) -> bool:
-        return piece.param in self.own or piece.param in self.layers
-
 
 def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     """Put the adapter, with its values, into the meta model; ConfigError names what does not fit."""
-    name_of: dict[int, str] = {}  # id of a tensor -> its first name
-    base_names: dict[str, str] = {}  # name -> the name in the base; tied parameters have one
+    names_of: dict[int, list[str]] = {}  # by id of a tensor
     for name, tensor in model.state_dict(keep_vars=True).items():
-        base_names[name] = name_of.setdefault(id(tensor), name)
+        names_of.setdefault(id(tensor), []).append(name)
+    tied = {name: names for names in names_of.values() for name in names}
     inject(model, read_lora_config(folder, merge=True), str(folder))
     stored = match_tensors(model, folder).values()
     allocate(model, stored)
     load_adapter(model, folder)
 
-    copies: dict[str, torch.Tensor] = {}  # of modules_to_save
-    replaced: dict[str, torch.Tensor] = {}  # parameters of the base that the adapter's file holds
+    copies = {plain_name(name) for name in stored if ".modules_to_save." in name}
+    own: dict[str, torch.Tensor] = {}
     for name in stored:
-        plain = plain_name(name)
+        plain, parameter = plain_name(name), model.get_parameter(name)
         if ".modules_to_save." in name:
-            copies[plain] = model.get_parameter(name)
-        elif plain in base_names:
-            replaced[base_names[plain]] = model.get_parameter(name)
+            own[plain] = parameter
+            continue
+        for other in tied.get(plain, []):  # it is a parameter of the base
+            own.setdefault(other, parameter)
     layers: dict[str, list[tuple]] = {}
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer):
             for name, _ in module.get_base_layer().named_parameters():
-                base_name = base_names[f"{path}.{name}"]
-                layers.setdefault(base_name, []).append((module, name))
-
-    own = dict(copies)
-    layers_of: dict[str, list[tuple]] = {}
-    for name, base_name in base_names.items():
-        if name in copies:
-            continue
-        if base_name in replaced:
-            own[name] = replaced[base_name]
-        if base_name in layers:
-            layers_of[name] = layers[base_name]
-    return Merge(pieces, own, layers_of, _untied(model, pieces, copies))
+                for other in tied[f"{path}.{name}"]:
+                    if other not in copies:
+                        layers.setdefault(other, []).append((module, name))
+    return Merge(pieces, own, layers, _untied(model, pieces, copies))
 
 
-def _untied(model: nn.Module, pieces: list[Piece], copies: dict) -> list[Piece]:
+def _untied(model: nn.Module, pieces: list[Piece], copies: set[str]) -> list[Piece]:
     """One piece for each tensor that was tied to another one, and is not since one of them was trained."""
     piece_of = {piece.param: piece for piece in pieces}
     untied = []
@@ -105,7 +89,7 @@ def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
     else:
         value = torch.empty(info.shape, dtype=info.dtype)
         with open(info.file, "rb", buffering=0) as file:
-            transfer(os.preadv, file, info.begin, value.view(-1).view(torch.uint8))
+            read_elements(file, piece, 0, value.view(-1))
     for layer, name in merge.layers.get(piece.param, []):
         value = merge_into(layer, name, value)
     return value
@@ -133,69 +117,37 @@ def merge_into(layer: LoraLayer, name: str, value: torch.Tensor) -> torch.Tensor
 
 
 def save_merged(
-    out: Path, merge: Merge, world: World, copy_companions: Callable[[Path], None]
+    out: Path,
+    merge: Merge,
+    weights: dict[str, TensorInfo],
+    world: World,
+    copy_companions: Callable[[Path], None],
 ) -> str:
-    """Write `out`: copies of the base's files, in which each changed tensor is overwritten where it lies.
+    """Write `out`: the tensors `weights` of the base's files, changed or as they are, and those untied.
 
-    Each rank writes its own files. copy_companions: writes all other files into a folder; rank 0 calls it.
+    Each rank writes some of them. copy_companions: writes all other files into a folder; rank 0 calls it.
     Returns in words how many tensors changed.
     """
-    files = sorted({piece.info.file for piece in merge.pieces})
-    own_files = files[world.rank :: world.size]
-    names = {file: file.name for file in files}
-    if merge.untied:  # one more file is written
-        for i, file in enumerate(files, start=1):
-            names[file] = shard_name(i, len(files) + 1)
-    changed = [piece for piece in merge.pieces if merge.changes(piece)]
+    known = {piece.name: piece for piece in merge.pieces + merge.untied}
+    # The model ignores the others, such as layers that only draft tokens.
+    others = [Piece(n, info, "", (), info.shape) for n, info in weights.items() if n not in known]
+    pieces = [*known.values(), *others]
+    own = {piece.name for piece in pieces[world.rank :: world.size]}
 
-    def prepare(temp: Path, rank: int) -> int:
-        for file in own_files:
-            shutil.copyfile(file, temp / names[file])
-        if rank == 0:
-            copy_companions(temp)
-            if merge.untied:
-                untie(temp, names, merge)
-        return 0  # only some bytes change
+    def prepare(temp: Path) -> None:
+        copy_companions(temp)
+        if merge.untied:
+            config = read_json(temp / "config.json")
+            config["tie_word_embeddings"] = False
+            write_json(temp / "config.json", config)
 
-    chunks = partial(merged_chunks, changed, own_files, names, merge)
-    save_folder(out, world, prepare, chunks)
-    return f"{len(changed)} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied"
+    def parts(piece: Piece) -> Iterator[Part]:
+        if piece.name in own:
+            yield 0, merged_tensor(piece, merge).flatten()
 
-
-def merged_chunks(
-    changed: list[Piece], files: list[Path], names: dict[Path, str], merge: Merge
-) -> Iterator[tuple]:
-    """(file, first byte, bytes, name) of the changed tensors in some files, one at a time."""
-    pieces = [piece for piece in changed if piece.info.file in files]
-    for piece in sorted(pieces, key=lambda piece: (piece.info.file, piece.info.begin)):
-        tensor = merged_tensor(piece, merge).contiguous()
-        data = tensor.view(-1).view(torch.uint8)
-        yield names[piece.info.file], piece.info.begin, data, piece.name
-
-
-def untie(temp: Path, names: dict[Path, str], merge: Merge) -> None:
-    """One more file for the tensors that were tied in the base, an index that names it, and the config."""
-    shards = len(names) + 1
-    last = shard_name(shards, shards)
-    tensors = {piece.name: merged_tensor(piece, merge).contiguous() for piece in merge.untied}
-    save_file(tensors, temp / last, metadata={"format": "pt"})
-
-    weight_map = {piece.name: names[piece.info.file] for piece in merge.pieces}
-    for name in tensors:
-        weight_map[name] = last
-    total_bytes = 0
-    for piece in merge.pieces + merge.untied:
-        elements = math.prod(piece.info.shape)
-        total_bytes += elements * piece.info.dtype.itemsize
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (temp / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    config = read_json(temp / "config.json")
-    config["tie_word_embeddings"] = False
-    (temp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def shard_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
+    save_folder(out, world, pieces, parts, prepare, lay_out(pieces))
+    changed = sum(p.param in merge.own or p.param in merge.layers for p in merge.pieces)
+    return f"{changed} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied"
 
 
 def allocate(model: nn.Module, names: Iterable[str]) -> None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import IO
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import _TYPES as DTYPES
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..run.distributed import World
-from .folder import SINGLE, TensorInfo
+from .folder import TensorInfo
 
 Box = tuple[slice, ...]
 
@@ -32,6 +33,12 @@ class Piece:
     at: tuple[int, ...]
     shape: tuple[int, ...]
     transposed: bool = False
+
+
+def whole(name: str, tensor: torch.Tensor, param: str = "") -> Piece:
+    """A parameter as one piece, which is in no file. param: where it has another name in the model."""
+    info = TensorInfo(None, tensor.dtype, tuple(tensor.shape), 0)
+    return Piece(name, info, param or name, (0,) * tensor.ndim, info.shape)
 
 
 @dataclass(frozen=True)
@@ -73,55 +80,41 @@ def local_box(parameter: torch.Tensor, piece: Piece) -> tuple[Box, Box] | None:
 
 def lay_out(
     pieces: list[Piece],
-    save_dtype: torch.dtype | None,
-    max_file_bytes: float,
+    save_dtype: torch.dtype | None = None,
+    max_file_bytes: float = 5e9,
+    stem: str = "model",
 ) -> tuple[dict[str, Place], dict[str, bytes]]:
-    """(place of each tensor by its name, header of each file by the file's name)."""
-    dtypes: dict[str, torch.dtype] = {}
+    """(place of each tensor by its name, header of each file by the file's name), file after file."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    tensors: dict[str, torch.Tensor] = {}
     for piece in pieces:
         dtype = piece.info.dtype
-        converted = save_dtype is not None and dtype.is_floating_point
-        dtypes[piece.name] = save_dtype if converted else dtype
-    assert len(dtypes) == len(pieces), "two pieces have one name"
-
-    files = _divide_into_files(pieces, dtypes, max_file_bytes)
+        if save_dtype and dtype.is_floating_point:
+            dtype = save_dtype
+        tensors[piece.name] = torch.empty(piece.info.shape, dtype=dtype, device="meta")
+    assert len(tensors) == len(pieces), "two pieces have one name"
+    # The widest dtypes come first, so that all tensors are aligned.
+    widest_first = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    files = split_state_dict_into_shards_factory(
+        {name: tensors[name] for name in widest_first},
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    ).filename_to_tensors
     places: dict[str, Place] = {}
     headers: dict[str, bytes] = {}
-    for number, tensors in enumerate(files, 1):
-        file = SINGLE
-        if len(files) > 1:
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        headers[file] = _header(tensors)
-        header_bytes = len(headers[file])
-        for name, tensor in tensors.items():
-            begin, end = tensor["data_offsets"]
-            places[name] = Place(file, header_bytes + begin, header_bytes + end, dtypes[name])
+    for file, names in files.items():
+        ends = [0, *itertools.accumulate(tensors[name].nbytes for name in names)]
+        offsets = dict(zip(names, itertools.pairwise(ends), strict=True))
+        entries = {}
+        for name in names:
+            shape = list(tensors[name].shape)
+            code = codes[tensors[name].dtype]
+            entries[name] = {"dtype": code, "shape": shape, "data_offsets": offsets[name]}
+        header = headers[file] = _header(entries)
+        for name, (begin, end) in offsets.items():
+            places[name] = Place(file, len(header) + begin, len(header) + end, tensors[name].dtype)
     return places, headers
-
-
-def _divide_into_files(
-    pieces: list[Piece], dtypes: dict[str, torch.dtype], max_file_bytes: float
-) -> list[dict[str, dict]]:
-    """For each file its tensors' entries in the header, by name."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    files: list[dict[str, dict]] = [{}]
-    end = 0
-    # The widest dtypes come first, so that all tensors are aligned.
-    for piece in sorted(pieces, key=lambda piece: -dtypes[piece.name].itemsize):
-        dtype = dtypes[piece.name]
-        shape = piece.info.shape
-        tensor_bytes = math.prod(shape) * dtype.itemsize
-        if files[-1] and end + tensor_bytes > max_file_bytes:
-            files.append({})
-            end = 0
-        begin = end
-        end = begin + tensor_bytes
-        files[-1][piece.name] = {
-            "dtype": codes[dtype],
-            "shape": shape,
-            "data_offsets": (begin, end),
-        }
-    return files
 
 
 def _header(tensors: dict[str, dict]) -> bytes:
@@ -135,17 +128,16 @@ def is_writer(parameter: torch.Tensor, world: World) -> bool:
     """Of the ranks that hold the same values, the first writes them."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
-    coordinates = parameter.device_mesh.get_coordinate()
-    for coordinate, placement in zip(coordinates, parameter.placements, strict=True):
-        if placement.is_replicate() and coordinate != 0:
-            return False
-    return True
+    places = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    return all(rank == 0 or not placement.is_replicate() for rank, placement in places)
 
 
 def runs(
-    box: torch.Tensor, rows: Box, shape: tuple[int, ...]
+    box: torch.Tensor, rows: Box, shape: tuple[int, ...], most: int = 2**62
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows are one."""
+    """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows are one, if
+    that has at most `most` elements.
+    """
     last_cut = 0  # the last dim of which the box holds only a part
     for dim, length in enumerate(shape):
         if rows[dim] != slice(0, length):
@@ -155,7 +147,9 @@ def runs(
     outer_dims = [range(length) for length in box.shape[:last_cut]]
     for index in itertools.product(*outer_dims):
         offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
-        yield box_begin + offset, box[index].view(-1)
+        values = box[index].view(-1)
+        for start in range(0, len(values), most):
+            yield box_begin + offset + start, values[start : start + most]
 
 
 def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> int:

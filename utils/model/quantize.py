@@ -61,16 +61,13 @@ class QuantizedLinear(nn.Module):
 
     W_q = True  # by this peft (DoRA) knows that dequantize() gives the weight
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device="meta"
-    ):
+    def __init__(self, old: nn.Linear, dtype: torch.dtype, mode: str = "dequant"):
         super().__init__()
-        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        codes, scale = self.storage(in_features)
-        self.weight = _frozen(out_features, *codes[1], dtype=codes[0], device=device)
-        self.scale = _frozen(out_features, *scale, dtype=torch.int32, device=device)
-        self.bias = _frozen(out_features, dtype=dtype, device=device) if bias else None
-        self.mode = "dequant"
+        self.in_features, self.out_features = old.in_features, old.out_features
+        self.dtype, self.mode, self.bias = dtype, mode, old.bias
+        codes, scale = self.quantize(torch.zeros(1, old.in_features, device="cpu"))
+        self.weight = _rows_like(codes, old)
+        self.scale = _rows_like(scale.view(torch.int32), old)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _FrozenLinear.apply(x, self.weight, self.scale, self.bias, self.mode)
@@ -108,10 +105,6 @@ class Int8Linear(QuantizedLinear):
     kind = "8bit"
 
     @staticmethod
-    def storage(in_features: int) -> tuple:
-        return (torch.int8, (in_features,)), ()
-
-    @staticmethod
     def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, fp32 scales); via fp16 because bitsandbytes goes there first."""
         return bnb.int8_vectorwise_quant(rows.to(torch.float16).contiguous())[:2]
@@ -124,11 +117,6 @@ class NF4Linear(QuantizedLinear):
     """
 
     kind = "4bit"
-
-    @staticmethod
-    def storage(in_features: int) -> tuple:
-        assert in_features % BLOCK == 0, f"{in_features} input features are no multiple of {BLOCK}"
-        return (torch.uint8, (in_features // 2,)), (in_features // BLOCK,)
 
     @staticmethod
     def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,9 +215,7 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
         if reason := _reason(model, plain, old, kind):
             left[f"{plain.rpartition('.')[2]} ({reason})"] += 1
             continue
-        bias = old.bias is not None
-        new = KINDS[kind](old.in_features, old.out_features, bias, dtype, old.weight.device)
-        new.mode, new.bias = quant.int8_mode, old.bias
+        new = KINDS[kind](old, dtype, quant.int8_mode)
         if not old.weight.is_meta:
             new.copy_rows(0, old.weight, f"{plain}.weight")
         model.set_submodule(name, new)
@@ -293,5 +279,7 @@ def is_plain(model: nn.Module, name: str, layer: nn.Module) -> bool:
     return name.rpartition(".")[2] not in READ_PAST.get(model.config.model_type, "").split()
 
 
-def _frozen(*shape: int, dtype: torch.dtype, device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+def _rows_like(row: torch.Tensor, old: nn.Linear) -> nn.Parameter:
+    """A frozen parameter with a row like this one (1, ...) for each output feature of a linear layer."""
+    rows = torch.empty(old.out_features, *row.shape[1:], dtype=row.dtype, device=old.weight.device)
+    return nn.Parameter(rows, requires_grad=False)

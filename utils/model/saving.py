@@ -13,7 +13,9 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from statistics import mode
 
 import torch
 
@@ -37,6 +39,7 @@ COMPANIONS = (
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
 # (name of the file, first byte, the bytes as uint8, name of the tensor)
 Chunk = tuple[str, int, torch.Tensor, str]
+Part = tuple[int, torch.Tensor]  # (first element, values) of a tensor as it is stored
 
 
 def save_model(
@@ -59,99 +62,92 @@ def save_model(
     On failure all ranks raise one ConfigError, and an older model is still there. Host memory above the
     shards: a few chunks. One run at a time may save to `out`.
     """
-    # Links in the parent are followed; `out` itself is replaced, even where it is a link.
-    out = Path(os.path.realpath(out.parent)) / out.name
-    places, headers = lay_out(pieces, save_dtype, max_file_bytes)
     # FSDP2 shards parameters again here, where forward left them gathered.
     state = model.state_dict()
-    own_pieces = [piece for piece in pieces if is_writer(state[piece.param], world)]
-    # Sorted, so that each file is opened and synced once.
-    own_pieces.sort(key=lambda piece: places[piece.name].file)
 
-    def prepare(temp: Path, rank: int) -> int:
-        if rank:
-            return 0
+    def prepare(temp: Path) -> None:
         check_replaceable(out, source)
-        dtypes = [place.dtype for place in places.values()]
-        _write_configs(temp, model, dtypes, eos_ids, source)
+        floating = [p.info.dtype for p in pieces if p.info.dtype.is_floating_point]
+        _write_configs(temp, model, save_dtype or mode(floating), eos_ids, source)
         _write_companions(temp, tokenizer, source)
-        return create_files(temp, places)
 
-    def chunks() -> Iterator[Chunk]:
-        return local_chunks(state, own_pieces, places, headers, world)
-
-    save_folder(out, world, prepare, chunks)
+    layout = lay_out(pieces, save_dtype, max_file_bytes)
+    save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
 
 
 def save_folder(
     out: Path,
     world: World,
-    prepare: Callable[[Path, int], int],
-    chunks: Callable[[], Iterable[Chunk]],
-    finish: Callable[[Path], object] = lambda _: None,
+    pieces: list[Piece],
+    parts: Callable[[Piece], Iterable[Part]],
+    prepare: Callable[[Path], None],
+    layout: tuple[dict[str, Place], dict[str, bytes]],
 ) -> None:
     """Write `out` in place of an older folder: complete or not at all.
 
-    Rank 0 makes a temporary folder beside it. All ranks call `prepare(temp, rank)`, which makes the files in
-    their full size; rank 0 returns how many bytes will be written (0: not known). Every rank writes its
-    `chunks()` (see local_chunks), reads them back and compares. Rank 0 calls `finish(temp)` and renames the
-    folder. On failure all ranks raise one ConfigError, and an older folder is still there.
+    Rank 0 makes a temporary folder beside it, calls `prepare(temp)`, which writes what is no tensor, and
+    makes the files of `layout` (see lay_out) in their full size. Every rank writes its `parts(piece)` of each
+    piece, reads them back and compares. Rank 0 renames the folder. On failure all ranks raise one
+    ConfigError, and an older folder is still there.
     """
+    # Links in the parent are followed; `out` itself is replaced, even where it is a link.
+    out = Path(os.path.realpath(out.parent)) / out.name
     unique = broadcast(world, secrets.token_hex(4))
     temp = out.with_name(f".tmp_{out.name}_{unique}")
+    places, headers = layout
+    if world.rank:
+        headers = {}
+    expected_bytes = 0
     try:
         with together(world), disk_errors(out):
             if world.rank == 0:
                 remove_siblings(out, ".tmp")
                 temp.mkdir(parents=True)
+                prepare(temp)
+                expected_bytes = create_files(temp, places)
         with together(world), disk_errors(out):
-            expected_bytes = prepare(temp, world.rank)
-        with together(world), disk_errors(out):
-            written_bytes = write_chunks(temp, chunks())
+            written_bytes = write_chunks(temp, chunks_of(pieces, parts, places, headers))
         written_bytes = all_reduce_sum(written_bytes, world)
-        complete = not expected_bytes or expected_bytes == written_bytes
+        complete = world.rank or expected_bytes == written_bytes
         assert complete, f"{written_bytes} bytes were written of {expected_bytes}"
         with together(world), disk_errors(out):
-            verify_chunks(temp, chunks())
+            verify_chunks(temp, chunks_of(pieces, parts, places, headers))
         with together(world), disk_errors(out):
             if world.rank == 0:
-                finish(temp)
                 publish(temp, out)
     finally:
         if world.rank == 0:
             shutil.rmtree(temp, ignore_errors=True)
 
 
-def local_chunks(
-    state: dict[str, torch.Tensor],
+def local_parts(state: dict[str, torch.Tensor], world: World, piece: Piece) -> Iterator[Part]:
+    """What this rank's shard holds of a piece, if this rank is to write it."""
+    parameter = state[piece.param]
+    boxes = local_box(parameter, piece)
+    if boxes is None or not is_writer(parameter, world):
+        return
+    in_shard, in_piece = boxes
+    box, shape = local(parameter)[in_shard], piece.shape
+    if piece.transposed:
+        box, in_piece = box.mT.contiguous(), (in_piece[0], in_piece[2], in_piece[1])
+        shape = piece.info.shape
+    yield from runs(box, in_piece, shape, CHUNK)
+
+
+def chunks_of(
     pieces: list[Piece],
+    parts: Callable[[Piece], Iterable[Part]],
     places: dict[str, Place],
     headers: dict[str, bytes],
-    world: World,
 ) -> Iterator[Chunk]:
-    """This rank's part of the files, converted to the dtypes of their places; on rank 0 also the headers."""
-    if world.rank == 0:
-        for file, header in headers.items():
-            data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            yield file, 0, data, "the header"
-    for piece in pieces:
-        parameter = state[piece.param]
+    """This rank's part of the files, converted to the dtypes of their places, file by file."""
+    for file, header in headers.items():
+        yield file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8), "the header"
+    for piece in sorted(pieces, key=lambda piece: places[piece.name].file):
         place = places[piece.name]
-        boxes = local_box(parameter, piece)
-        if boxes is None:
-            continue
-        in_shard, in_piece = boxes
-        box = local(parameter)[in_shard]
-        if piece.transposed:
-            box, in_piece = box.mT.contiguous(), (in_piece[0], in_piece[2], in_piece[1])
-        for first, values in runs(
-            box, in_piece, piece.info.shape if piece.transposed else piece.shape
-        ):
-            for start in range(0, len(values), CHUNK):
-                part = values[start : start + CHUNK].to(place.dtype)
-                data = part.cpu().contiguous().view(torch.uint8)
-                at = place.begin + (first + start) * place.dtype.itemsize
-                yield place.file, at, data, piece.name
+        for first, values in parts(piece):
+            data = values.to(place.dtype).cpu().contiguous().view(torch.uint8)
+            yield place.file, place.begin + first * place.dtype.itemsize, data, piece.name
 
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
@@ -196,32 +192,30 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
             "metadata": {"total_size": tensor_bytes},
             "weight_map": {name: place.file for name, place in places.items()},
         }
-        _write_json(temp / INDEX, index)
+        write_json(temp / INDEX, index)
     return total_bytes
 
 
 def _write_configs(
     temp: Path,
     model: torch.nn.Module,
-    dtypes: list[torch.dtype],
+    dtype: torch.dtype,
     eos_ids: Iterable[int],
     source: Path | None,
 ) -> None:
     config = copy.deepcopy(model.config)
     # fully_shard renames the class.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    config.dtype = max(floating, key=dtypes.count)  # the most frequent one
+    config.dtype = dtype
     # Not save_pretrained, which validates the config and may refuse it, after the training.
     config.to_json_file(temp / "config.json")
 
     generation = _generation_config(model, source)
-    model_eos = generation.get("eos_token_id")
-    if not isinstance(model_eos, list):
-        model_eos = [model_eos]
-    distinct = dict.fromkeys([*model_eos, *eos_ids])
-    generation["eos_token_id"] = [token for token in distinct if token is not None]
-    _write_json(temp / "generation_config.json", generation)
+    own = generation.get("eos_token_id")
+    own = own if isinstance(own, list) else [own]
+    ends = dict.fromkeys([*own, *eos_ids])
+    generation["eos_token_id"] = [token for token in ends if token is not None]
+    write_json(temp / "generation_config.json", generation)
 
 
 def _generation_config(model: torch.nn.Module, source: Path | None) -> dict:
@@ -247,5 +241,5 @@ def _write_companions(temp: Path, tokenizer, source: Path | None) -> None:
                 shutil.copyfile(file_inside(source, path.name), target)
 
 
-def _write_json(file: Path, value: dict) -> None:
+def write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")

@@ -216,12 +216,12 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     except ConfigError as error:
         mine = error.lines
     said: dict[str, list[str]] = {}
-    if patient and world.size > 1:
+    if patient:
         _set_timeouts(PATIENT_SECONDS)
     for rank, lines in enumerate(gather(world, mine)):
         for line in lines or []:
             said.setdefault(line, []).append(str(rank))
-    if patient and world.size > 1:
+    if patient:
         _set_timeouts(START_SECONDS)
     whose = {
         line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()
@@ -278,18 +278,14 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
     0 means: derived from the other. Raises ConfigError where their product is not the number of ranks.
     """
-    fits = ranks % ((replicate or 1) * (shard or 1)) == 0
-    if replicate and shard:
-        fits = ranks == replicate * shard
     flags = f"--replicate {replicate} x --shard {shard}"
+    shard = shard or max(1, ranks // (replicate or 1))
+    copies = ranks // shard
     check(
-        fits, f"{flags} does not make {ranks} ranks (fix: numbers whose product is {ranks}, or 0)"
+        copies * shard == ranks and replicate in (0, copies),
+        f"{flags} does not make {ranks} ranks (fix: numbers whose product is {ranks}, or 0)",
     )
-    if not replicate:
-        replicate = ranks // shard if shard else 1
-    if replicate == 1:
-        return {"shard": ranks}
-    return {"replicate": replicate, "shard": ranks // replicate}
+    return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": shard}
 
 
 def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:

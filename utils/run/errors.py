@@ -7,6 +7,7 @@ Names and texts from files and flags are escaped here, in every line that is pri
 moves the cursor, colours the terminal or begins a line that looks like one of ours.
 """
 
+import json
 import os
 import re
 import signal
@@ -42,12 +43,8 @@ def escaped(text: object, keep: str = "") -> str:
     is what JSON writes. Those in `keep` stay. Escaping twice changes nothing.
     """
     return CONTROL.sub(
-        lambda found: found[0] if found[0] in keep else _written(found[0]), str(text)
+        lambda found: found[0] if found[0] in keep else json.dumps(found[0])[1:-1], str(text)
     )
-
-
-def _written(character: str) -> str:
-    return {"\n": "\\n", "\r": "\\r"}.get(character) or f"\\u{ord(character):04x}"
 
 
 class ConfigError(Exception):

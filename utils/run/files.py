@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .errors import ConfigError, check, say
 
-AGAIN = "(fix: download the folder again)"
+AGAIN = "(fix: copy or download the folder again)"
 
 
 def did_you_mean(path: Path) -> str:

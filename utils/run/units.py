@@ -1,4 +1,12 @@
 """Values that several rooms share."""
 
+import hashlib
+
 MIB, GIB = 2**20, 2**30
 IGNORE = -100  # the label of a token that is not trained; cross-entropy leaves it out
+
+
+def seed_of(key: str) -> int:
+    """The seed of a generator that follows from the key alone, on every machine."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

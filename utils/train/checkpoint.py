@@ -13,7 +13,6 @@ import io
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import threading
@@ -136,23 +135,23 @@ class CheckpointSaver:
         self.seconds = self.writer.seconds
 
 
-def checkpoint_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(
+    model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, torch.Tensor]:
     """What trains, and the optimizer's state of it, under flat names, sharded as it is; a tied weight comes
     once. AdamW's state that is not there yet is made, as its first step (fused) makes it.
     """
     tensors = {}
     for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
         tensors[f"model.{name}"] = parameter  # DCP detaches it
-        if not optimizer.state[parameter]:
-            moments = {
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                **moments,
-            }
-        for key, value in optimizer.state[parameter].items():
+        if not optimizer:
+            continue
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        for key, value in state.items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
@@ -166,8 +165,8 @@ def set_seed(seed: int) -> None:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were published, the oldest first; file times say nothing, leftovers do not count."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch("step_[0-9]{8}", path.name)]
-    return sorted(path for path in found if (path / "manifest.json").is_file())
+    published = folder.glob("step_" + 8 * "[0-9]" + "/manifest.json")
+    return sorted(manifest.parent for manifest in published)
 
 
 def point_to(final: Path) -> None:
@@ -176,10 +175,8 @@ def point_to(final: Path) -> None:
     replace_file(final.with_name("latest"), final.name + "\n")
 
 
-def reason_of(error: BaseException) -> str:
-    """One line of an OSError, or of the first rank's failure that DCP collected."""
-    if not isinstance(error, dcp.api.CheckpointException):
-        return f"{type(error).__name__}: {error}"
+def reason_of(error: dcp.api.CheckpointException) -> str:
+    """One line of the first rank's failure that DCP collected."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
 
@@ -192,11 +189,8 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = _HashingFiles()
         self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
         self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
-        self.started, self.seconds, self.step_seconds = (
-            time.monotonic(),
-            0.0,
-            state.get("step_seconds", 0.0),
-        )
+        self.step_seconds = state.get("step_seconds", 0.0)
+        self.started, self.seconds = time.monotonic(), 0.0
 
     def prepare_local_plan(self, plan):
         """What can be refused before anything is written."""
@@ -213,8 +207,8 @@ class _Writer(dcp.FileSystemWriter):
             # of torch.save: there is a SHA-256
             with serialization.patch("save.compute_crc32", False):
                 results = super().write_data(plan, planner).value()
-        except Exception as error:  # torch.save hides the system's error behind its own
-            raise self.fs.failed or error from None
+        except RuntimeError as error:  # torch.save hides the system's error behind its own
+            raise error.__context__ or error from None
         future = torch.futures.Future()
         future.set_result([*results, dcp.storage.WriteResult(DIGESTS, 0, self.fs.digests)])
         return future
@@ -224,14 +218,14 @@ class _Writer(dcp.FileSystemWriter):
         digests = [r.storage_data for rank in results for r in rank if r.index == DIGESTS]
         files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
         super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
+        state, manifest = self.path / "state.json", self.path / "manifest.json"
+        with self.fs.create_stream(state, "wb") as file:
+            file.write(self.state_text.encode())
         files[".metadata"] = self.fs.digests[".metadata.tmp"]  # which is what DCP called it
-        _write(self.path / "state.json", self.state_text)
-        text = self.state_text.encode()
-        files["state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        _write(
-            self.path / "manifest.json", json.dumps({"step": self.step, "files": files}, indent=1)
-        )
-        sync_path(self.path)
+        files["state.json"] = self.fs.digests["state.json"]
+        manifest.write_text(json.dumps({"step": self.step, "files": files}, indent=1))
+        for path in (state, manifest, self.path):
+            sync_path(path)
         os.rename(self.path, self.final)
         point_to(self.final)
         sync_path(self.final.parent)
@@ -244,29 +238,24 @@ class _HashingFiles(dcp.filesystem.FileSystem):
     """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
 
     def __init__(self):
-        self.digests, self.failed = {}, None
+        self.digests = {}
 
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
         with _HashingFile(io.FileIO(path, mode)) as stream:
-            stream.files = self
             yield stream
-        self.digests[Path(path).name] = {"bytes": stream.size, "sha256": stream.digest.hexdigest()}
+        sha256 = stream.digest.hexdigest()
+        self.digests[Path(path).name] = {"bytes": os.path.getsize(path), "sha256": sha256}
 
 
 class _HashingFile(io.BufferedWriter):
     def __init__(self, raw: io.FileIO):
         super().__init__(raw)
-        self.size, self.digest = 0, hashlib.sha256()
+        self.digest = hashlib.sha256()
 
     def write(self, data) -> int:
-        try:
-            self.size += super().write(data)
-        except OSError as error:
-            self.files.failed = error
-            raise
         self.digest.update(data)
-        return len(data)
+        return super().write(data)
 
 
 def _warn_of_grace(writer: _Writer) -> None:
@@ -278,12 +267,6 @@ def _warn_of_grace(writer: _Writer) -> None:
         leaves = f"more than the {grace} s that a SIGTERM leaves; then the checkpoint before stands"
         fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the scheduler"
         print0(f"warning: {times} are {leaves} (fix: {fix})")
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
-    sync_path(path)
 
 
 def _retire(final: Path, keep: int) -> None:

@@ -59,8 +59,11 @@ class UnreadSteps:
         self.steps.append((on_device, losses, rows, means, numbers))
 
     def read(self, started: float, token_mfu: float) -> float:
-        """Log the steps, of which the first was started at this time.monotonic(); returns seconds of one. All
-        ranks call it, see stop_if_not_finite. token_mfu: see profiling.mfu; 0: not known.
+        """Log the steps, of which the first was started at this time.monotonic(); returns seconds of one.
+        token_mfu: see profiling.mfu; 0: not known.
+
+        Raises ConfigError on all ranks, which call it alike, naming the rows whose loss is not finite; for a
+        gradient that is not, in fp16 only after 20 in a row.
         """
         values = torch.stack([on_device for on_device, *_ in self.steps]).tolist()
         seconds = (time.monotonic() - started) / len(self.steps)
@@ -68,8 +71,12 @@ class UnreadSteps:
             _, losses, rows, names, numbers = step_numbers
             overflows = self.fp16 and not math.isfinite(grad_norm)
             self.skipped = self.skipped + 1 if overflows else 0
-            step = numbers["step"]
-            stop_if_not_finite(step, loss, grad_norm, self.skipped, losses, rows, self.world)
+            goes_on = math.isfinite(grad_norm) or 0 < self.skipped < 20
+            if not (math.isfinite(loss) and goes_on):
+                where = rows_not_finite(losses, rows, self.world)
+                found = f"loss {loss}, gradient norm {grad_norm} ({where}); nothing of it is saved"
+                fix = "these rows, a lower --lr, or --dtype fp32"
+                raise ConfigError(f"step {numbers['step']}: {found} (fix: {fix})", agreed=True)
             per_second = numbers["tokens"] / seconds
             self.log.step(
                 **numbers,
@@ -85,32 +92,16 @@ class UnreadSteps:
         return seconds
 
 
-def stop_if_not_finite(
-    step: int,
-    loss: float,
-    grad_norm: float,
-    skipped: int,
-    losses: list[torch.Tensor],
-    rows: list[list[str]],
-    world: World,
-) -> None:
-    """Raise ConfigError on all ranks, naming the rows whose loss is not finite; for a gradient that is not,
-    in fp16 only after 20 in a row. skipped: steps in a row that fp16 has left out, this one included.
-    losses: () of each micro-batch; rows: their names.
-    """
-    if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < skipped < 20):
-        return
+def rows_not_finite(losses: list[torch.Tensor], rows: list[list[str]], world: World) -> str:
+    """Names of rows, by rank, of the micro-batches whose losses () are not finite. All ranks call it."""
     bad = []
     for value, names in zip(losses, rows, strict=True):
         bad += [] if value.isfinite() else names
     found = []
-    for rank, rows_of_rank in enumerate(gather(world, bad)):
-        if rows_of_rank:
-            found.append(f"rank {rank}: {', '.join(rows_of_rank[:5])}")
-    where = "; ".join(found) or "every loss is finite, a gradient is not"
-    numbers = f"loss {loss}, gradient norm {grad_norm}"
-    text = f"step {step}: {numbers} ({where}); nothing of it is saved"
-    raise ConfigError(f"{text} (fix: these rows, a lower --lr, or --dtype fp32)", agreed=True)
+    for rank, names in enumerate(gather(world, bad)):
+        if names:
+            found.append(f"rank {rank}: {', '.join(names[:5])}")
+    return "; ".join(found) or "every loss is finite, a gradient is not"
 
 
 def check_packages(cfg: object, gpu: str) -> None:

@@ -20,7 +20,6 @@ from ..run.errors import ConfigError, print0
 
 BLOCK = 256  # elements with one scale
 LEAST_8BIT = 4096  # parameters with fewer elements keep fp32 moments
-LEAST_PAGED = 100_000  # moments with fewer elements are not paged, as in bitsandbytes
 
 
 def import_bitsandbytes(name: str) -> ModuleType:
@@ -64,19 +63,19 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     )
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
-        self.functional = import_bitsandbytes("adamw_8bit").functional
+        bitsandbytes = import_bitsandbytes("adamw_8bit")
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8})
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        device = parameters[0].device
-        self.paged = paged and device.type == "cuda"
-        if paged and not self.paged:
+        # this rank's rows of each parameter, and what updates them
+        self.parts: dict[nn.Parameter, torch.Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.parts[parameter] = local(parameter).detach()
+        parts = [*self.parts.values()]
+        on_gpu = parts[0].device.type == "cuda"
+        if paged and not on_gpu:
             print0("optimizer the state is in host memory anyway, so nothing is paged")
-        # code -> value in [-1, 1], for each moment; the second one is never negative
-        create = self.functional.create_dynamic_map
-        self.maps = [create(signed).to(device) for signed in (True, False)]
-        # what the kernels write, on this rank
-        self.moments: dict[nn.Parameter, list[torch.Tensor]] = {}
-        for parameter in parameters:
+        self.kernels = bitsandbytes.optim.AdamW(parts, min_8bit_size=0, is_paged=paged and on_gpu)
+        for parameter in self.parts:
             self._add_state(parameter)
 
     @torch.no_grad()
@@ -90,82 +89,32 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
                     self._step(parameter, group)
 
     def _step(self, parameter: nn.Parameter, group: dict) -> None:
-        state = self.state[parameter]
+        state, part = self.state[parameter], self.parts[parameter]
         state["step"] += 1
-        weights = local(parameter).detach()
-        if not weights.numel():
+        if not part.numel():
             return
-        step = int(state["step"])
-        gradient = local(parameter.grad).contiguous()
-        first, second = self.moments[parameter]
-        beta1, beta2 = group["betas"]
-        lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
-        # The arguments that AdamW does not use: beta3 and alpha.
-        if self.paged and weights.numel() >= LEAST_PAGED:
-            self.functional.prefetch_tensor(first)
-            self.functional.prefetch_tensor(second)
-        if is_8bit(parameter):
-            scales = [local(state[f"absmax{number}"]).view(-1) for number in (1, 2)]
-            self.functional.optimizer_update_8bit_blockwise(
-                "adam",
-                gradient,
-                weights,
-                first,
-                second,
-                beta1,
-                beta2,
-                0.0,
-                0.0,
-                eps,
-                step,
-                lr,
-                *self.maps,
-                *scales,
-                decay,
-            )
-        else:
-            self.functional.optimizer_update_32bit(
-                "adam",
-                gradient,
-                weights,
-                first,
-                beta1,
-                eps,
-                step,
-                lr,
-                second,
-                beta2,
-                0.0,
-                0.0,
-                decay,
-            )
+        part.data, part.grad = local(parameter).detach(), local(parameter.grad)
+        self.kernels.state[part]["step"] = int(state["step"]) - 1  # which it adds
+        self.kernels.prefetch_state(part)
+        self.kernels.update_step(group, part, 0, 0)
+        part.grad = None
 
     def load_state_dict(self, state_dict: dict) -> None:
         raise NotImplementedError("the state is loaded in place, by checkpoint.load_checkpoint")
 
     def _add_state(self, parameter: nn.Parameter) -> None:
-        """Zeros."""
-        weights = local(parameter).detach()
-        coded = is_8bit(parameter)
-        dtype = torch.uint8 if coded else torch.float32
+        """Zeros, in the memory that the kernels write."""
+        part, blocks = self.parts[parameter], parameter.shape[1:].numel() // BLOCK
+        self.kernels.args.optim_bits = 8 if is_8bit(parameter) else 32
+        self.kernels.init_state(self.kernels.param_groups[0], part, 0, 0)
         state = self.state[parameter]
         state["step"] = torch.zeros(())
-        self.moments[parameter] = []
-        for number in (1, 2):
-            if self.paged and weights.numel() >= LEAST_PAGED:
-                moment = self.functional.get_paged(
-                    *weights.shape, dtype=dtype, device=weights.device
-                )
-                self.functional.fill(moment, 0)
-            else:
-                moment = torch.zeros_like(weights, dtype=dtype)
-            self.moments[parameter].append(moment)
-            state[f"state{number}"] = _sharded(moment, parameter, parameter.shape)
-            if coded:
-                blocks = parameter.shape[1:].numel() // BLOCK
-                scales = torch.zeros(weights.shape[0], blocks, device=weights.device)
-                shape = (parameter.shape[0], blocks)
-                state[f"absmax{number}"] = _sharded(scales, parameter, shape)
+        for name, value in self.kernels.state[part].items():
+            if name.startswith("state"):
+                state[name] = _sharded(value, parameter, parameter.shape)
+            elif name.startswith("absmax"):
+                scales = value.view(len(part), blocks)
+                state[name] = _sharded(scales, parameter, (len(parameter), blocks))
 
 
 def _sharded(part: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

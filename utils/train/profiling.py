@@ -149,11 +149,8 @@ def matmul_parameters(model: nn.Module) -> int:
     for parameter in model.parameters():
         if parameter.ndim < 2 or parameter in tables:
             continue
-        if parameter.ndim == 3:
-            experts = parameter.shape[0]
-            total += parameter.numel() * visits // experts
-        else:
-            total += parameter.numel()
+        numel = parameter.numel()
+        total += numel * visits // len(parameter) if parameter.ndim == 3 else numel
     return total
 
 

@@ -48,13 +48,12 @@ def continue_run(
     resume: str,
     cfg: object,
     world: World,
-    may_differ: tuple[str, ...] = ("output_dir", "resume", "log_every"),
 ) -> Resumed:
     """What an earlier start left in `out`, or the checkpoint that `resume` names.
 
     resume: auto, none, or a path. cfg: the recipe's settings, a dataclass, which are compared with those of
-    the earlier start; may_differ: fields without which a finished run would be the same. A folder is
-    continued only by the run that began it. Raises ConfigError on all ranks, naming the fields that differ.
+    the earlier start. A folder is continued only by the run that began it. Raises ConfigError on all ranks,
+    naming the fields that differ.
     """
     used = holds_run(out)
     with together(world):
@@ -64,7 +63,8 @@ def continue_run(
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
             saved = load_config(type(cfg), newest)
-            changed = differences(asdict(saved), asdict(cfg), but=may_differ)
+            no_matter = ("output_dir", "resume", "log_every")
+            changed = differences(asdict(saved), asdict(cfg), but=no_matter)
             text = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{text} (fix: another --output_dir)")
     begins_anew = resume == "none" or (resume == "auto" and not used)
@@ -91,6 +91,23 @@ def way_on(out: Path, given: str, world: World) -> str:
     return shlex.join(words)
 
 
+def named_checkpoint(flag: str, name: str, world: World) -> Path:
+    """The checkpoint that a flag names, or the newest one of the run that it names. Rank 0 chooses, and all
+    ranks read that one. Raises ConfigError on all ranks where there is none.
+    """
+    path = Path(name).absolute()
+    with together(world):
+        if world.rank == 0:
+            path = max(complete_checkpoints(path / "checkpoints"), default=path)
+            result = path / "model"
+            fix = (
+                f"--model {result}" if result.is_dir() else "OUT, or OUT/checkpoints/step_00000500"
+            )
+            complete = (path / "manifest.json").is_file()
+            check(complete, f"{flag} {name}: there is no complete checkpoint (fix: {fix})")
+    return broadcast(world, path)
+
+
 def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
     """The checkpoint to continue from, every file of it compared with its manifest; None for a fresh start.
 
@@ -99,16 +116,11 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
     is none, or the named one is damaged.
     """
     if resume == "auto":
-        found, path = complete_checkpoints(out / "checkpoints")[::-1], out
+        found = broadcast(world, complete_checkpoints(out / "checkpoints")[::-1])
     else:
-        path = Path(resume).absolute()
-        found = complete_checkpoints(path / "checkpoints")[-1:] or [path]
-        with together(world):
-            fix = "a folder like OUT/checkpoints/step_00000500"
-            complete = (found[0] / "manifest.json").is_file()
-            check(complete, f"--resume {resume}: there is no complete checkpoint (fix: {fix})")
+        found = [named_checkpoint("--resume", resume, world)]
     damaged: dict[Path, str] = {}
-    for checkpoint in broadcast(world, found):
+    for checkpoint in found:
         said = sorted(
             {text for text in gather(world, damage(checkpoint, world.rank, world.size)) if text}
         )
@@ -116,11 +128,7 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
             break
         damaged[checkpoint] = "; ".join(said)
     else:
-        fix = (
-            "--resume with another checkpoint"
-            if resume != "auto"
-            else "another --output_dir starts anew"
-        )
+        fix = "another checkpoint for --resume; another --output_dir starts anew"
         every = "; ".join(damaged.values())
         if damaged:
             raise ConfigError(f"no sound checkpoint: {every} (fix: {fix})", agreed=True)

@@ -8,7 +8,6 @@ temperature shapes the distribution, because top-k, top-p and min-p bias the rat
 B completions of a batch, T tokens, V vocabulary.
 """
 
-import hashlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..model.log_probs import token_log_probs
 from ..model.sharding import Unit, reshard
 from ..run.distributed import World, all_reduce_sum, gather
-from ..run.units import IGNORE
+from ..run.units import IGNORE, seed_of
 
 # What families and versions of transformers call the cache that a forward takes and gives.
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -198,8 +197,7 @@ def draw_tokens(
 
 def random_numbers(key: tuple[int, ...], count: int) -> torch.Tensor:
     """(count,) float64 in [0, 1) that follow from the key alone. More of them begin with the same ones."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(repr(key)))
     return torch.rand(count, dtype=torch.float64, generator=generator)
 
 

@@ -33,10 +33,10 @@ from ..model.sharding import (
     stored_as_computed,
     units,
 )
-from ..run.distributed import World, broadcast, together
+from ..run.distributed import World, together
 from ..run.errors import ConfigError, check, first_five
-from .checkpoint import complete_checkpoints, reason_of
-from .resume import Reader, damage, read_state
+from .checkpoint import checkpoint_tensors, reason_of
+from .resume import Reader, damage, named_checkpoint, read_state
 
 REMOVED = "(fix: start again, if its run goes on and has removed it; else another checkpoint)"
 
@@ -66,7 +66,13 @@ def open_trained(
     model: the base; "": that of the adapter or of the run. dtype: of its parameters; "": that of the run.
     Every rank calls it. Raises ConfigError where something is missing or does not fit together.
     """
-    path, run = find_run(checkpoint, world) if checkpoint else (None, {})
+    path, run = None, {}
+    if checkpoint:
+        path = named_checkpoint("--checkpoint", checkpoint, world)
+        with together(world):
+            damaged = damage(path, world.rank, world.size)
+            check(not damaged, f"{damaged} {REMOVED}")
+            run = read_state(path).get("config", {})
     tokenizer_name = run.get("tokenizer", "")
     adapter = adapter or run.get("adapter", "")
     with together(world):
@@ -121,40 +127,12 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
     return "pictures" if of_pictures else "text"
 
 
-def find_run(name: str, world: World) -> tuple[Path, dict]:
-    """(checkpoint, settings of its run). name: a checkpoint, or a run, of which the newest one is taken. Rank
-    0 chooses, and all ranks read that one.
-
-    Raises ConfigError on all ranks where there is none, or a rank's share of it is damaged.
-    """
-    path = None
-    with together(world):
-        if world.rank == 0:
-            path = max(complete_checkpoints(Path(name) / "checkpoints"), default=Path(name))
-            result = path / "model"
-            fix = (
-                f"--model {result}" if result.is_dir() else "OUT, or OUT/checkpoints/step_00000500"
-            )
-            complete = (path / "manifest.json").is_file()
-            check(complete, f"--checkpoint {name}: there is no complete checkpoint (fix: {fix})")
-    path = broadcast(world, path)
-    with together(world):
-        damaged = damage(path, world.rank, world.size)
-        check(not damaged, f"{damaged} {REMOVED}")
-        settings = read_state(path).get("config", {})
-    return path, settings
-
-
 def check_weights(path: Path, model: nn.Module) -> None:
     """Refuse a checkpoint that does not hold exactly what trains in the model."""
     saved = Reader(path).read_metadata().state_dict_metadata
-    saved_shapes = {}
-    for name, entry in saved.items():
-        if name.startswith("model."):
-            saved_shapes[name] = tuple(entry.size)
-    shapes = {name: tuple(tensor.shape) for name, tensor in _trained(model).items()}
-    names = sorted(saved_shapes.keys() | shapes.keys())
-    differ = [name for name in names if saved_shapes.get(name) != shapes.get(name)]
+    old = {name: entry.size for name, entry in saved.items() if name.startswith("model.")}
+    new = {name: tensor.shape for name, tensor in checkpoint_tensors(model).items()}
+    differ = sorted(name for name in old | new if old.get(name) != new.get(name))
     fix = "the --model it was trained from"
     check(not differ, f"{path} is of another model: {first_five(differ)} (fix: {fix})")
 
@@ -253,17 +231,8 @@ def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def load_weights(path: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into a model that is allocated, for any sharding; no optimizer state."""
     try:
-        dcp.load(_trained(model), storage_reader=Reader(path))
+        dcp.load(checkpoint_tensors(model), storage_reader=Reader(path))
     except CheckpointException as error:  # DCP raises it on all ranks
         exists = (path / "manifest.json").is_file()
         why = f"cannot be read: {reason_of(error)}" if exists else "was removed while it was read"
         raise ConfigError(f"{path} {why} {REMOVED}", agreed=True) from error
-
-
-def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What trains in a model, by its name in a checkpoint."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found[f"model.{name}"] = parameter.detach()
-    return found

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..model.pieces import Piece, is_writer, local, local_box
+from ..model.pieces import is_writer, local, local_box, whole
 from ..run.distributed import (
     BACKENDS,
     START_SECONDS,
@@ -101,8 +101,7 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
 
 def rows_of(parameter: torch.Tensor, roles: Roles) -> slice:
     """The rows that this rank stores, and none where another learner sends the same."""
-    whole = Piece("", None, "", (0,) * parameter.ndim, parameter.shape)
-    boxes = local_box(parameter, whole)
+    boxes = local_box(parameter, whole("", parameter))
     sends = is_writer(parameter, roles.own)
     return boxes[1][0] if boxes and (sends or not roles.learns) else slice(0, 0)
 
