@@ -294,10 +294,11 @@ def encode_chat(tokenizer, chat: Chat) -> Sequence:
 
 def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
     """The tokens of a conversation, encoded anew where a prompt has other tokens alone than in the whole."""
-    cuts = []
-    for first, _, exact in chat.spans:
-        if exact and not prompt_stands(tokenizer, chat.text, first, tokens):
-            cuts.append(first)
+    cuts = [
+        first
+        for first, _, exact in chat.spans
+        if exact and not prompt_stands(tokenizer, chat.text, first, tokens)
+    ]
     if not cuts:
         return tokens
     joined = Encoded([], [], [])

@@ -11,8 +11,8 @@ from .tokens import adds_bos, encode, hidden
 EMPTY = "empty documents"
 
 
-def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Counter) -> None:
-    """Add a row to `part`, an encode.Part, as one document.
+def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
+    """Add a row to `part`, an encode.Part, as one document; returns its form.
 
     A conversation is what the chat template writes, text what it says, ids are as they are. A BOS token comes
     first where the tokenizer adds one, and an end-of-text token last where it has one; neither twice.
@@ -36,7 +36,7 @@ def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Count
     size_bytes = len(text.encode())
     if not text.strip():
         part.dropped[EMPTY] += 1
-        return
+        return form
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if adds_bos(tokenizer) and ids[0] != bos:
         ids = [bos, *ids]
@@ -47,6 +47,7 @@ def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Count
     part.add(ids, b"", where)
     part.trained_tokens[-1] = len(ids)
     part.row_sizes.append(size_bytes)
+    return form
 
 
 @lru_cache(maxsize=8)

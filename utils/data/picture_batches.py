@@ -25,6 +25,7 @@ from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
 from .examples import Example, Places
 from .pictures import decoded, folder_of, process, room_of
+from .prompts import Prompt
 from .tokens import encode
 
 BLANK = Image.new("RGB", (32, 32))
@@ -57,7 +58,7 @@ class PictureBatches(GlobalBatches):
 
     def __post_init__(self):
         super().__post_init__()
-        self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
+        self.pictures = Places(self.examples.details, self.examples.detail_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
         # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
         # of pictures too, so only rows with equally many share a micro-batch.
@@ -150,7 +151,11 @@ class PictureBatches(GlobalBatches):
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
         filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
         items = self.items(rows) or [filler]
-        pictures = [self.decoded(row) for row in rows] or [[]]
+        sources = [self.sources(row) for row in rows] or [[]]
+        pictures = [
+            decoded_of(of_row, item.where, self.source)
+            for of_row, item in zip(sources, items, strict=True)
+        ]
         if blank:
             (text,), _ = room_of(self.processor, (BLANK.size,))
             room = encode(self.processor.tokenizer, text).ids
@@ -162,17 +167,10 @@ class PictureBatches(GlobalBatches):
         extra = inputs_of(self.processor, batch.ids, pictures)
         return PictureBatch(**vars(batch), extra=extra)
 
-    def number(self, row: int) -> int:
-        """Of a row among all that were read, of which these may be a part."""
-        return row if self.examples.rows is None else int(self.examples.rows[row])
-
     def sources(self, row: int) -> list[list]:
         """[[source, width, height], ...] of the pictures of a row."""
-        return json.loads(self.pictures[self.number(row)])
-
-    def decoded(self, row: int) -> list[Image.Image]:
-        where = self.examples.where[self.number(row)]
-        return decoded_of(self.sources(row), where, self.source)
+        number = row if self.examples.rows is None else self.examples.rows[row]
+        return json.loads(self.pictures[number])
 
 
 def begin_worker(_: int) -> None:
@@ -190,6 +188,12 @@ def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
         return [decoded(source, folder, tuple(size), most) for source, *size in pictures]
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def picture_inputs(processor, prompts: list[Prompt], ids: torch.Tensor, rows: Rows) -> dict:
+    """What the model takes beside the ids (B, T) of prompts with equally many pictures."""
+    pictures = [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
+    return inputs_of(processor, ids, pictures)
 
 
 @lru_cache(maxsize=4)
