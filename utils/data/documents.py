@@ -4,9 +4,9 @@ from array import array
 from collections import Counter
 from functools import lru_cache
 
-from .chats import check_ids, render_chats
+from .chats import encode_plain, render_chats
 from .formats import to_messages
-from .tokens import adds_bos, encode, hidden
+from .tokens import adds_bos, encode
 
 EMPTY = "empty documents"
 
@@ -20,19 +20,17 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     do. ValueError: what is wrong with the row.
     """
     messages, tools = to_messages(row, form, notes)
-    for message in messages:
-        message.pop("weight", None)  # all is trained
-    if messages[0]["role"] == "tokens":
-        ids = check_ids(messages[0]["content"], len(tokenizer))
-        text = tokenizer.decode(ids)
-    elif messages[0]["role"] == "text":
-        text = "".join(message["content"] for message in messages)
-        text.encode()  # ValueError for half a surrogate pair
-        ids = encode(tokenizer, hidden(tokenizer, text)).ids
+    kind = messages[0]["role"]
+    if kind in ("text", "tokens"):
+        ids, _ = encode_plain(tokenizer, messages)
     else:
+        for message in messages:
+            message.pop("weight", None)  # all is trained
         (chat,) = render_chats(tokenizer, messages, tools, "all", notes)
         ids = encode(tokenizer, chat.text).ids
-        text = tokenizer.decode(ids)
+    text = tokenizer.decode(ids)
+    if kind == "text":
+        text = "".join(message["content"] for message in messages)
     size_bytes = len(text.encode())
     if not text.strip():
         part.dropped[EMPTY] += 1

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -24,6 +23,7 @@ from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
 from .examples import Example, Places
+from .packing import joined
 from .pictures import decoded, folder_of, process, room_of
 from .prompts import Prompt
 from .tokens import encode
@@ -149,8 +149,7 @@ class PictureBatches(GlobalBatches):
             step += 1
 
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
-        filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
-        items = self.items(rows) or [filler]
+        items = self.items(rows) or [self.filler()]
         sources = [self.sources(row) for row in rows] or [[]]
         pictures = [
             decoded_of(of_row, item.where, self.source)
@@ -158,10 +157,9 @@ class PictureBatches(GlobalBatches):
         ]
         if blank:
             (text,), _ = room_of(self.processor, (BLANK.size,))
-            room = encode(self.processor.tokenizer, text).ids
-            ids = torch.cat([items[0].ids, torch.tensor(room)])
-            labels = F.pad(items[0].labels, (0, len(room)), value=IGNORE)
-            items[0] = Example(ids, labels, items[0].where)
+            room = torch.tensor(encode(self.processor.tokenizer, text).ids)
+            untrained = Example(room, torch.full_like(room, IGNORE), "blank")
+            items[0] = joined([items[0], untrained])
             pictures[0] = [BLANK]
         batch = collate(items, self.pad_id, self.multiple)
         extra = inputs_of(self.processor, batch.ids, pictures)

@@ -124,9 +124,7 @@ def _prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
             return pictured(row)
         content, tools, _ = turns_of(row.data)
     except ValueError as error:
-        said = str(error)
-        forms = "" if FORMS in said else f"; {FORMS}"
-        raise ConfigError(f"{row.where}: {said}{forms}") from None
+        raise ConfigError(f"{row.where}: {error}") from None
     check(
         not raw or isinstance(content, str),
         f"{row.where}: these are messages, and --raw completes texts (fix: without --raw)",
