@@ -21,7 +21,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, pairwise
@@ -31,11 +31,11 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 
 from ..run.errors import others_code, reason_of_others
-from .chats import Chat, encode_chat, encode_plain, render_chats, renderable
+from .chats import Chat, encode_chat, encode_plain, prompt_of, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages
 from .prompts import BESIDE, Prompt, turns_of
 from .rows import Row
-from .tokens import HIDDEN, PLACE, encode, hidden, in_parts, render
+from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"
 OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # keys of a prompt
@@ -101,16 +101,15 @@ def load_processor(folder: Path | str, tokenizer):
     return processor
 
 
-def process(processor, rows: Sequence[Sequence[Image.Image]]) -> dict:
+def process(processor, rows: list[list[Image.Image]]) -> dict:
     """What the processor makes of the pictures of some rows, RGB: name -> tensor. In input_ids (B, t), an
     end-of-text token stands before and behind each picture. ValueError: it refuses them.
     """
     mark = processor.tokenizer.eos_token
     texts = [mark + (processor.image_token + mark) * len(pictures) for pictures in rows]
-    images = [list(pictures) for pictures in rows]
-    several = len(rows) > 1
+    options = {"padding": len(rows) > 1, "return_tensors": "pt"}
     try:
-        made = dict(processor(text=texts, images=images, padding=several, return_tensors="pt"))
+        made = dict(processor(text=texts, images=rows, **options))
     except Exception as error:  # with odd sizes it may raise anything
         raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
     del made["attention_mask"]
@@ -126,10 +125,10 @@ def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
     made = process(processor, [[Image.new("RGB", size) for size in sizes]])
     tokenizer, ids = processor.tokenizer, made["input_ids"][0].tolist()
     ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
-    texts = []
-    for before, behind in pairwise(ends[: len(sizes) + 1]):
-        inside = ids[before + 1 : behind]
-        texts.append(tokenizer.decode(inside, clean_up_tokenization_spaces=False))
+    texts = [
+        tokenizer.decode(ids[before + 1 : behind], clean_up_tokenization_spaces=False)
+        for before, behind in pairwise(ends[: len(sizes) + 1])
+    ]
     return texts, max(1, made["pixel_values"].numel() // PATCH_PIXELS)
 
 
@@ -263,8 +262,7 @@ def picture_prompt(row: Row, rows) -> Prompt:
 
 def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
     """The ids of its generation prompt, with the tokens of each picture. ValueError: what is wrong."""
-    messages = renderable(tokenizer, hidden(tokenizer, prompt.messages), prompt.tools)
-    text = render(tokenizer, messages, prompt.tools, prompt=True)
+    text = prompt_of(tokenizer, prompt.messages, prompt.tools)
     check_places(processor, text, prompt.pictures)
     whole, _, _ = with_pictures(processor, tokenizer, Chat(text, []), prompt.pictures)
     return encode(tokenizer, whole.text).ids
