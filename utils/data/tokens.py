@@ -408,10 +408,20 @@ class Encoded(NamedTuple):
         return bisect_left(self.starts, at)
 
 
-def encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
-    """Byte-level tokenizers report spaces as empty, at their end: such a token starts where the token before
-    it ended.
+def encode(tokenizer, text: str) -> Encoded:
+    """As tokenizer(text, add_special_tokens=False), with hidden text put back.
+
+    Byte-level tokenizers report spaces as empty, at their end: such a token starts where the token before it
+    ended.
     """
+    if HIDDEN.search(text):
+        from .spelled import encode_hidden
+
+        ids, offsets = encode_hidden(tokenizer, text, special_tokens(tokenizer), HIDDEN)
+    else:
+        tokenizer.backend_tokenizer.encode_special_tokens = False
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
     starts, ends = [], []
     end = 0
     for first, last in offsets:
@@ -419,17 +429,6 @@ def encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
         end = last
         ends.append(end)
     return Encoded(ids, starts, ends)
-
-
-def encode(tokenizer, text: str) -> Encoded:
-    """As tokenizer(text, add_special_tokens=False), with hidden text put back."""
-    if HIDDEN.search(text):
-        from .spelled import encode_hidden
-
-        return encoded(*encode_hidden(tokenizer, text, special_tokens(tokenizer), HIDDEN))
-    tokenizer.backend_tokenizer.encode_special_tokens = False
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    return encoded(encoding.ids, encoding.offsets)
 
 
 def hidden(tokenizer, value: object) -> object:
