@@ -144,8 +144,7 @@ def main(cfg: Config) -> None:
         rows = Rows(cfg.prompts, 0, image_dir=cfg.image_dir, image_max_pixels=cfg.image_max_pixels)
         processor = read = ids_of = pictures = None
         if trained.kind == "pictures":
-            from utils.data.picture_prompts import picture_prompt, picture_prompt_ids
-            from utils.data.pictures import load_processor
+            from utils.data.pictures import load_processor, picture_prompt, picture_prompt_ids
             from utils.plan.pictures import Pictures
 
             processor = load_processor(trained.source.folder, tokenizer)
@@ -184,7 +183,7 @@ def main(cfg: Config) -> None:
         return
     beside = None  # what the model takes beside ids
     if processor:
-        from utils.data.picture_prompts import picture_inputs
+        from utils.data.picture_batches import picture_inputs
 
         beside = partial(picture_inputs, processor, rows=rows)
     answers = answer(cfg, model, tokenizer, prompts, encoded, settings, world, beside)

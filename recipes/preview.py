@@ -12,7 +12,6 @@ nothing: rows with their masks, lengths, the global batch, the plan of memory. T
 Everything that a run checks before it reads weights is checked. Exit code 1: the run does not fit.
 """
 
-import json
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -298,8 +297,7 @@ def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
     """(the text of its tokens, what is shown in their place) of each picture of a row."""
     from utils.data.pictures import room_of
 
-    pictures = json.loads(pictured.pictures[pictured.number(row)])
-    sizes = tuple((width, height) for _, width, height in pictures)
+    sizes = tuple((width, height) for _, width, height in pictured.sources(row))
     texts = room_of(pictured.processor, sizes)[0] if sizes else []
     rooms = []
     for text, (width, height) in zip(texts, sizes, strict=True):

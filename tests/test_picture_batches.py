@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText
 from utils.data.encode import Rows
 from utils.data.examples import load_examples
 from utils.data.picture_batches import PictureBatches
-from utils.data.pictures import in_parts, load_processor, read_pictured
+from utils.data.pictures import load_processor, read_pictured
 from utils.data.tokens import load_tokenizer, pad_id, render
 from utils.model.loss import arguments
 from utils.run.errors import ConfigError
@@ -125,7 +125,7 @@ def test_a_batch_is_what_the_processor_gives_for_its_rows_padded_on_the_right(na
     loader = made.loader(rows, batch_size=2)
     loader.multiple = 1
     (batch,) = loader.batches(0)
-    messages = [in_parts(read_pictured(r, "chat", {})[0]) for r in rows]
+    messages = [read_pictured(r, "chat", {})[0] for r in rows]
     images = [[Image.open(n) for n in of_row] for of_row in names]
     theirs = dict(
         made.processor(

@@ -19,7 +19,6 @@ from utils.data.pictures import (
     decoded,
     file_of,
     fitted,
-    in_parts,
     load_processor,
     process,
     read_pictured,
@@ -110,7 +109,7 @@ def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, open
     ]
     examples = load(rows, folder, tokenizer)
     for i, (row, names) in enumerate(zip(rows, [SIZES, ["a.png"], []], strict=True)):
-        messages = in_parts(read_pictured(row, "chat", Counter())[0])
+        messages = read_pictured(row, "chat", Counter())[0]
         images = [Image.open(picture) for picture in names]
         made = processor(
             text=[render(tokenizer, messages)],
@@ -213,7 +212,10 @@ def test_image_without_a_picture_is_text():
         ({"messages": [user("none"), ANSWER], "images": ["a.png"]}, "1 pictures for 0 places"),
         ({"messages": [user({"type": "image"}), ANSWER]}, "0 pictures for 1"),
         ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),
-        ({"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]}, "videos: videos and sounds"),
+        (
+            {"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]},
+            "videos: rows with pictures, videos",
+        ),
         (
             {"messages": [user({"type": "input_audio"}), ANSWER]},
             "messages[0].content[0].type: 'input_",

@@ -30,7 +30,7 @@ from transformers import AutoModelForImageTextToText
 from utils.data.encode import Rows
 from utils.data.examples import load_examples
 from utils.data.picture_batches import PictureBatches
-from utils.data.pictures import in_parts, load_processor, read_pictured
+from utils.data.pictures import load_processor, read_pictured
 from utils.data.tokens import load_tokenizer, pad_id, render
 from utils.model.parts import part_names
 
@@ -135,7 +135,7 @@ class Page:
             pictures = [Image.open(rows.parent / name) for name in sources]
             batch = dict(
                 processor(
-                    text=[render(tokenizer, in_parts(messages))],
+                    text=[render(tokenizer, messages)],
                     images=[pictures] if pictures else None,
                     add_special_tokens=False,
                     return_tensors="pt",

@@ -21,7 +21,7 @@ from test_generate import answers, chatted, on_rank, user
 from test_vision import RUN, chat, train, write
 from transformers import AutoModelForImageTextToText
 
-from utils.data.pictures import in_parts, load_processor, read_pictured
+from utils.data.pictures import load_processor, read_pictured
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError, escaped
 
@@ -99,7 +99,7 @@ def inputs_of(folder: Path, line: dict, where: Path) -> dict:
     tokenizer = load_tokenizer(folder)
     processor = load_processor(folder, tokenizer)
     messages, _, sources, _ = read_pictured(line, "", {})
-    text = render(tokenizer, in_parts(messages[:-1]), prompt=True)
+    text = render(tokenizer, messages[:-1], prompt=True)
     pictures = [Image.open(where / name) for name in sources]
     return processor(
         text=[text],

@@ -123,8 +123,10 @@ class GlobalBatches:
 
     def batch(self, rows: list) -> Batch:
         """Some rows as a micro-batch; for no rows, a filler."""
-        filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
-        return collate(self.items(rows) or [filler], self.pad_id, self.multiple)
+        return collate(self.items(rows) or [self.filler()], self.pad_id, self.multiple)
+
+    def filler(self) -> Example:
+        return Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
 
     def items(self, rows: list[int]) -> list[Example]:
         """The sequences of some examples."""

@@ -114,24 +114,21 @@ def make(folder: Path, encode: partial, write: Callable, files: list[Path], befo
 
 @contextmanager
 def processes(function: Callable) -> Iterator[Callable]:
-    """run(chunks) -> (label, function(rows)) for each (label, rows) of the chunks, in their order, by one
-    process for each core.
-    """
+    """run(chunks) -> function(rows) for each list of rows, in their order, by one process for each core."""
     count = len(os.sched_getaffinity(0))
     # A fork would copy the threads of torch and gloo in whatever state they are.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
 
-    def run(labelled: Iterable[tuple]) -> Iterator[tuple]:
+    def run(chunks: Iterable[list]) -> Iterator:
         waiting = deque()
-        for label, rows in labelled:
+        for rows in chunks:
             with no_main():
-                waiting.append((label, pool.submit(_run, rows)))
+                waiting.append(pool.submit(_run, rows))
             if len(waiting) > 4 * count:
-                label, part = waiting.popleft()
-                yield label, part.result()
-        for label, part in waiting:
-            yield label, part.result()
+                yield waiting.popleft().result()
+        for part in waiting:
+            yield part.result()
 
     try:
         yield run

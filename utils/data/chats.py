@@ -69,7 +69,6 @@ class Turn(NamedTuple):
     text: str
     first: int
     exact: bool
-    shortened: bool
     problem: str
 
 
@@ -103,9 +102,8 @@ def render_chats(
     if train_on == "all":
         chats = [Chat(text, [(0, len(text), False)])]
     else:
-        turns = [turn_of(tokenizer, messages, i, tools, marked) for i in trained]
+        turns = [turn_of(tokenizer, messages, i, tools, marked, notes) for i in trained]
         chats = divided(text, turns)
-        notes[SHORTENED] += any(turn.shortened for turn in turns)
         notes[SEVERAL] += len(chats) > 1
     for chat in chats:
         chat.text.encode()  # ValueError for half a surrogate pair
@@ -190,13 +188,14 @@ def lost_parts(tokenizer, marked: list[dict], tools: list | None) -> set[tuple[i
     return {(int(mark[1]), mark[2]) for mark in marks if mark[0] not in text}
 
 
-def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) -> Turn:
-    """Turn i of a conversation; marked: its skeleton."""
+def turn_of(
+    tokenizer, messages: list[dict], i: int, tools, marked: list[dict], notes: Counter
+) -> Turn:
+    """Turn i of a conversation; marked: its skeleton. notes: says if a part of the answer is left out."""
     text, spans = render_marked(tokenizer, messages[: i + 1], tools)
     prompt = render(tokenizer, messages[:i], tools, prompt=True)
-    next_role = "tool" if messages[i].get("tool_calls") else "user"
-    if i + 1 < len(messages):
-        next_role = messages[i + 1]["role"]
+    likely = "tool" if messages[i].get("tool_calls") else "user"
+    next_role = messages[i + 1]["role"] if i + 1 < len(messages) else likely
     answer = marked[i] | {"content": MARK.format(f"{i} content")}
     answer.pop("tool_calls", None)
     known = [*marked[:i], answer]
@@ -221,7 +220,9 @@ def turn_of(tokenizer, messages: list[dict], i: int, tools, marked: list[dict]) 
         first = min(first, len(commonprefix((other_answer, text))))
         if spans:  # between {% generation %} marks
             first = spans[-1][0]
-    return Turn(text, first, exact, content not in text[first:last], problem)
+    if content not in text[first:last]:
+        notes[SHORTENED] = 1
+    return Turn(text, first, exact, problem)
 
 
 def begins_early(tokenizer, turns: list[dict], tools: list | None) -> bool:
@@ -255,23 +256,26 @@ def divided(text: str, turns: list[Turn]) -> list[Chat]:
     chats: list[Chat] = []
     problem = next((turn.problem for turn in turns if turn.problem), "")
     for turn in reversed(turns):
-        span = (turn.first, len(turn.text), turn.exact)
         longer = [chat for chat in chats if chat.text.startswith(turn.text)]
-        if longer:
-            longer[0].spans.append(span)
-        elif not chats and text.startswith(turn.text):
-            chats.append(Chat(text, [span], problem))
-        else:
-            chats.append(Chat(turn.text, [span], problem))
+        if not longer:
+            is_whole = not chats and text.startswith(turn.text)
+            longer = [Chat(text if is_whole else turn.text, [], problem)]
+            chats += longer
+        longer[0].spans.append((turn.first, len(turn.text), turn.exact))
     return chats[::-1] or [Chat(text, [])]
 
 
-def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> list[int]:
-    """The ids of the generation prompt: the conversation up to an answer, as inference asks for it. Text in a
-    message that spells a special token stays text.
+def prompt_of(tokenizer, messages: list[dict], tools: list | None = None) -> str:
+    """The generation prompt: the conversation up to an answer, as inference asks for it. Text in a message
+    that spells a special token stays text.
     """
     messages = renderable(tokenizer, hidden(tokenizer, messages), tools)
-    return encode(tokenizer, render(tokenizer, messages, tools, prompt=True)).ids
+    return render(tokenizer, messages, tools, prompt=True)
+
+
+def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> list[int]:
+    """The ids of the generation prompt."""
+    return encode(tokenizer, prompt_of(tokenizer, messages, tools)).ids
 
 
 # --- text -> ids
@@ -294,10 +298,11 @@ def encode_chat(tokenizer, chat: Chat) -> Sequence:
 
 def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
     """The tokens of a conversation, encoded anew where a prompt has other tokens alone than in the whole."""
-    cuts = []
-    for first, _, exact in chat.spans:
-        if exact and not prompt_stands(tokenizer, chat.text, first, tokens):
-            cuts.append(first)
+    cuts = [
+        first
+        for first, _, exact in chat.spans
+        if exact and not prompt_stands(tokenizer, chat.text, first, tokens)
+    ]
     if not cuts:
         return tokens
     joined = Encoded([], [], [])
@@ -348,7 +353,7 @@ def encode_plain(tokenizer, messages: list[dict]) -> Sequence:
     texts = [message["content"] for message in messages]
     text = "".join(texts)
     text.encode()  # ValueError for half a surrogate pair
-    first = len(texts[0]) if len(texts) > 1 else 0
+    first = len(text) - len(texts[-1])
     spans = [(first, len(text), False)] * last["weight"]
     ids, mask = encode_chat(tokenizer, Chat(hidden(tokenizer, text), spans))
     if adds_bos(tokenizer):
@@ -364,8 +369,7 @@ def check_ids(ids: list, vocabulary_size: int) -> list[int]:
     """The ids, if all of them are numbers of tokens."""
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary_size:
-            shown = str(token)[:40]
             raise ValueError(
-                f"input_ids[{i}]: {shown} is no token; they are 0 to {vocabulary_size - 1}"
+                f"input_ids[{i}]: {str(token)[:40]} is no token; they are 0 to {vocabulary_size - 1}"
             )
     return ids

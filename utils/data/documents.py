@@ -4,15 +4,15 @@ from array import array
 from collections import Counter
 from functools import lru_cache
 
-from .chats import check_ids, render_chats
+from .chats import encode_plain, render_chats
 from .formats import to_messages
-from .tokens import adds_bos, encode, hidden
+from .tokens import adds_bos, encode
 
 EMPTY = "empty documents"
 
 
-def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Counter) -> None:
-    """Add a row to `part`, an encode.Part, as one document.
+def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
+    """Add a row to `part`, an encode.Part, as one document; returns its form.
 
     A conversation is what the chat template writes, text what it says, ids are as they are. A BOS token comes
     first where the tokenizer adds one, and an end-of-text token last where it has one; neither twice.
@@ -20,23 +20,21 @@ def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Count
     do. ValueError: what is wrong with the row.
     """
     messages, tools = to_messages(row, form, notes)
-    for message in messages:
-        message.pop("weight", None)  # all is trained
-    if messages[0]["role"] == "tokens":
-        ids = check_ids(messages[0]["content"], len(tokenizer))
-        text = tokenizer.decode(ids)
-    elif messages[0]["role"] == "text":
-        text = "".join(message["content"] for message in messages)
-        text.encode()  # ValueError for half a surrogate pair
-        ids = encode(tokenizer, hidden(tokenizer, text)).ids
+    kind = messages[0]["role"]
+    if kind in ("text", "tokens"):
+        ids, _ = encode_plain(tokenizer, messages)
     else:
+        for message in messages:
+            message.pop("weight", None)  # all is trained
         (chat,) = render_chats(tokenizer, messages, tools, "all", notes)
         ids = encode(tokenizer, chat.text).ids
-        text = tokenizer.decode(ids)
+    text = tokenizer.decode(ids)
+    if kind == "text":
+        text = "".join(message["content"] for message in messages)
     size_bytes = len(text.encode())
     if not text.strip():
         part.dropped[EMPTY] += 1
-        return
+        return form
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if adds_bos(tokenizer) and ids[0] != bos:
         ids = [bos, *ids]
@@ -47,6 +45,7 @@ def add_document(part, tokenizer, row: dict, form: str, where: str, notes: Count
     part.add(ids, b"", where)
     part.trained_tokens[-1] = len(ids)
     part.row_sizes.append(size_bytes)
+    return form
 
 
 @lru_cache(maxsize=8)

@@ -28,7 +28,8 @@ class Rows:
     chats.render_chats. max_rows: of each source, 0: all. too_long, for rows of more than seq_len tokens:
     truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
     rows that are wrong are left out, counted and listed. eval_share: see held_out.py. task:
-    rows; or pairs or labels (KTO), see preferences.py; or documents, see documents.py.
+    rows; or pairs or labels (KTO), see preferences.py; or documents, see documents.py; or prompts, see
+    prompts.add_question.
     processor: the folder of a model that takes pictures; "": rows with pictures are refused. image_dir,
     image_max_pixels: see pictures.py.
     """
@@ -59,7 +60,7 @@ class Part:
     trained_tokens: array = field(default_factory=lambda: array("q"))  # of each row
     keys: array = field(default_factory=lambda: array("q"))
     row_sizes: array = field(default_factory=lambda: array("q"))  # see examples.Examples
-    pictures: list[str] = field(default_factory=list)  # see examples.Examples
+    details: list[str] = field(default_factory=list)  # see examples.Examples
     where: list[str] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
     notes: Counter = field(default_factory=Counter)
@@ -102,6 +103,11 @@ class Part:
                 last = first + seq_len
                 self.add(ids[first:last], loss_mask[first:last], where)
 
+    def say_problem(self, problem: str, where: str) -> None:
+        """Note how a row's prompt at inference differs, if it does and none did before."""
+        if problem and not self.problem:
+            self.problem = f"{where}: {problem}"
+
     def join(self, part: "Part") -> None:
         """Add what there is to say of the rows that come next; their tokens and places are kept elsewhere."""
         self.firsts = part.firsts | self.firsts
@@ -135,6 +141,17 @@ class Part:
 
 def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> Part:
     """Tokenize (where, row) as `rows` says."""
+    if rows.processor:
+        from .pictures import add_pictured as add
+    elif rows.task == "documents":
+        from .documents import add_document as add
+    elif rows.task == "prompts":
+        from .prompts import add_question as add
+    elif rows.task == "rows":
+        add = add_conversation
+    else:
+        from .preferences import add_preferences as add
+
     part = Part()
     columns = parse_columns(rows.columns)
     for where, value in found:
@@ -145,34 +162,27 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
             part.columns |= row.keys() & columns.values()
             row, form = renamed(row, columns)
             form = rows.format.removeprefix("auto") or form
-            if rows.processor:
-                from .pictures import add_pictured
-
-                form = add_pictured(part, tokenizer, row, where, rows, form, notes)
-            elif rows.task == "documents":
-                from .documents import add_document
-
-                add_document(part, tokenizer, row, form, where, notes)
-            elif rows.task != "rows":
-                from .preferences import add_preferences
-
-                form = add_preferences(part, tokenizer, row, where, rows, notes)
-            else:
-                messages, tools = to_messages(row, form, notes)
-                if messages[0]["role"] in ("text", "tokens"):
-                    part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
-                else:
-                    for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
-                        part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
-                        if chat.problem and not part.problem:
-                            part.problem = f"{where}: {chat.problem}"
-            part.forms[form] += 1
+            part.forms[add(part, tokenizer, row, where, rows, form, notes)] += 1
         except ValueError as fault:
             part.bad.append((where, str(fault)))
         part.notes.update(notes)
         for text in +notes:
             part.firsts.setdefault(text, where)
     return part
+
+
+def add_conversation(
+    part: Part, tokenizer, row: dict, where: str, rows: Rows, form: str, notes: Counter
+) -> str:
+    """Add a row to `part`; returns its form. ValueError: what is wrong with the row."""
+    messages, tools = to_messages(row, form, notes)
+    if messages[0]["role"] in ("text", "tokens"):
+        part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
+        return form
+    for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
+        part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
+        part.say_problem(chat.problem, where)
+    return form
 
 
 def chunks(found: Iterable) -> Iterator[list]:

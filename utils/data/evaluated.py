@@ -8,7 +8,8 @@ from ..run.units import IGNORE
 from .chats import encode_plain
 from .encode import Part, Rows
 from .examples import Example
-from .questions import Question, Questions, is_plain
+from .prompts import is_plain
+from .questions import Question, Questions
 from .tokens import encode, hidden
 
 

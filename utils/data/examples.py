@@ -37,8 +37,8 @@ FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and 
     "row_sizes": torch.int64,
     "places": torch.uint8,
     "place_ends": torch.int64,
-    "pictures": torch.uint8,
-    "picture_ends": torch.int64,
+    "details": torch.uint8,
+    "detail_ends": torch.int64,
     "said": torch.uint8,
 }
 FormName = Literal["auto", *FORMS.values()]
@@ -91,10 +91,10 @@ class Examples:
     # length of row i where it is desirable, else 0. Of documents: the bytes of their text. Of rows with
     # pictures: the patches of those, or 0. Of answers: None, or empty.
     row_sizes: torch.Tensor | None = None
-    # Of rows with pictures, else None or empty: the texts and ends of Places. A row's text is JSON,
-    # [[source, width, height], ...].
-    pictures: torch.Tensor | None = None
-    picture_ends: torch.Tensor | None = None
+    # The texts and ends of Places, else None or empty. A row's text is JSON: of rows with pictures [[source,
+    # width, height], ...], of prompts [content, columns].
+    details: torch.Tensor | None = None
+    detail_ends: torch.Tensor | None = None
     unit: str = "rows"  # what a row is
     origins: Sequence[Origin] = ()
     bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
@@ -127,7 +127,7 @@ class Examples:
             self.loss_mask,
             self.rows,
             self.row_sizes,
-            self.pictures,
+            self.details,
         ):
             if part is not None:
                 digest.update(memoryview(part.numpy()))
@@ -176,12 +176,15 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
     """What the plan says of the data; summary: the loader's."""
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
     print0(f"data      {dataset}: {summary}{evaluated}")
-    for part in (examples, held_out if held_out and held_out.ids is not examples.ids else None):
-        for line in part.sources() if part else ():
+    parts = [examples]
+    if held_out and held_out.ids is not examples.ids:
+        parts.append(held_out)
+    for part in parts:
+        for line in part.sources():
             print0(f"form      {line}")
-        if part and part.problem:
+        if part.problem:
             print0(f"warning: {part.problem}")
-        if part and part.bad:
+        if part.bad:
             where, why = part.bad[0]
             print0(f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {why}")
 
@@ -205,11 +208,9 @@ def check_positions(model: nn.Module, *parts: Examples | None) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if not known or rope.get("rope_type", "default") not in ("default", "llama3"):
         return
-    longest, where = 0, ""
-    for part in parts:
-        if part and int(part.lengths.max()) > longest:
-            longest = int(part.lengths.max())
-            where = part[int(part.lengths.argmax())].where
+    part = max(filter(None, parts), key=lambda part: part.lengths.max())
+    longest = int(part.lengths.max())
+    where = part[int(part.lengths.argmax())].where
     lengths = f"{where} has {longest:,} tokens, and the model {known:,} positions"
     table = next(
         (name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)), ""
@@ -241,7 +242,7 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
 
             return read_tokens(cached_tokens(sources, encode, write))
         with TemporaryDirectory() as folder:
-            write(folder, lambda numbered: ((number, encode(rows)) for number, rows in numbered))
+            write(folder, partial(map, encode))
             return read_tokens(folder)
 
 
@@ -262,39 +263,32 @@ def write_tokens(
     rows: Rows,
     bar: tqdm,
     folder: Path | str,
-    run: Callable[[Iterable], Iterator[tuple[int, Part]]],
+    run: Callable[[Iterable], Iterator[Part]],
 ) -> None:
-    """Write the files that read_tokens reads. run: tokenizes (number of a source, some rows). ConfigError:
-    bad rows.
-    """
+    """Write the files that read_tokens reads. run: tokenizes lists of rows. ConfigError: bad rows."""
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(Path(folder, name), "wb")) for name in FILES}
         total = Part()
-        ends = [0] * len(sources)
-        forms = [Counter() for _ in sources]
-        text_ends = Counter()
-        last_row = math.inf
-        numbered = (
-            (number, found)
-            for number, source in enumerate(sources)
-            for found in chunks(islice(source.read(), rows.max_rows or None))
-        )
-        for number, part in run(numbered):
-            total.join(part)
-            files["ids"].write(part.ids)
-            files["loss_mask"].write(part.loss_mask)
-            for name, texts in (("place", part.where), ("picture", part.pictures)):
-                for text in texts:
-                    written = files[f"{name}s"].write(text.encode("utf-8", "surrogateescape"))
-                    text_ends[name] += written
-                    files[f"{name}_ends"].write(text_ends[name].to_bytes(8, "little"))
-            forms[number].update(part.forms)
-            ends[number] = len(total.lengths)
-            bar.update(part.rows)
-            if total.bad and rows.bad_rows == "error":
-                last_row = min(last_row, total.rows + MORE_ROWS)
-            if total.rows >= last_row:
-                break
+        origins = []
+        spare_rows = MORE_ROWS
+        for source in sources:
+            first, forms = len(total.lengths), Counter()
+            for part in run(chunks(islice(source.read(), rows.max_rows or None))):
+                total.join(part)
+                forms.update(part.forms)
+                files["ids"].write(part.ids)
+                files["loss_mask"].write(part.loss_mask)
+                for name, texts in (("place", part.where), ("detail", part.details)):
+                    file, ends = files[f"{name}s"], files[f"{name}_ends"]
+                    for text in texts:
+                        file.write(text.encode("utf-8", "surrogateescape"))
+                        ends.write(file.tell().to_bytes(8, "little"))
+                bar.update(part.rows)
+                if total.bad and rows.bad_rows == "error":
+                    if spare_rows < 0:
+                        total.close(rows)  # raises
+                    spare_rows -= part.rows
+            origins.append((source.name, source.weight, forms, first, len(total.lengths)))
         total.close(rows)
         row_ends = torch.frombuffer(total.lengths, dtype=torch.int64).cumsum(0)
         files["bounds"].write(bytes(8))
@@ -305,10 +299,7 @@ def write_tokens(
             name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")
         }
         said["unit"] = rows.task
-        said["origins"] = [
-            (source.name, source.weight, form, first, last)
-            for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
-        ]
+        said["origins"] = origins
         files["said"].write(json.dumps(said).encode())
 
 

@@ -165,14 +165,10 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
 def read_completion(row: dict, notes: Counter) -> Read:
     """Two texts, or two lists of messages. The prompt is not trained."""
     if isinstance(row["completion"], list):
-        prompt = typed(row, "prompt", list)
-        turns = prompt + row["completion"]
-        messages, tools = conversation(row | {"turns": turns}, notes)
-        answers = [message for message in messages if message["role"] == "assistant"]
-        kept = sum(ROLES[turn[keys_of(turn)[0]]] == "assistant" for turn in row["completion"])
-        for message in answers[: len(answers) - kept]:
-            message["weight"] = 0
-        return messages, tools
+        turns = []
+        for turn in typed(row, "prompt", list):
+            turns.append(turn | {"weight": 0} if isinstance(turn, dict) else turn)
+        return conversation(row | {"turns": turns + row["completion"]}, notes)
     if row.get("tools"):
         raise ValueError("tools: a prompt and a completion of plain text have no place for them")
     return [

@@ -60,31 +60,33 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
             return sums
 
         def generate_until(self, requests: list, **_) -> list[str]:
-            by_size: dict[int, list[int]] = {}  # the most new tokens -> numbers of requests
+            by_size: dict[
+                int, list
+            ] = {}  # the most new tokens -> (number of a request, its prompt)
             for number, request in enumerate(requests):
-                options = request.args[1]
+                context, options = request.args
                 draws = options.get("do_sample") and options.get("temperature", 1)
                 check(not draws, f"lm_eval: answers are greedy here, and a task has {options}")
                 size = options.get("max_gen_toks", max_new_tokens)
-                check(
-                    size < seq_len - 1, f"--seq_len {seq_len}: a task has answers of {size} tokens"
-                )
-                by_size.setdefault(size, []).append(number)
-            texts = [""] * len(requests)
-            for size, numbers in by_size.items():
                 left = seq_len - 1 - size  # tokens of a prompt
-                prompts = []
-                for number in numbers:
-                    context, _ = requests[number].args
-                    ids = self.tok_encode(context)[-left:]
-                    prompts.append(scored(ids, len(ids)))
-                rows = asker.complete(prompts, size, lambda _, ids: {"ids": ids})
+                check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
+                ids = self.tok_encode(context)[-left:]
+                prompt = scored(ids, len(ids))
+                by_size.setdefault(size, []).append((number, prompt))
+            texts = [""] * len(requests)
+            for size, asked in by_size.items():
+                numbers, prompts = zip(*asked, strict=True)
+                rows = asker.complete(
+                    list(prompts),
+                    size,
+                    lambda _, ids: {"ids": ids},
+                )
                 for number, row in zip(numbers, rows, strict=True):
                     text = tokenizer.decode(row["ids"], skip_special_tokens=True)
-                    _, options = requests[number].args
-                    until = options.get("until") or []
-                    for stop in [until] if isinstance(until, str) else until:
-                        text = text.split(stop)[0] if stop else text
+                    until = requests[number].args[1].get("until") or []
+                    stops = [until] if isinstance(until, str) else until
+                    for stop in filter(None, stops):
+                        text = text.split(stop)[0]
                     texts[number] = text
             return texts
 

@@ -60,15 +60,12 @@ class PackedBatches(GlobalBatches):
         return torch.stack([lengths[documents].square().sum() for documents in rows])
 
     def batch(self, rows: list[Pack]) -> Batch:
-        packs = [self.items(documents) for documents in rows]
-        batch = super().batch([])
-        where = batch.where
-        if packs:
-            batch = collate([joined(examples) for examples in packs], self.pad_id, self.multiple)
-            where = [example.where for examples in packs for example in examples]
+        packs = [self.items(documents) for documents in rows] or [[self.filler()]]
+        batch = collate([joined(examples) for examples in packs], self.pad_id, self.multiple)
+        where = [example.where for examples in packs for example in examples]
         rows_padded, length = batch.ids.shape
         positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
-        for row, examples in zip(positions, packs, strict=False):  # a filler has a row and no pack
+        for row, examples in zip(positions, packs, strict=True):
             end = 0
             for example in examples:
                 end += len(example.ids)

@@ -78,9 +78,14 @@ class Pairs:
         )
 
 
+def begin_of_answer(item: Example) -> int:
+    """The first trained token."""
+    return int((item.labels != IGNORE).nonzero()[0])
+
+
 def key_of(item: Example) -> int:
     """A hash of a sequence and of where its trained tokens begin."""
-    begin = int((item.labels != IGNORE).nonzero()[0])
+    begin = begin_of_answer(item)
     digest = hashlib.blake2b(item.ids.numpy(), digest_size=8, salt=begin.to_bytes(4, "little"))
     return int.from_bytes(digest.digest(), "little", signed=True)
 
@@ -116,13 +121,10 @@ class LabelBatches(PairBatches):
             other = self.answer_of[row] if self.answer_of else row
             prompt = self.examples[row]
             answer = self.examples[other]
-            end = (prompt.labels != IGNORE).nonzero()[0]
-            begin = (answer.labels != IGNORE).nonzero()[0]
+            end, begin = begin_of_answer(prompt), begin_of_answer(answer)
             ids = torch.cat([prompt.ids[:end], answer.ids[begin:]])
             labels = torch.cat([prompt.labels[:end], answer.labels[begin:]])
-            ids = ids[: self.seq_len]
-            labels = labels[: self.seq_len]
-            items.append(Example(ids, labels, prompt.where))
+            items.append(Example(ids[: self.seq_len], labels[: self.seq_len], prompt.where))
         return items
 
     def every(self, steps: int) -> Iterator[PairBatch]:

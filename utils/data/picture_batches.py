@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -24,7 +23,9 @@ from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
 from .examples import Example, Places
+from .packing import joined
 from .pictures import decoded, folder_of, process, room_of
+from .prompts import Prompt
 from .tokens import encode
 
 BLANK = Image.new("RGB", (32, 32))
@@ -57,7 +58,7 @@ class PictureBatches(GlobalBatches):
 
     def __post_init__(self):
         super().__post_init__()
-        self.pictures = Places(self.examples.pictures, self.examples.picture_ends)
+        self.pictures = Places(self.examples.details, self.examples.detail_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
         # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
         # of pictures too, so only rows with equally many share a micro-batch.
@@ -148,31 +149,26 @@ class PictureBatches(GlobalBatches):
             step += 1
 
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
-        filler = Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
-        items = self.items(rows) or [filler]
-        pictures = [self.decoded(row) for row in rows] or [[]]
+        items = self.items(rows) or [self.filler()]
+        sources = [self.sources(row) for row in rows] or [[]]
+        pictures = [
+            decoded_of(of_row, item.where, self.source)
+            for of_row, item in zip(sources, items, strict=True)
+        ]
         if blank:
             (text,), _ = room_of(self.processor, (BLANK.size,))
-            room = encode(self.processor.tokenizer, text).ids
-            ids = torch.cat([items[0].ids, torch.tensor(room)])
-            labels = F.pad(items[0].labels, (0, len(room)), value=IGNORE)
-            items[0] = Example(ids, labels, items[0].where)
+            room = torch.tensor(encode(self.processor.tokenizer, text).ids)
+            untrained = Example(room, torch.full_like(room, IGNORE), "blank")
+            items[0] = joined([items[0], untrained])
             pictures[0] = [BLANK]
         batch = collate(items, self.pad_id, self.multiple)
         extra = inputs_of(self.processor, batch.ids, pictures)
         return PictureBatch(**vars(batch), extra=extra)
 
-    def number(self, row: int) -> int:
-        """Of a row among all that were read, of which these may be a part."""
-        return row if self.examples.rows is None else int(self.examples.rows[row])
-
     def sources(self, row: int) -> list[list]:
         """[[source, width, height], ...] of the pictures of a row."""
-        return json.loads(self.pictures[self.number(row)])
-
-    def decoded(self, row: int) -> list[Image.Image]:
-        where = self.examples.where[self.number(row)]
-        return decoded_of(self.sources(row), where, self.source)
+        number = row if self.examples.rows is None else self.examples.rows[row]
+        return json.loads(self.pictures[number])
 
 
 def begin_worker(_: int) -> None:
@@ -190,6 +186,12 @@ def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
         return [decoded(source, folder, tuple(size), most) for source, *size in pictures]
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def picture_inputs(processor, prompts: list[Prompt], ids: torch.Tensor, rows: Rows) -> dict:
+    """What the model takes beside the ids (B, T) of prompts with equally many pictures."""
+    pictures = [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
+    return inputs_of(processor, ids, pictures)
 
 
 @lru_cache(maxsize=4)

@@ -16,34 +16,34 @@ import base64
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import chain, pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from PIL import Image, ImageOps
 
 from ..run.errors import others_code, reason_of_others
-from .chats import Chat, encode_chat, encode_plain, render_chats
-from .formats import REMEDY, Messages, keys_of, to_messages, typed
-from .tokens import HIDDEN, encode
+from .chats import Chat, encode_chat, encode_plain, prompt_of, render_chats
+from .formats import REMEDY, Messages, keys_of, to_messages
+from .prompts import BESIDE, Prompt, turns_of
+from .rows import Row
+from .tokens import HIDDEN, PLACE, encode, in_parts
 
-PLACE = "\ue0f2"  # stands for a picture in a text
 TAG = "<image>"
+OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # keys of a prompt
 KINDS = ("image", "image_url")  # of parts
 SOURCES = ("image_url", "image", "path", "url")  # keys of a part
-OTHERS = ("video", "videos", "audio", "audios")
-NO_PLACE_NEEDED = ("texts", "alpaca")  # forms whose pictures stand before the first text
 NO_ROOM = (
     "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
 )
-NOT_WRITTEN = "the chat template writes {} of {} pictures (fix: another --chat_template)"
 # What Pillow opens without a program of others: it hands EPS to Ghostscript.
 FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: these swap width and height
@@ -101,16 +101,15 @@ def load_processor(folder: Path | str, tokenizer):
     return processor
 
 
-def process(processor, rows: Sequence[Sequence[Image.Image]]) -> dict:
+def process(processor, rows: list[list[Image.Image]]) -> dict:
     """What the processor makes of the pictures of some rows, RGB: name -> tensor. In input_ids (B, t), an
     end-of-text token stands before and behind each picture. ValueError: it refuses them.
     """
     mark = processor.tokenizer.eos_token
     texts = [mark + (processor.image_token + mark) * len(pictures) for pictures in rows]
-    images = [list(pictures) for pictures in rows]
-    several = len(rows) > 1
+    options = {"padding": len(rows) > 1, "return_tensors": "pt"}
     try:
-        made = dict(processor(text=texts, images=images, padding=several, return_tensors="pt"))
+        made = dict(processor(text=texts, images=rows, **options))
     except Exception as error:  # with odd sizes it may raise anything
         raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
     del made["attention_mask"]
@@ -126,10 +125,10 @@ def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
     made = process(processor, [[Image.new("RGB", size) for size in sizes]])
     tokenizer, ids = processor.tokenizer, made["input_ids"][0].tolist()
     ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
-    texts = []
-    for before, behind in pairwise(ends[: len(sizes) + 1]):
-        inside = ids[before + 1 : behind]
-        texts.append(tokenizer.decode(inside, clean_up_tokenization_spaces=False))
+    texts = [
+        tokenizer.decode(ids[before + 1 : behind], clean_up_tokenization_spaces=False)
+        for before, behind in pairwise(ends[: len(sizes) + 1])
+    ]
     return texts, max(1, made["pixel_values"].numel() // PATCH_PIXELS)
 
 
@@ -141,35 +140,27 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     encode.Rows. ValueError: what is wrong with the row.
     """
     messages, tools, sources, form = read_pictured(row, form, notes)
-    processor = load_processor(rows.processor, tokenizer)
-    pictures = sized(sources, where, rows)
-    sizes = tuple((width, height) for _, width, height in pictures)
     if messages[0]["role"] in ("text", "tokens"):
-        if sources:
-            raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
         part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
         say_pictures(part, [], 0)
         return form
-    chats = render_chats(tokenizer, in_parts(messages), tools, rows.train_on, notes)
-    counts = [chat.text.count(processor.image_token) for chat in chats]
-    if max(counts) != len(sources):  # earlier sequences may end before the last picture
-        raise ValueError(NOT_WRITTEN.format(max(counts), len(sources)))
-    for chat, places in zip(chats, counts, strict=True):
-        patches, end = 0, 0
-        whole = chat
-        if places:
-            texts, patches = room_of(processor, sizes[:places])
-            whole, end = with_room(chat, processor.image_token, texts)
-            compare(processor, tokenizer, chat.text, whole.text, sizes[:places])
+    processor = load_processor(rows.processor, tokenizer)
+    pictures = sized(sources, where, rows)
+    chats = render_chats(tokenizer, messages, tools, rows.train_on, notes)
+    check_places(processor, chats[-1].text, pictures)
+    for chat in chats:
+        own = pictures[
+            : chat.text.count(processor.image_token)
+        ]  # a sequence may end before the last
+        whole, end, patches = with_pictures(processor, tokenizer, chat, own)
         ids, mask = encode_chat(tokenizer, whole)
-        if chat.problem and not part.problem:
-            part.problem = f"{where}: {chat.problem}"
-        cut = end and len(ids) > rows.seq_len and rows.too_long == "truncate"
+        cut = own and len(ids) > rows.seq_len and rows.too_long == "truncate"
         if cut and len(encode(tokenizer, whole.text[:end]).ids) > rows.seq_len:
             part.dropped[NO_ROOM] += 1
-            continue
-        part.add_row(ids, mask, where, rows, form)
-        say_pictures(part, pictures[:places], patches)
+        else:
+            part.add_row(ids, mask, where, rows, form)
+            say_pictures(part, own, patches)
+        part.say_problem(chat.problem, where)
     return form
 
 
@@ -183,32 +174,53 @@ def say_pictures(part, pictures: list, patches: int) -> None:
     """Note the pictures of the row that was added last, or of its pieces, if it was."""
     while len(part.row_sizes) < len(part.lengths):
         text = json.dumps(pictures)
-        part.pictures.append(text)
+        part.details.append(text)
         part.row_sizes.append(patches)
         if pictures:  # rows with the same words about other pictures are other rows
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             part.keys[-1] ^= int.from_bytes(digest, "little", signed=True)
 
 
+def check_places(processor, text: str, pictures: list) -> None:
+    """Raise ValueError where a chat template does not write each picture."""
+    written = text.count(processor.image_token)
+    if written != len(pictures):
+        raise ValueError(
+            f"the chat template writes {written} of {len(pictures)} pictures (fix: another --chat_template)"
+        )
+
+
+def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Chat, int, int]:
+    """(the chat with the tokens of each picture in place of its placeholder, where the last of them ends,
+    their patches). pictures: of `sized`.
+    """
+    if not pictures:
+        return chat, 0, 0
+    sizes = tuple((width, height) for _, width, height in pictures)
+    texts, patches = room_of(processor, sizes)
+    whole, end = with_room(chat, processor.image_token, texts)
+    compare(processor, tokenizer, chat.text, whole.text, sizes)
+    return whole, end, patches
+
+
 def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     """(the chat with texts in place of placeholders, where the last of them ends). They are not trained."""
-    first, *pieces = chat.text.split(place)
-    text, ranges, moves = first, [], []
-    at = len(first)
-    for room, piece in zip(texts, pieces, strict=True):
-        ranges.append((len(text), len(text) + len(room)))
-        moves.append((at, len(room) - len(place)))
-        at += len(place) + len(piece)
-        text += room + piece
+    starts = [found.start() for found in re.finditer(re.escape(place), chat.text)]
+
+    def moved(at: int) -> int:
+        before = zip(starts, texts, strict=True)
+        return at + sum(len(text) - len(place) for start, text in before if start < at)
+
     spans = []
     for begin, end, exact in chat.spans:
-        begin, end = (p + sum(by for at, by in moves if at < p) for p in (begin, end))
-        for opens, closes in ranges:
-            if begin <= opens < end:
-                spans.append((begin, opens, exact))
-                begin, exact = closes, False
-        spans.append((begin, end, exact))
-    return chat._replace(text=text, spans=spans), ranges[-1][1]
+        for start in starts:
+            if begin <= start < end:
+                spans.append((moved(begin), moved(start), exact))
+                begin, exact = start + len(place), False
+        spans.append((moved(begin), moved(end), exact))
+    pieces = chat.text.split(place)
+    whole = "".join(chain(*zip(pieces, [*texts, ""], strict=True)))
+    return chat._replace(text=whole, spans=spans), moved(starts[-1] + len(place))
 
 
 def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]) -> None:
@@ -222,104 +234,105 @@ def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]
     made = processor(text=[text], images=[blanks], add_special_tokens=False)
     ours, theirs = encode(tokenizer, whole).ids, list(made["input_ids"][0])
     if theirs != ours:
-        same = len(os.path.commonprefix([theirs, ours]))
         raise ValueError(
-            f"the model's processor gives {len(theirs)} tokens, and here are {len(ours)}; they differ from"
-            f" token {same} on: {tokenizer.decode(theirs[same : same + 5])!r},"
-            f" {tokenizer.decode(ours[same : same + 5])!r}"
+            f"the model's processor gives {len(theirs)} tokens, and its tokenizer {len(ours)} others"
+            " (fix: both from one folder)"
         )
+
+
+# --- prompts
+
+
+def picture_prompt(row: Row, rows) -> Prompt:
+    """A row's prompt. rows: an encode.Rows, where its pictures are, and how large they may be. Where a text
+    has no place for them, they stand before the first. ValueError: what is wrong.
+    """
+    read = partial(read_pictured, notes=Counter(), anywhere=True)
+    data = row.data
+    if isinstance(data.get("texts"), list):
+        data = data | alpaca_of(data["texts"])
+    if "instruction" in data:
+        words = {key: data[key] for key in OF_ALPACA if key in data}
+        (*messages, _), tools, sources, _ = read(words | {"output": "to come"}, "alpaca")
+    else:
+        messages, tools, _, sources, _ = turns_of(data, read)
+    content = [in_parts(message) for message in messages]
+    return Prompt(row.where, content, tools, sized(sources, row.where, rows))
+
+
+def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
+    """The ids of its generation prompt, with the tokens of each picture. ValueError: what is wrong."""
+    text = prompt_of(tokenizer, prompt.messages, prompt.tools)
+    check_places(processor, text, prompt.pictures)
+    whole, _, _ = with_pictures(processor, tokenizer, Chat(text, []), prompt.pictures)
+    return encode(tokenizer, whole.text).ids
 
 
 # --- rows -> messages and sources
 
 
-def read_pictured(row: dict, form: str, notes: Counter) -> tuple[Messages, list | None, list, str]:
+def read_pictured(
+    row: dict, form: str, notes: Counter, anywhere: bool = False
+) -> tuple[Messages, list | None, list[str], str]:
     """(messages, with PLACE in their contents where a picture stands; tools; the sources of the pictures as
-    texts, in their order; form).
+    texts, in their order; form). anywhere: a text without <image> has its pictures before it, in any form.
     """
     row = dict(row)
-    for key in OTHERS:
-        if row.get(key):
-            raise ValueError(f"{key}: videos and sounds are not trained ({REMEDY})")
     given: list = []
     for key in ("image", "images"):
         value = row.pop(key, None)
         if value is not None:
             given += value if isinstance(value, list) else [value]
     if not form and isinstance(row.get("texts"), list):
-        form = "texts"
-        row["messages"] = turns_of_texts(row.pop("texts"))
-    in_texts: list = []  # the sources of parts; None: the next of those given
+        row |= alpaca_of(row.pop("texts"))
+        form = "alpaca"
+    sources: list = []  # of parts; None: the next of those given
     for key in ("messages", "conversations", "prompt", "completion"):
         if isinstance(row.get(key), list):
-            row[key] = [
-                without_parts(turn, f"{key}[{i}].", in_texts) for i, turn in enumerate(row[key])
-            ]
-    messages, tools = to_messages(row, "chat" if form == "texts" else form, notes)
-    if given and not in_texts:
+            row[key] = [without_parts(turn, sources) for turn in row[key]]
+    messages, tools = to_messages(row, form, notes)
+    if not given and not sources:
+        return messages, tools, [], form
+    if messages[0]["role"] in ("text", "tokens"):
+        raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
+    if not sources:  # places are written as tags
+        if (anywhere or form == "alpaca") and not any(TAG in m["content"] for m in messages):
+            first = next(message for message in messages if message["role"] == "user")
+            first["content"] = TAG * len(given) + first["content"]
         for message in messages:
             if "<video>" in message["content"]:
                 raise ValueError(f"<video>: videos are not trained ({REMEDY})")
+            sources += [None] * message["content"].count(TAG)
             message["content"] = message["content"].replace(TAG, PLACE)
-        in_texts = [None] * sum(message["content"].count(PLACE) for message in messages)
-        if not in_texts and form in NO_PLACE_NEEDED:
-            first = next(message for message in messages if message["role"] == "user")
-            first["content"] = PLACE * len(given) + first["content"]
-            in_texts = [None] * len(given)
-    if in_texts.count(None) != len(given):
+    if sources.count(None) != len(given):
         raise ValueError(
-            f"{len(given)} pictures for {in_texts.count(None)} places in the texts"
+            f"{len(given)} pictures for {sources.count(None)} places in the texts"
             ' (fix: one <image>, or one {"type": "image"}, for each)'
         )
     if any(m["role"] == "assistant" and PLACE in m["content"] for m in messages):
         raise ValueError("a picture in a turn of the assistant, which writes none")
     rest = iter(given)
-    return messages, tools, [url_of(next(rest) if s is None else s) for s in in_texts], form
+    return messages, tools, [url_of(next(rest) if s is None else s) for s in sources], form
 
 
-def turns_of_texts(texts: list) -> list[dict]:
-    """The turns of a row of the_cauldron."""
-    turns = []
-    for i, turn in enumerate(texts):
-        for role in ("user", "assistant"):
-            turns.append({"role": role, "content": typed(turn, role, str, f"texts[{i}].")})
-    return turns
+def alpaca_of(texts: list) -> dict:
+    """A row of the_cauldron as one of alpaca."""
+    *history, last = [[turn.get("user"), turn.get("assistant")] for turn in texts]
+    return {"instruction": last[0], "output": last[1], "history": history}
 
 
-def without_parts(turn: object, at: str, sources: list) -> object:
+def without_parts(turn: object, sources: list) -> object:
     """A turn with PLACE in place of the parts that are pictures, of which the sources are appended."""
     key = keys_of(turn)[1] if isinstance(turn, dict) else ""
     if not key or not isinstance(turn.get(key), list):
         return turn
     parts = []
-    for i, part in enumerate(turn[key]):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in KINDS:
-            source = next((part[name] for name in SOURCES if part.get(name)), None)
-            if isinstance(source, dict) and "url" in source:
-                source = source["url"]
-            sources.append(source)
+    for part in turn[key]:
+        if isinstance(part, dict) and part.get("type") in KINDS:
+            sources.append(next((part[name] for name in SOURCES if part.get(name)), None))
             part = {"type": "text", "text": PLACE}
-        elif kind != "text":
-            raise ValueError(
-                f"{at}{key}[{i}].type: {str(kind)[:40]!r} is neither text nor a picture: videos and sounds"
-                f" are not trained ({REMEDY})"
-            )
         parts.append(part)
     return turn | {key: parts}
-
-
-def in_parts(messages: Messages) -> Messages:
-    """The messages as chat templates take them: contents with pictures as lists of parts."""
-    found = []
-    for message in messages:
-        if PLACE in message["content"]:
-            pieces = filter(None, re.split(f"({PLACE})", message["content"]))
-            parts = [{"type": "text", "text": piece} for piece in pieces]
-            parts = [{"type": "image"} if part["text"] == PLACE else part for part in parts]
-            message = message | {"content": parts}
-        found.append(message)
-    return found
 
 
 # --- sources -> pictures
@@ -328,7 +341,7 @@ def in_parts(messages: Messages) -> Messages:
 def url_of(source: object) -> str:
     """The source of a picture as text: bytes as a data: URL."""
     if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
+        source = source.get("bytes") or source.get("path") or source.get("url")
     if isinstance(source, Image.Image):  # of datasets
         buffer = io.BytesIO()
         source.save(buffer, "PNG")
@@ -403,9 +416,7 @@ def size_of(source: str, folder: str) -> Size:
 def fitted(size: Size, max_pixels: int) -> Size:
     """The size with at most so many pixels, of the same shape. 0: as it is."""
     width, height = size
-    if not max_pixels or width * height <= max_pixels:
-        return size
-    scale = (max_pixels / (width * height)) ** 0.5
+    scale = min(1.0, ((max_pixels or math.inf) / (width * height)) ** 0.5)
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
@@ -418,6 +429,6 @@ def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Imag
         if image.mode.startswith("I"):  # 16 bits
             image = image.convert("I").point(lambda value: value / 256).convert("L")
         image = image.convert("RGB")
-        if fitted(image.size, max_pixels) != tuple(size):
+        if fitted(image.size, max_pixels) != size:
             raise ValueError(f"it has {image.size} pixels, and {size} when its tokens were made")
-        return image if image.size == tuple(size) else image.resize(size, Image.Resampling.BICUBIC)
+        return image.resize(size, Image.Resampling.BICUBIC)  # a copy, if it has this size

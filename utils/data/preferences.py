@@ -47,7 +47,7 @@ ANSWER_OF = {"prompt": "completion", "instruction": "output"}  # of a row with a
 SAID = re.compile(r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.S)
 
 
-def add_preferences(part, tokenizer, row: dict, where: str, rows, notes: Counter) -> str:
+def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
     """Add the pair or the labelled answers of a row to `part`; returns what the row's prompt stands under.
     part: an encode.Part; rows: an encode.Rows.
 
@@ -76,8 +76,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, notes: Counter
                     "an answer of several turns, of which the chat template writes one differently once"
                     " others follow (fix: one turn an answer, or another --chat_template)"
                 )
-            if chat.problem and not part.problem:
-                part.problem = f"{where}: {chat.problem}"
+            part.say_problem(chat.problem, where)
             ids, mask = encode_chat(tokenizer, chat)
         prompts.append(ids[: mask.find(1)])
         cuts.append(type(part)())

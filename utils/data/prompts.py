@@ -1,5 +1,7 @@
 """Prompts to answer: the lines or rows of a file, and the ids that a model is asked with."""
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -8,10 +10,14 @@ from ..run.errors import ConfigError, check
 from .chats import prompt_ids
 from .formats import PICTURES, REFUSED, ROLES, to_messages
 from .rows import Row, read_rows
+from .tokens import adds_bos, encode, hidden
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 # Keys of a row that belong to its prompt, and those of pictures, which to_messages refuses.
 BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
+
+NO_COLUMNS = {"prompt", "messages", *BESIDE}
+TOO_LONG = "longer than a prompt may be"
 
 
 class Prompt(NamedTuple):
@@ -118,11 +124,44 @@ def _prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
             return pictured(row)
         content, tools, _ = turns_of(row.data)
     except ValueError as error:
-        said = str(error)
-        forms = "" if FORMS in said else f"; {FORMS}"
-        raise ConfigError(f"{row.where}: {said}{forms}") from None
+        raise ConfigError(f"{row.where}: {error}") from None
     check(
         not raw or isinstance(content, str),
         f"{row.where}: these are messages, and --raw completes texts (fix: without --raw)",
     )
     return Prompt(row.where, content, tools)
+
+
+# --- prompts with columns: see questions.py
+
+
+def is_plain(content: str | list[dict], tokenizer, rows) -> bool:
+    """Whether it is asked as it stands, and is no turn of a chat. rows: an encode.Rows."""
+    chats = rows.format != "completion" and tokenizer.template_name != "built-in plain"
+    return isinstance(content, str) and not chats
+
+
+def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
+    """Add a row to `part`, an encode.Part; returns its form. rows: an encode.Rows. ValueError: what is wrong
+    with the row.
+    """
+    content, tools, answer = turns_of(row)
+    if is_plain(content, tokenizer, rows):
+        bos = [tokenizer.bos_token_id] * adds_bos(tokenizer)
+        ids = bos + encode(tokenizer, hidden(tokenizer, content)).ids
+    else:
+        ids = prompt_ids(tokenizer, Prompt(where, content).messages, tools)
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    if len(ids) > rows.seq_len and rows.too_long == "error":
+        limit = f"a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
+        raise ValueError(f"{len(ids):,} tokens, and {limit}")
+    if len(ids) > rows.seq_len:
+        part.dropped[TOO_LONG] += 1
+        return "prompts"
+    columns = {key: row[key] for key in row if key not in NO_COLUMNS}
+    if answer is not None:
+        columns.setdefault("answer", answer)
+    part.add(ids, bytes(len(ids)), where)
+    part.details.append(json.dumps([content, columns], default=str))
+    return "prompts"

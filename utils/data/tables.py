@@ -16,13 +16,17 @@ from .formats import form_of
 
 def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     """(where, row) of each row of a file. kind: its suffix."""
+    first = 1
     if kind == ".parquet":
-        return numbered(path, rows_of_parquet(file), 1)
-    if kind == ".json":
-        return numbered(path, rows_of_json(file.read()), 1)
-    csv.field_size_limit(2**26)  # bytes
-    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-    return numbered(path, map(without_nulls, rows), 2)
+        rows = rows_of_parquet(file)
+    elif kind == ".json":
+        rows = rows_of_json(file.read())
+    else:
+        csv.field_size_limit(2**26)  # bytes
+        found = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        rows = map(without_nulls, found)
+        first = 2
+    return numbered(path, rows, first)
 
 
 def numbered(path: Path, rows: Iterator, first: int) -> Iterator:

@@ -31,6 +31,7 @@ VOCABULARY_FILES = (
 # What transformers may open for a tokenizer: nothing of it may lead out of the folder.
 OPENED = (*VOCABULARY_FILES, "*.json", "merges.txt", "*.jinja", "additional_chat_templates/*")
 MARK = "\ue0f0{}\ue0f1"  # stands for a text, to find out whether and where a template writes it
+PLACE = "\ue0f2"  # stands for a picture in the content of a message
 SCHEMA = [
     {
         "type": "function",
@@ -331,8 +332,8 @@ def render_marked(
 ) -> tuple[str, list[tuple[int, int]]]:
     """(text, the characters [first, last) between {% generation %} marks, if the template has any)."""
     template = tokenizer.get_chat_template(tools=tools)
-    if takes_parts(tokenizer, template):
-        messages = in_parts(messages)
+    always = takes_parts(tokenizer, template)
+    messages = [in_parts(m) if always or PLACE in m["content"] else m for m in messages]
     has_marks = not prompt and GENERATION_MARK.search(template) is not None
     special_tokens = tokenizer.special_tokens_map  # bos_token, eos_token ...
     try:
@@ -359,14 +360,17 @@ def template_name(tokenizer) -> str:
     return f"chat template {getattr(tokenizer, 'template_name', 'of the tokenizer')}"
 
 
-def in_parts(messages: list[dict]) -> list[dict]:
-    """The messages with their contents as lists of parts: see takes_parts."""
-    return [
-        m
-        if isinstance(m["content"], list)  # with pictures
-        else m | {"content": [{"type": "text", "text": m["content"]}]}
-        for m in messages
-    ]
+def in_parts(message: dict) -> dict:
+    """The message with its content as a list of parts."""
+    if isinstance(message["content"], list):
+        return message
+    parts = []
+    for text in re.split(f"({PLACE})", message["content"]):
+        if text == PLACE:
+            parts.append({"type": "image"})
+        elif text or not message["content"]:
+            parts.append({"type": "text", "text": text})
+    return message | {"content": parts}
 
 
 @lru_cache(maxsize=8)
@@ -374,13 +378,14 @@ def takes_parts(tokenizer, template: str) -> bool:
     """Whether a template writes contents only in parts, [{"type": "text", "text": ...}], and no plain texts.
     Those of some vision-language models do.
     """
-    for messages in (QUESTION, in_parts(QUESTION)):
+    (question,) = QUESTION
+    for message in (question, in_parts(question)):
         with suppress(Exception):  # of the template, which is a program from elsewhere
             texts, _ = render_jinja_template(
-                [messages], None, None, template, **tokenizer.special_tokens_map
+                [[message]], None, None, template, **tokenizer.special_tokens_map
             )
-            if QUESTION[0]["content"] in texts[0]:
-                return messages is not QUESTION
+            if question["content"] in texts[0]:
+                return message is not question
     return False
 
 
@@ -403,10 +408,20 @@ class Encoded(NamedTuple):
         return bisect_left(self.starts, at)
 
 
-def encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
-    """Byte-level tokenizers report spaces as empty, at their end: such a token starts where the token before
-    it ended.
+def encode(tokenizer, text: str) -> Encoded:
+    """As tokenizer(text, add_special_tokens=False), with hidden text put back.
+
+    Byte-level tokenizers report spaces as empty, at their end: such a token starts where the token before it
+    ended.
     """
+    if HIDDEN.search(text):
+        from .spelled import encode_hidden
+
+        ids, offsets = encode_hidden(tokenizer, text, special_tokens(tokenizer), HIDDEN)
+    else:
+        tokenizer.backend_tokenizer.encode_special_tokens = False
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
     starts, ends = [], []
     end = 0
     for first, last in offsets:
@@ -414,17 +429,6 @@ def encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
         end = last
         ends.append(end)
     return Encoded(ids, starts, ends)
-
-
-def encode(tokenizer, text: str) -> Encoded:
-    """As tokenizer(text, add_special_tokens=False), with hidden text put back."""
-    if HIDDEN.search(text):
-        from .spelled import encode_hidden
-
-        return encoded(*encode_hidden(tokenizer, text, special_tokens(tokenizer), HIDDEN))
-    tokenizer.backend_tokenizer.encode_special_tokens = False
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    return encoded(encoding.ids, encoding.offsets)
 
 
 def hidden(tokenizer, value: object) -> object:
