@@ -279,7 +279,7 @@ def main(cfg: Config) -> bool:
     try:
         plan_memory(setting, world)
     except ConfigError as error:
-        print_once(error.lines)
+        print_once(*error.lines)
         return False
     print0("checked   all that a run checks before it reads weights: flags, files and every row")
     return True

@@ -47,8 +47,6 @@ KNOWN = (
 HEADS = ("lm_head.", "embed_out.")  # what families call the head in a checkpoint
 UNPADS = [("Inkling2UnpadVocab", None)]
 TRANSPOSES = [("Transpose", None)]
-Tensors = dict[str, torch.Tensor]
-Names = dict[str, list[str]]
 
 
 def build_model(
@@ -208,7 +206,7 @@ def load_pieces(
     pieces: list[Piece],
     device: torch.device,
     cpu_offload=False,
-    names: Names | None = None,
+    names: dict[str, list[str]] | None = None,
 ) -> None:
     """Allocate this rank's shards of a meta model and fill them, some MiB at a time.
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from .errors import ConfigError, check, print0
+from .errors import ConfigError, check, differences, print0
 from .signals import die_with_parent
 
 FIX = "(fix: start with torchrun, or unset it)"
@@ -231,12 +231,11 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
 
 
 def agree(world: World, values: dict, what: str) -> None:
-    """Raise ConfigError on all ranks unless every rank has the same values; name the first that differs."""
+    """Raise ConfigError on all ranks unless every rank has the same values; name those that differ."""
     first, *others = gather(world, values)
     for rank, other in enumerate(others, start=1):
-        for key in (key for key in values if first.get(key) != other.get(key)):
-            differ = f"{key} is {str(first.get(key))[:60]} and {str(other.get(key))[:60]}"
-            text = f"ranks 0 and {rank} have different {what}: {differ}"
+        if changed := differences(first, other):
+            text = f"ranks 0 and {rank} have different {what}: {changed}"
             raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
 
 

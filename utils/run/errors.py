@@ -134,13 +134,19 @@ def first_five(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
+    """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
+    changed = [k for k in sorted(new) if k not in but and old.get(k) != new[k]]
+    return first_five([f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed])
+
+
 def rank() -> int:
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdecimal() else 0
 
 
-def print_once(message: str | list[str], agreed: bool = False) -> None:
-    """Write one error, or a list of them; where all ranks `agreed` on them rank 0 alone does, else each names
+def print_once(*lines: str, agreed: bool = False) -> None:
+    """Write errors; where all ranks `agreed` on them rank 0 alone does, else each names
     itself.
     """
     by = ""
@@ -152,10 +158,10 @@ def print_once(message: str | list[str], agreed: bool = False) -> None:
         if agreed:
             return
         by = f"rank {rank()}: "
-    write_errors([f"{by}{line}" for line in ([message] if isinstance(message, str) else message)])
+    write_errors(*(f"{by}{line}" for line in lines))
 
 
-def write_errors(lines: list[str]) -> None:
+def write_errors(*lines: str) -> None:
     """Write each as a line on stderr."""
     sys.stderr.write("".join(f"error: {escaped(line)}\n" for line in lines))
     sys.stderr.flush()

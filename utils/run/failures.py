@@ -50,7 +50,7 @@ def explain(error: Exception) -> None:
     if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or REFUSED in text:
         what = f"rank {rank()} is out of memory in act '{story.act}': {first_line}{story.planned}"
         fix = story.less_memory() if story.less_memory else "fewer ranks, or more memory"
-        write_errors([f"{what} (fix: {fix})"])
+        write_errors(f"{what} (fix: {fix})")
         _leave()
     if LOST.search(text):
         say_who_is_gone()
@@ -70,7 +70,7 @@ def say_who_is_gone() -> None:
         if rank() == min(present):
             names = ", ".join(map(str, gone[:5]))
             killed = "if it said nothing itself, it was killed, most likely by the kernel for lack of memory"
-            write_errors([f"rank {names} is gone in act '{story.act}': {killed}{story.planned}"])
+            write_errors(f"rank {names} is gone in act '{story.act}': {killed}{story.planned}")
         if len(present) > 1:
             time.sleep(3)
         _leave()

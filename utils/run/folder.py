@@ -118,21 +118,17 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
     Where all ranks of a `world` call it, rank 0 reads the free space for all of them: two readings of a busy
     disk differ, and the error would be printed once for each.
     """
-    free_bytes = _free_bytes(folder) if world.rank == 0 else 0
+    free_bytes = (
+        math.inf
+    )  # where the file system does not tell, as some network file systems do not
+    with suppress(OSError):
+        disk = os.statvfs(folder)
+        free_bytes = disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
     free_bytes = broadcast(world, free_bytes)
     sizes = f"need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB"
     text = f"no space left: {sizes} at {folder} (fix: another --output_dir, or make room)"
     if needed_bytes > free_bytes:
         raise ConfigError(text, agreed=world.size > 1)
-
-
-def _free_bytes(folder: Path) -> float:
-    """Infinite where the file system does not tell, as some network file systems do not."""
-    try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return math.inf
-    return disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
 
 
 def _claim(out: Path | None, stem: str) -> tuple[Path, str]:

@@ -105,7 +105,7 @@ def report_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        print_once(error.lines, error.agreed)
+        print_once(*error.lines, agreed=error.agreed)
         sys.exit(2)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != __package__.split(".")[0]:

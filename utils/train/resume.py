@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..run.distributed import World, broadcast, gather, together
-from ..run.errors import ConfigError, check, first_five, print0
+from ..run.errors import ConfigError, check, differences, print0
 from ..run.folder import Resumed, holds_run
 from ..run.settings import load_config
 from .checkpoint import (
@@ -180,12 +180,6 @@ def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool = Fa
     changed = differences(state, known, but=("data",) if allow_new_data else ())
     fix = "the same flags and data, or another --output_dir"
     check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
-
-
-def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
-    """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
-    changed = [k for k in sorted(new) if k not in but and old.get(k) != new[k]]
-    return first_five([f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed])
 
 
 def read_state(path: Path) -> dict:

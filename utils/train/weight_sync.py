@@ -88,7 +88,11 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
     held = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not roles.learns:
-            held[name] = (parameter.shape, parameter.dtype, rows_of(parameter, roles))
+            boxes = local_box(parameter, whole(name, parameter))
+            # none where another learner sends the same
+            takes_part = not roles.learns or is_writer(parameter, roles.own)
+            rows = boxes[1][0] if boxes and takes_part else slice(0, 0)
+            held[name] = (parameter.shape, parameter.dtype, rows)
     # Where only some ranks move tensors, NCCL wants a collective of all ranks to have been first.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
     of_ranks = gather(roles.joint, held)
@@ -97,13 +101,6 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
         shape, dtype, _ = of_ranks[-1][name]
         weights.append(Weight(name, shape, dtype, [of_rank[name][-1] for of_rank in of_ranks]))
     return weights
-
-
-def rows_of(parameter: torch.Tensor, roles: Roles) -> slice:
-    """The rows that this rank stores, and none where another learner sends the same."""
-    boxes = local_box(parameter, whole("", parameter))
-    sends = is_writer(parameter, roles.own)
-    return boxes[1][0] if boxes and (sends or not roles.learns) else slice(0, 0)
 
 
 @torch.no_grad()
