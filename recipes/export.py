@@ -5,7 +5,7 @@ Make a model folder from the result of a run: merge an adapter into its base, or
     torchrun --nproc_per_node 4 recipes/export.py --model DIR --adapter ADAPTER --output_dir merged
     torchrun --nproc_per_node 4 recipes/export.py --checkpoint runs/first --output_dir model
 
-A merge goes file by file: each rank writes its own files and holds one weight at a time. The numbers are
+A merge goes tensor by tensor: each rank writes some of them and holds one weight at a time. The numbers are
 those of peft's merge_and_unload, bit for bit. A checkpoint is read and written in shards, by any number of
 ranks. The checkpoint of a LoRA run holds only what trained, and becomes an adapter folder.
 """

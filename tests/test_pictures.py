@@ -211,11 +211,8 @@ def test_image_without_a_picture_is_text():
         ({"messages": [user("<image> <image>"), ANSWER], "images": ["a.png"]}, "1 pictures for 2"),
         ({"messages": [user("none"), ANSWER], "images": ["a.png"]}, "1 pictures for 0 places"),
         ({"messages": [user({"type": "image"}), ANSWER]}, "0 pictures for 1"),
-        ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),
-        (
-            {"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]},
-            "videos: rows with pictures, videos",
-        ),
+        ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos and"),
+        ({"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]}, "videos: videos and sounds"),
         (
             {"messages": [user({"type": "input_audio"}), ANSWER]},
             "messages[0].content[0].type: 'input_",
@@ -293,6 +290,10 @@ def test_addresses_are_refused_by_name(source):
 # --- files
 
 
+THUMBNAIL = Image.Exif()  # in place of a thumbnail, the two bytes that end one
+THUMBNAIL[0x927C] = b"\xff\xd9"
+
+
 def header(width: int, height: int) -> bytes:
     """A PNG that says it has that size, and has no pixels."""
     import zlib
@@ -310,6 +311,10 @@ def header(width: int, height: int) -> bytes:
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
         (png()[:20], "cannot identify|Truncated|truncated"),
         (png()[:-30], "broken|truncated|Truncated|EOF|incomplete"),
+        (png(format="JPEG")[:-9], "truncated"),
+        (png(format="JPEG", exif=THUMBNAIL)[:-9], "truncated"),
+        (png(format="GIF")[:-9], "truncated"),
+        (png(format="BMP")[:-9], "truncated"),
         (header(20000, 20000), "DecompressionBomb"),
         (header(12000, 12000), "DecompressionBomb"),
     ],
@@ -326,6 +331,12 @@ def test_what_is_no_whole_picture_is_named_with_its_row(content, why, opened, pi
     assert said.startswith("t.jsonl:2: picture 'bad.png': ")
     assert re.search(why, said)
     assert "\n" not in said
+
+
+def test_bytes_behind_a_jpeg_are_no_fault(tmp_path):
+    for behind in (b"a film", b"a longer film" * 2**16):
+        (tmp_path / "a.jpg").write_bytes(png(format="JPEG") + behind)
+        assert size_of("a.jpg", str(tmp_path)) == (60, 40)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])
@@ -353,10 +364,9 @@ def test_every_mode_becomes_rgb_of_the_same_shade(mode, tmp_path):
 
 
 def test_a_picture_that_breaks_off_is_an_error_when_it_is_decoded(tmp_path):
-    whole = io.BytesIO()
-    Image.effect_noise((200, 200), 80).save(whole, "JPEG")
-    (tmp_path / "t").write_bytes(whole.getvalue()[:-2000])
+    (tmp_path / "t").write_bytes(png(format="JPEG"))
     size = size_of("t", tmp_path)
+    (tmp_path / "t").write_bytes(png(format="JPEG")[:-9])  # since then
     with pytest.raises(ValueError, match="picture 't'.*truncated"):
         decoded("t", tmp_path, size, 0)
 

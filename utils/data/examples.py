@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import islice
+from itertools import islice, tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
@@ -269,26 +269,31 @@ def write_tokens(
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(Path(folder, name), "wb")) for name in FILES}
         total = Part()
-        origins = []
         spare_rows = MORE_ROWS
-        for source in sources:
-            first, forms = len(total.lengths), Counter()
-            for part in run(chunks(islice(source.read(), rows.max_rows or None))):
-                total.join(part)
-                forms.update(part.forms)
-                files["ids"].write(part.ids)
-                files["loss_mask"].write(part.loss_mask)
-                for name, texts in (("place", part.where), ("detail", part.details)):
-                    file, ends = files[f"{name}s"], files[f"{name}_ends"]
-                    for text in texts:
-                        file.write(text.encode("utf-8", "surrogateescape"))
-                        ends.write(file.tell().to_bytes(8, "little"))
-                bar.update(part.rows)
-                if total.bad and rows.bad_rows == "error":
-                    if spare_rows < 0:
-                        total.close(rows)  # raises
-                    spare_rows -= part.rows
-            origins.append((source.name, source.weight, forms, first, len(total.lengths)))
+        forms = [Counter() for _ in sources]
+        ends = [0] * len(sources)
+        numbered = (
+            (number, found)
+            for number, source in enumerate(sources)
+            for found in chunks(islice(source.read(), rows.max_rows or None))
+        )
+        taken, kept = tee(numbered)  # `run` is ahead of what is written
+        for part, (number, _) in zip(run(found for _, found in taken), kept, strict=True):
+            total.join(part)
+            forms[number].update(part.forms)
+            ends[number] = len(total.lengths)
+            files["ids"].write(part.ids)
+            files["loss_mask"].write(part.loss_mask)
+            for name, texts in (("place", part.where), ("detail", part.details)):
+                file, text_ends = files[f"{name}s"], files[f"{name}_ends"]
+                for text in texts:
+                    file.write(text.encode("utf-8", "surrogateescape"))
+                    text_ends.write(file.tell().to_bytes(8, "little"))
+            bar.update(part.rows)
+            if total.bad and rows.bad_rows == "error":
+                if spare_rows < 0:
+                    total.close(rows)  # raises
+                spare_rows -= part.rows
         total.close(rows)
         row_ends = torch.frombuffer(total.lengths, dtype=torch.int64).cumsum(0)
         files["bounds"].write(bytes(8))
@@ -299,7 +304,10 @@ def write_tokens(
             name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")
         }
         said["unit"] = rows.task
-        said["origins"] = origins
+        said["origins"] = [
+            (source.name, source.weight, form, first, last)
+            for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
+        ]
         files["said"].write(json.dumps(said).encode())
 
 

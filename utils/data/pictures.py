@@ -32,7 +32,7 @@ from PIL import Image, ImageOps
 
 from ..run.errors import others_code, reason_of_others
 from .chats import Chat, encode_chat, encode_plain, prompt_of, render_chats
-from .formats import REMEDY, Messages, keys_of, to_messages
+from .formats import MEDIA, Messages, keys_of, to_messages, typed
 from .prompts import BESIDE, Prompt, turns_of
 from .rows import Row
 from .tokens import HIDDEN, PLACE, encode, in_parts
@@ -250,7 +250,7 @@ def picture_prompt(row: Row, rows) -> Prompt:
     read = partial(read_pictured, notes=Counter(), anywhere=True)
     data = row.data
     if isinstance(data.get("texts"), list):
-        data = data | alpaca_of(data["texts"])
+        data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
     if "instruction" in data:
         words = {key: data[key] for key in OF_ALPACA if key in data}
         (*messages, _), tools, sources, _ = read(words | {"output": "to come"}, "alpaca")
@@ -301,7 +301,7 @@ def read_pictured(
             first["content"] = TAG * len(given) + first["content"]
         for message in messages:
             if "<video>" in message["content"]:
-                raise ValueError(f"<video>: videos are not trained ({REMEDY})")
+                raise ValueError(f"<video>: {MEDIA}")
             sources += [None] * message["content"].count(TAG)
             message["content"] = message["content"].replace(TAG, PLACE)
     if sources.count(None) != len(given):
@@ -316,9 +316,15 @@ def read_pictured(
 
 
 def alpaca_of(texts: list) -> dict:
-    """A row of the_cauldron as one of alpaca."""
-    *history, last = [[turn.get("user"), turn.get("assistant")] for turn in texts]
-    return {"instruction": last[0], "output": last[1], "history": history}
+    """A row of the_cauldron as one of alpaca. ValueError: what is wrong with its turns."""
+    pairs = []
+    for i, turn in enumerate(texts):
+        at = f"texts[{i}]."
+        pairs.append([typed(turn, "user", str, at), typed(turn, "assistant", str, at)])
+    if not pairs:
+        raise ValueError("texts: no turns")
+    *history, (question, answer) = pairs
+    return {"instruction": question, "output": answer, "history": history}
 
 
 def without_parts(turn: object, sources: list) -> object:
@@ -400,8 +406,8 @@ def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
 
 
 def size_of(source: str, folder: str) -> Size:
-    """The size of a picture once it is turned as its EXIF says. What its file says of itself is checked; no
-    pixels are decoded.
+    """The size of a picture once it is turned as its EXIF says. Its file is whole: pixels are decoded only
+    where nothing else tells.
     """
     with open_picture(source, folder) as image:
         width, height = image.size
@@ -409,8 +415,18 @@ def size_of(source: str, folder: str) -> Size:
         has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
         if has_exif and image.getexif().get(ORIENTATION) in TURNED:
             width, height = height, width
-        image.verify()  # of PNG: every chunk
+        if image.format == "PNG":
+            image.verify()  # every chunk
+        elif image.format != "WEBP" and not ends_as_jpeg(image):
+            image.load()
     return width, height
+
+
+def ends_as_jpeg(image: Image.Image) -> bool:
+    """Whether a JPEG, just opened, has the marker of its end, which pixels never hold, in its last bytes."""
+    begin = image.fp.tell()  # of the pixels
+    image.fp.seek(max(begin, image.fp.seek(0, os.SEEK_END) - 2**16))
+    return image.format in ("JPEG", "MPO") and b"\xff\xd9" in image.fp.read()
 
 
 def fitted(size: Size, max_pixels: int) -> Size:
