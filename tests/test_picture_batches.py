@@ -296,8 +296,8 @@ def test_a_run_that_is_told_to_stop_still_has_its_last_step(family, capfd):
 def test_a_picture_that_cannot_be_decoded_names_its_row(workers, family, tmp_path):
     Image.effect_noise((200, 200), 80).convert("RGB").save("d.jpg")
     whole = (tmp_path / "d.jpg").read_bytes()
-    (tmp_path / "d.jpg").write_bytes(whole[:-3000])
     loader = family("llava").loader([row("d.jpg")], workers=workers)
+    (tmp_path / "d.jpg").write_bytes(whole[:-3000])
     with pytest.raises(ConfigError, match=r"^t.jsonl:1: picture 'd.jpg': OSError.*truncated"):
         loader.batches(0)
 

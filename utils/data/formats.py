@@ -67,11 +67,9 @@ ONE = "finetune.py trains one text answer a row"
 REMEDY = "fix: remove these rows, or --bad_rows drop"
 ANSWERS = ("response", "answer", "output")  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
-PICTURES = f"rows with pictures; {ONE} (fix: recipes/vision.py)"
-MEDIA = f"videos and sounds are not trained ({REMEDY})"
+PICTURES = f"rows with pictures, videos or sounds; {ONE}, recipes/vision.py pictures ({REMEDY})"
 REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
-REFUSED |= dict.fromkeys(("image", "images"), PICTURES)
-REFUSED |= dict.fromkeys("video videos audio audios".split(), MEDIA)
+REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
 REFUSED |= dict.fromkeys("chosen rejected chosen_messages rejected_messages".split(), PAIRS)
 REFUSED |= dict.fromkeys("kto_tag kto_tags".split(), PAIRS)
 WEIGHTS = set("weight loss_weight sample_weight train training masked".split())
@@ -288,8 +286,8 @@ def content_of(turn: dict, key: str, at: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             raise ValueError(
-                f"{at}{key}[{i}].type: {str(kind)[:40]!r} is no text; recipes/vision.py trains pictures,"
-                f" and nothing videos and sounds ({REMEDY})"
+                f"{at}{key}[{i}].type: {str(kind)[:40]!r} is no text but perhaps a picture, video or sound;"
+                f" {ONE}, recipes/vision.py pictures ({REMEDY})"
             )
         text += typed(part, "text", str, f"{at}{key}[{i}].")
     return text

@@ -32,7 +32,7 @@ from PIL import Image, ImageOps
 
 from ..run.errors import others_code, reason_of_others
 from .chats import Chat, encode_chat, encode_plain, prompt_of, render_chats
-from .formats import MEDIA, Messages, keys_of, to_messages, typed
+from .formats import REMEDY, Messages, keys_of, to_messages, typed
 from .prompts import BESIDE, Prompt, turns_of
 from .rows import Row
 from .tokens import HIDDEN, PLACE, encode, in_parts
@@ -301,7 +301,7 @@ def read_pictured(
             first["content"] = TAG * len(given) + first["content"]
         for message in messages:
             if "<video>" in message["content"]:
-                raise ValueError(f"<video>: {MEDIA}")
+                raise ValueError(f"<video>: videos are not trained ({REMEDY})")
             sources += [None] * message["content"].count(TAG)
             message["content"] = message["content"].replace(TAG, PLACE)
     if sources.count(None) != len(given):

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from ..run.errors import ConfigError, check
 from .chats import prompt_ids
-from .formats import MEDIA, PICTURES, REFUSED, ROLES, to_messages
+from .formats import PICTURES, REFUSED, ROLES, to_messages
 from .rows import Row, read_rows
 from .tokens import adds_bos, encode, hidden
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 # Keys of a row that belong to its prompt, and those of pictures, which to_messages refuses.
-BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why in (PICTURES, MEDIA)))
+BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
 
 NO_COLUMNS = {"prompt", "messages", *BESIDE}
 TOO_LONG = "longer than a prompt may be"
