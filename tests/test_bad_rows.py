@@ -342,7 +342,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         48,
         "a.jsonl",
         lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)),
-        "messages[0].content[0].type: 'image' is no text but perhaps a picture, video or sound; finetune.py trains one text answer a row",
+        "messages[0].content[0].type: 'image' is no text; finetune.py trains one text answer a row",
     ),
     (
         48,

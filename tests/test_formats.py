@@ -302,7 +302,7 @@ BAD = [
     ({"messages": [user(["Hi"])]}, "messages[0].content[0].type: 'Hi' is no text"),
     (
         {"messages": [user([{"type": "image_url"}])]},
-        "messages[0].content[0].type: 'image_url' is no text but perhaps a picture",
+        "messages[0].content[0].type: 'image_url' is no text; finetune.py trains one text answer a row",
     ),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text: missing"),
     ({"messages": [user([])]}, "messages[0].content: empty"),

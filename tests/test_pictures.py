@@ -212,7 +212,10 @@ def test_image_without_a_picture_is_text():
         ({"messages": [user("none"), ANSWER], "images": ["a.png"]}, "1 pictures for 0 places"),
         ({"messages": [user({"type": "image"}), ANSWER]}, "0 pictures for 1"),
         ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),
-        ({"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]}, "videos: rows with"),
+        (
+            {"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]},
+            "nothing trains videos and sounds",
+        ),
         (
             {"messages": [user({"type": "input_audio"}), ANSWER]},
             "messages[0].content[0].type: 'input_",

@@ -67,7 +67,7 @@ ONE = "finetune.py trains one text answer a row"
 REMEDY = "fix: remove these rows, or --bad_rows drop"
 ANSWERS = ("response", "answer", "output")  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
-PICTURES = f"rows with pictures, videos or sounds; {ONE}, recipes/vision.py pictures ({REMEDY})"
+PICTURES = f"{ONE}, recipes/vision.py also pictures; nothing trains videos and sounds ({REMEDY})"
 REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
 REFUSED |= dict.fromkeys("chosen rejected chosen_messages rejected_messages".split(), PAIRS)
@@ -285,10 +285,7 @@ def content_of(turn: dict, key: str, at: str) -> str:
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f"{at}{key}[{i}].type: {str(kind)[:40]!r} is no text but perhaps a picture, video or sound;"
-                f" {ONE}, recipes/vision.py pictures ({REMEDY})"
-            )
+            raise ValueError(f"{at}{key}[{i}].type: {str(kind)[:40]!r} is no text; {PICTURES}")
         text += typed(part, "text", str, f"{at}{key}[{i}].")
     return text
 
