@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.lora import add_adapters, base_names, cast_frozen, load_adapter
-from utils.model.options import Lora, Quant
+from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.quantize import (
     Int8Linear,
     NF4Linear,
@@ -51,6 +51,27 @@ def weight_of(shape, dtype):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])) * 0.1
     weight[0] = 0  # a row, or some blocks, without a scale
     return weight.to(dtype)
+
+
+def shards_integers(world):
+    layer = torch.nn.Linear(4, 4, bias=False, device="meta", dtype=torch.bfloat16)
+    codes = torch.empty(4, 4, dtype=torch.int8, device="meta")
+    layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+    try:
+        fully_shard(layer, mesh=build_mesh(world))
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_quantization_is_refused_where_fsdp2_shards_no_integers():
+    """That of torch 2.11 does not."""
+    said = ""
+    try:
+        check_adapter_flags(Lora(lora_rank=4), Quant("8bit"), "fp32")
+    except ConfigError as error:
+        said = str(error)
+    assert said.startswith("--quantization: FSDP2 of torch 2.") != run_ranks(shards_integers, 1)[0]
 
 
 def shard_and_quantize(world, kind):

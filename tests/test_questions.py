@@ -136,7 +136,7 @@ FAULTS = {
     "an answer alone": ({"messages": [answer("x")]}, "no turn to answer"),
     "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\].content: missing"),
     "a wrong role": ({"prompt": [{"role": "cook", "content": "x"}]}, "'cook' is not one of"),
-    "a picture": ({"prompt": "a", "image": "cat.png"}, "image: rows with pictures"),
+    "a picture": ({"prompt": "a", "image": "cat.png"}, "vision.py also pictures"),
     "no object": ([1], "expected object, got list"),
     "too long": ({"prompt": "x" * 300}, r"\d+ tokens, and a prompt may have 200"),
 }

@@ -6,6 +6,8 @@ They stand apart from those two files, which import peft and bitsandbytes: 3 s a
 import logging
 from dataclasses import dataclass, fields
 
+import torch
+
 from ..run.errors import check
 
 # Whoever imports it later, peft too: it warns of an optional CPU kernel, on every rank.
@@ -63,6 +65,8 @@ def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
         check(quant or not changed, f"{why} (fix: --quantization 8bit)")
     frozen = f"--quantization {quant.quantization} freezes the weights and --lora_rank is 0"
     check(lora or not quant, f"{frozen}: nothing would train (fix: --lora_rank 16)")
+    old = f"--quantization: FSDP2 of torch {torch.__version__} shards no integers"
+    check(not quant or torch.__version__ >= "2.12", f"{old} (fix: pip install 'torch>=2.12')")
     both = quant.quantization == "4bit" and quant.int8_mode != "dequant"
     check(not both, "--int8_mode llm_int8 is of --quantization 8bit (fix: leave it out)")
     plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
