@@ -132,7 +132,7 @@ class PictureBatches(GlobalBatches):
         self.next_step = step + 1
         try:
             found = [next(self.made) for _ in self.work(step)]
-        except RuntimeError as error:  # a signal to all processes ended the workers
+        except Exception as error:  # a worker was ended, perhaps while it handed a batch over
             say(f"warning: from now on the process that trains decodes the pictures: {error}")
             self.workers = 0
             return self.batches(step)
