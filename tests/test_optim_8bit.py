@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from utils.model.pieces import local
 from utils.plan.states import estimate_states
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
@@ -149,6 +150,31 @@ def skip_one(world):
 
 def test_grad_scaler_skips_on_all_ranks_what_overflows_on_one():
     assert run_ranks(skip_one, 2) == [(2.0, True, {2.0})] * 2
+
+
+def step_that_is_not_finite(world):
+    model, optimizer = sharded_shapes(world, "adamw_8bit")
+    steps(model, optimizer, 0, 1)
+
+    def numbers():
+        tensors = [local(p).clone() for p in model.parameters()]
+        for state in optimizer.state.values():
+            tensors += [local(state[name]).clone() for name in state if name != "step"]
+        return tensors
+
+    before = numbers()
+    for bad in (1.0, 0.0):
+        give_gradients(model, 1)
+        if bad:
+            model.uneven.grad.to_local()[-1:, :1] = float("nan")
+        optimizer.found_inf = torch.tensor(bad)
+        optimizer.step()
+        same = [torch.equal(old, new) for old, new in zip(before, numbers(), strict=True)]
+        assert all(same) if bad else not any(same)
+
+
+def test_a_step_that_is_not_finite_changes_no_weight_and_no_moment():
+    run_ranks(step_that_is_not_finite, 2)
 
 
 # --- a whole model

@@ -15,21 +15,20 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("flags", "more"),
+    "flags",
     [
-        ("", {}),
-        ("--packing --seq_len 256", {}),
-        pytest.param("--activation_checkpointing selective", {}, marks=slow),
-        pytest.param("--dtype fp16", {}, marks=slow),
-        pytest.param("--optimizer_in_backward --clip_norm 0 --grad_accum 1", {}, marks=slow),
-        pytest.param("--lora_rank 4 --quantization 4bit", {}, marks=slow),
-        # bitsandbytes' kernels cannot leave out a step that another tensor says is not finite
-        pytest.param("--optimizer adamw_8bit", {"optim_8bit.py:step": STEPS}, marks=slow),
+        "",
+        "--packing --seq_len 256",
+        pytest.param("--activation_checkpointing selective", marks=slow),
+        pytest.param("--dtype fp16", marks=slow),
+        pytest.param("--optimizer_in_backward --clip_norm 0 --grad_accum 1", marks=slow),
+        pytest.param("--optimizer adamw_8bit", marks=slow),
+        pytest.param("--lora_rank 8 --quantization 4bit --optimizer adamw_8bit", marks=slow),
     ],
 )
-def test_a_step_waits_only_where_it_is_logged(flags, more, tmp_path):
+def test_a_step_waits_only_where_it_is_logged(flags, tmp_path):
     run = forked(f"python tests/waits.py {RUN} --output_dir {tmp_path / 'out'} {flags}")
     assert run.returncode == 0, run.stdout
-    assert json.loads(run.stdout.splitlines()[-1]) == {"read": LOGGED, **more}
+    assert json.loads(run.stdout.splitlines()[-1]) == {"read": LOGGED}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]

@@ -58,9 +58,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
 
     # of the state, as checkpoints name it: paged or not makes no difference there
     kind = "adamw_8bit"
-    found_inf: torch.Tensor | None = (
-        None  # (); 1: the next step changes nothing, as in torch's fused AdamW
-    )
+    # (); 1: the next step changes nothing, as in torch's fused AdamW
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
         bitsandbytes = import_bitsandbytes("adamw_8bit")
@@ -81,8 +80,6 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """One step at the learning rates that the groups have now, for parameters with a gradient."""
-        if self.found_inf:  # the kernels cannot ask the device, so the host waits for it
-            return
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -96,7 +93,16 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         part.data, part.grad = local(parameter).detach(), local(parameter.grad)
         self.kernels.state[part]["step"] = int(state["step"]) - 1  # which it adds
         self.kernels.prefetch_state(part)
+        # The kernels do not ask found_inf; and to read it here the host would wait for the device.
+        written = []
+        if self.found_inf is not None:
+            written.append(part)
+            for name in state.keys() - {"step"}:
+                written.append(local(state[name]))
+        before = [tensor.clone() for tensor in written]
         self.kernels.update_step(group, part, 0, 0)
+        for old, new in zip(before, written, strict=True):
+            torch.where(self.found_inf > 0, old, new, out=new)
         part.grad = None
 
     def load_state_dict(self, state_dict: dict) -> None:
