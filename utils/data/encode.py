@@ -109,15 +109,15 @@ class Part:
             self.problem = f"{where}: {problem}"
 
     def join(self, part: "Part") -> None:
-        """Add what there is to say of the rows that come next; their tokens and places are kept elsewhere."""
+        """Add what there is to say of the rows that come next, and their lengths."""
         self.firsts = part.firsts | self.firsts
         self.problem = self.problem or part.problem
         self.columns |= part.columns
         self.rows += part.rows
-        for name in ("lengths", "trained_tokens", "keys", "row_sizes", "bad"):
-            getattr(self, name).extend(getattr(part, name))
-        for name in ("dropped", "notes"):
-            getattr(self, name).update(getattr(part, name))
+        self.lengths += part.lengths
+        self.bad += part.bad
+        self.dropped.update(part.dropped)
+        self.notes.update(part.notes)
 
     def close(self, rows: Rows) -> None:
         """Raise ConfigError for bad rows (up to ten, and how many more), for columns that no row has, and

@@ -15,12 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
 from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
-from ..run.units import IGNORE
+from ..run.units import IGNORE, seed_of
 from .encode import TWICE, Part, Rows, chunks, encode_rows
 from .formats import FORMS, IGNORED
 from .rows import Source, find_sources
@@ -28,19 +29,16 @@ from .rows import Source, find_sources
 # Bytes of data that are tokenized in memory at each start. What more of it becomes is kept: see cache.py.
 SMALL = 2**24
 MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
-FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and what there is to say of them
+ARRAYS = {  # of tokenized rows: each is a file, the parts of it back to back
     "ids": torch.uint16,  # or int32, in twice the room
     "loss_mask": torch.uint8,
-    "bounds": torch.int64,
+    "lengths": torch.int64,
     "keys": torch.int64,
     "trained_tokens": torch.int64,
     "row_sizes": torch.int64,
-    "places": torch.uint8,
-    "place_ends": torch.int64,
-    "details": torch.uint8,
-    "detail_ends": torch.int64,
-    "said": torch.uint8,
 }
+TEXTS = ("where", "details")  # of each row, in a file each, and where they end in another
+SAID = "said.json"  # what there is to say of all rows
 FormName = Literal["auto", *FORMS.values()]
 
 
@@ -54,8 +52,8 @@ class Origin(NamedTuple):
     last: int
 
 
-class Places:
-    """The places of rows, as texts back to back: text i ends before byte ends[i]."""
+class Texts:
+    """Texts back to back, (bytes,) uint8: text i ends before byte ends[i]."""
 
     def __init__(self, texts: torch.Tensor, ends: torch.Tensor):
         self.texts, self.ends = texts, ends
@@ -91,10 +89,9 @@ class Examples:
     # length of row i where it is desirable, else 0. Of documents: the bytes of their text. Of rows with
     # pictures: the patches of those, or 0. Of answers: None, or empty.
     row_sizes: torch.Tensor | None = None
-    # The texts and ends of Places, else None or empty. A row's text is JSON: of rows with pictures [[source,
-    # width, height], ...], of prompts [content, columns].
-    details: torch.Tensor | None = None
-    detail_ends: torch.Tensor | None = None
+    # JSON of each row: of rows with pictures [[source, width, height], ...], of prompts [content, columns];
+    # else None, or empty.
+    details: Texts | None = None
     unit: str = "rows"  # what a row is
     origins: Sequence[Origin] = ()
     bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
@@ -103,14 +100,19 @@ class Examples:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> Example:
-        row = i if self.rows is None else self.rows[i]
+        row = self.numbers[i]
         span = slice(self.bounds[row], self.bounds[row + 1])
         ids = self.ids[span]
         return Example(ids, ids.masked_fill(self.loss_mask[span] == 0, IGNORE), self.where[row])
 
+    @cached_property
+    def numbers(self) -> torch.Tensor:
+        """The numbers of the rows that count, int64."""
+        return torch.arange(len(self.keys)) if self.rows is None else self.rows
+
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Those of some values (n,) that belong to rows that count."""
-        return values if self.rows is None else values[self.rows]
+        return values[self.numbers]
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -127,7 +129,7 @@ class Examples:
             self.loss_mask,
             self.rows,
             self.row_sizes,
-            self.details,
+            self.details and self.details.texts,
         ):
             if part is not None:
                 digest.update(memoryview(part.numpy()))
@@ -155,7 +157,7 @@ class Examples:
 
     def sources(self) -> list[str]:
         """Lines that say which form each source's rows have, and of several sources what each contributes."""
-        rows = torch.arange(len(self.keys)) if self.rows is None else self.rows
+        rows = self.numbers
         trained = self.of_rows(self.trained_tokens)
         lines = []
         for origin in self.origins:
@@ -267,7 +269,8 @@ def write_tokens(
 ) -> None:
     """Write the files that read_tokens reads. run: tokenizes lists of rows. ConfigError: bad rows."""
     with ExitStack() as stack:
-        files = {name: stack.enter_context(open(Path(folder, name), "wb")) for name in FILES}
+        names = [*ARRAYS, *TEXTS, *(f"{name}_ends" for name in TEXTS)]
+        files = {name: stack.enter_context(open(Path(folder, name), "wb")) for name in names}
         total = Part()
         spare_rows = MORE_ROWS
         forms = [Counter() for _ in sources]
@@ -282,58 +285,52 @@ def write_tokens(
             total.join(part)
             forms[number].update(part.forms)
             ends[number] = len(total.lengths)
-            files["ids"].write(part.ids)
-            files["loss_mask"].write(part.loss_mask)
-            for name, texts in (("place", part.where), ("detail", part.details)):
-                file, text_ends = files[f"{name}s"], files[f"{name}_ends"]
-                for text in texts:
-                    file.write(text.encode("utf-8", "surrogateescape"))
-                    text_ends.write(file.tell().to_bytes(8, "little"))
+            for name in ARRAYS:
+                files[name].write(getattr(part, name))
+            for name in TEXTS:
+                for text in getattr(part, name):
+                    files[name].write(text.encode("utf-8", "surrogateescape"))
+                    files[f"{name}_ends"].write(files[name].tell().to_bytes(8, "little"))
             bar.update(part.rows)
             if total.bad and rows.bad_rows == "error":
                 if spare_rows < 0:
                     total.close(rows)  # raises
                 spare_rows -= part.rows
-        total.close(rows)
-        row_ends = torch.frombuffer(total.lengths, dtype=torch.int64).cumsum(0)
-        files["bounds"].write(bytes(8))
-        files["bounds"].write(memoryview(row_ends.numpy()))
-        for name in ("trained_tokens", "keys", "row_sizes"):
-            files[name].write(getattr(total, name))
-        said = {
-            name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")
-        }
-        said["unit"] = rows.task
-        said["origins"] = [
-            (source.name, source.weight, form, first, last)
-            for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
-        ]
-        files["said"].write(json.dumps(said).encode())
+    total.close(rows)
+    said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
+    said["unit"] = rows.task
+    said["origins"] = [
+        (source.name, source.weight, form, first, last)
+        for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
+    ]
+    Path(folder, SAID).write_text(json.dumps(said))
 
 
 def read_tokens(folder: Path | str) -> Examples:
     """The examples in the files that write_tokens wrote, which are mapped: they may be removed, and what is
     not looked at takes no memory.
     """
-    arrays = {}
-    for name, dtype in FILES.items():
+
+    def mapped(name: str, dtype: torch.dtype) -> torch.Tensor:
         file = Path(folder, name)
         size = file.stat().st_size // dtype.itemsize
-        arrays[name] = torch.from_file(str(file), size=size, dtype=dtype)
-    if len(arrays["ids"]) > arrays["bounds"][-1]:
-        arrays["ids"] = arrays["ids"].view(torch.int32)
-    said = json.loads(bytes(arrays.pop("said").numpy()))
-    where = Places(arrays.pop("places"), arrays.pop("place_ends"))
-    origins = [Origin(*origin) for origin in said.pop("origins")]
-    return draw(Examples(**arrays, where=where, origins=origins, **said))
+        return torch.from_file(str(file), size=size, dtype=dtype)
+
+    fields = {name: mapped(name, dtype) for name, dtype in ARRAYS.items()}
+    for name in TEXTS:
+        fields[name] = Texts(mapped(name, torch.uint8), mapped(f"{name}_ends", torch.int64))
+    fields["bounds"] = F.pad(fields.pop("lengths").cumsum(0), (1, 0))
+    if len(fields["ids"]) > fields["bounds"][-1]:
+        fields["ids"] = fields["ids"].view(torch.int32)
+    fields |= json.loads(Path(folder, SAID).read_text())
+    fields["origins"] = [Origin(*origin) for origin in fields["origins"]]
+    return draw(Examples(**fields))
 
 
 @lru_cache(maxsize=4)
 def permutation(rows: int, key: str) -> torch.Tensor:
     """The numbers below `rows`, (rows,), in an order that depends only on `key`, on every machine."""
-    digest = hashlib.sha256(key.encode()).digest()
-    seed = int.from_bytes(digest[:8], "little") >> 1
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(key))
     return torch.randperm(rows, generator=generator)
 
 
@@ -344,8 +341,8 @@ def draw(examples: Examples) -> Examples:
 
         examples = replace(examples, rows=mixed_rows(examples, permutation))
     keys = examples.of_rows(examples.keys)
-    examples.notes[TWICE] = len(keys) - len(keys.unique())
-    return examples
+    notes = examples.notes | {TWICE: len(keys) - len(keys.unique())}
+    return replace(examples, notes=notes)
 
 
 def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:

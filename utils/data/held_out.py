@@ -47,7 +47,7 @@ def split_by_hash(examples, share: float) -> tuple:
     So a row stays on its side when others come, go or move, and its copies stay with it.
     """
     keys = examples.of_rows(examples.keys)
-    rows = examples.of_rows(torch.arange(len(examples.keys)))
+    rows = examples.numbers
     held = keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
     split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
     check(

@@ -41,7 +41,7 @@ def sequences(examples: Examples) -> Examples:
     """
     middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
-    rows = examples.of_rows(torch.arange(len(examples.keys)))
+    rows = examples.numbers
     rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten()
     where = Twice(examples.where)
     return replace(examples, bounds=bounds, rows=rows, where=where)

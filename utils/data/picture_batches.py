@@ -22,7 +22,7 @@ from ..run.signals import CAUGHT, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
-from .examples import Example, Places
+from .examples import Example
 from .packing import joined
 from .pictures import decoded, folder_of, process, room_of
 from .prompts import Prompt
@@ -58,7 +58,6 @@ class PictureBatches(GlobalBatches):
 
     def __post_init__(self):
         super().__post_init__()
-        self.pictures = Places(self.examples.details, self.examples.detail_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
         # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
         # of pictures too, so only rows with equally many share a micro-batch.
@@ -167,8 +166,7 @@ class PictureBatches(GlobalBatches):
 
     def sources(self, row: int) -> list[list]:
         """[[source, width, height], ...] of the pictures of a row."""
-        number = row if self.examples.rows is None else self.examples.rows[row]
-        return json.loads(self.pictures[number])
+        return json.loads(self.examples.details[self.examples.numbers[row]])
 
 
 def begin_worker(_: int) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..run.errors import check
 from .encode import Rows
-from .examples import Examples, Places, load_examples
+from .examples import Examples, load_examples
 
 
 class Question(NamedTuple):
@@ -31,12 +31,12 @@ class Questions(Examples):
 
     def __getitem__(self, i: int) -> Question:
         ids, _, where = super().__getitem__(i)
-        content, columns = self.asked(i if self.rows is None else self.rows[i])
+        content, columns = self.asked(self.numbers[i])
         return Question(ids.tolist(), content, dict.fromkeys(self.names) | columns, where)
 
     def asked(self, row: int) -> tuple[str | list[dict], dict]:
         """(content, columns) of a row among all that were read."""
-        return json.loads(Places(self.details, self.detail_ends)[row])
+        return json.loads(self.details[row])
 
     @cached_property
     def names(self) -> set[str]:

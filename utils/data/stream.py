@@ -87,7 +87,7 @@ class StreamBatches(PackedBatches):
 
     @cached_property
     def lines(self) -> list[Line]:
-        numbers = self.examples.of_rows(torch.arange(len(self.examples.keys)))
+        numbers = self.examples.numbers
         if not self.weights:
             return [Line(self.examples, numbers, "" if self.held_out else self.key)]
         lines = []
