@@ -29,7 +29,7 @@ import transformers
 
 from ..run.cached import cache_folder
 from ..run.errors import ConfigError, check, print0
-from ..run.files import sync_path
+from ..run.files import publish, remove_siblings
 from ..run.signals import die_with_parent
 from .encode import Part
 from .rows import Source
@@ -92,29 +92,31 @@ def locked(folder: Path) -> Iterator[None]:
 
 def make(folder: Path, encode: partial, write: Callable, files: list[Path], before: list) -> None:
     """Have the files written, and let them appear if the data is still as `before`, see states_of."""
-    for left in folder.parent.glob(f".tmp_{folder.name}_*"):
-        shutil.rmtree(left)  # of a process that died
+    remove_siblings(folder, ".tmp")
     temp = folder.with_name(f".tmp_{folder.name}_{secrets.token_hex(4)}")
     temp.mkdir()
     print0(f"tokens    are made, once on this machine, in {folder}")
     try:
         with processes(encode) as run:
             write(temp, run)
-        for file in (*temp.iterdir(), temp):
-            sync_path(file)
         check(
             states_of(files) == before,
             f"{encode.keywords['rows'].dataset}: its files were changed while they were read"
             " (fix: run again)",
         )
-        os.rename(temp, folder)
+        publish(temp, folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
 
 
 @contextmanager
 def processes(function: Callable) -> Iterator[Callable]:
-    """run(chunks) -> function(rows) for each list of rows, in their order, by one process for each core."""
+    """run(chunks) -> function(rows) for each list of rows, in their order, by one process for each core. They
+    do not import the main file of this process, as they would otherwise: a recipe takes seconds, and the
+    function is all that they need.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
     count = len(os.sched_getaffinity(0))
     # A fork would copy the threads of torch and gloo in whatever state they are.
     context = multiprocessing.get_context("spawn")
@@ -123,8 +125,7 @@ def processes(function: Callable) -> Iterator[Callable]:
     def run(chunks: Iterable[list]) -> Iterator:
         waiting = deque()
         for rows in chunks:
-            with no_main():
-                waiting.append(pool.submit(_run, rows))
+            waiting.append(pool.submit(_run, rows))
             if len(waiting) > 4 * count:
                 yield waiting.popleft().result()
         for part in waiting:
@@ -139,18 +140,6 @@ def processes(function: Callable) -> Iterator[Callable]:
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def no_main() -> Iterator[None]:
-    """Processes that start within it do not import the main file of this process, as they would otherwise: a
-    recipe takes seconds, and the function is all that they need.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
         sys.modules["__main__"] = main
 
 

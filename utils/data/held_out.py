@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..run.errors import check, print0
 from .encode import Rows
 
 
-def mixed_rows(examples, order_of: Callable) -> torch.Tensor:
+def mixed_rows(examples, order_of: Callable) -> Tensor:
     """The rows (n,) of weighted sources: as many of each as its weight says, none twice, all of the one that
     is scarcest for its weight. order_of: see examples.permutation.
 

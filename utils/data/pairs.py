@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches
@@ -21,7 +22,7 @@ class PairBatch(Batch):
     """
 
     pairs: int = 0  # P
-    desirable: torch.Tensor | None = None  # (S,) bool of its sequences: those that are wanted
+    desirable: Tensor | None = None  # (S,) bool of its sequences: those that are wanted
     keys: tuple[int, ...] = ()  # (S,): a hash of each one's tokens
 
 
@@ -62,19 +63,17 @@ class Pairs:
         for step in range(self.per_epoch):
             yield from self.batches(step)
 
-    def desirable(self, rows: list[int]) -> torch.Tensor:
+    def desirable(self, rows: list[int]) -> Tensor:
         return torch.tensor([True, False] * len(rows), dtype=torch.bool)
 
     def batch(self, rows: list) -> PairBatch:
         batch = super().batch(rows)
         numbers = list(chain.from_iterable(rows)) if self.packed else rows
         return PairBatch(
-            **vars(batch)
-            | {
-                "pairs": len(numbers),
-                "desirable": self.desirable(numbers),
-                "keys": tuple(map(key_of, self.items(numbers))),
-            }
+            **vars(batch),
+            pairs=len(numbers),
+            desirable=self.desirable(numbers),
+            keys=tuple(map(key_of, self.items(numbers))),
         )
 
 
@@ -111,7 +110,7 @@ class LabelBatches(PairBatches):
     seq_len: int
     answer_of = None  # row -> the row with its answer; None: its own
 
-    def desirable(self, rows: list[int]) -> torch.Tensor:
+    def desirable(self, rows: list[int]) -> Tensor:
         return self.examples.of_rows(self.examples.row_sizes)[rows] > 0
 
     def items(self, rows: list[int]) -> list[Example]:

@@ -67,16 +67,15 @@ def encode_prompt(
     alone. pictured: gives the ids of a prompt with pictures. ConfigError where the model has too few
     positions for it and `new_tokens` more.
     """
-    if raw:
-        ids = tokenizer(prompt.content)["input_ids"]
-    else:
-        try:
-            if prompt.pictures:
-                ids = pictured(prompt)
-            else:
-                ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
-        except ValueError as error:
-            raise ConfigError(f"{prompt.where}: {error}") from None
+    try:
+        if raw:
+            ids = tokenizer(prompt.content)["input_ids"]
+        elif prompt.pictures:
+            ids = pictured(prompt)
+        else:
+            ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
+    except ValueError as error:
+        raise ConfigError(f"{prompt.where}: {error}") from None
     check(ids, f"{prompt.where}: the prompt has no tokens")
     needed = f"{len(ids)} tokens and --max_new_tokens {new_tokens}"
     check(
@@ -153,7 +152,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         ids = prompt_ids(tokenizer, Prompt(where, content).messages, tools)
     if not ids:
         raise ValueError("the prompt has no tokens")
-    if len(ids) > rows.seq_len and rows.too_long == "error":
+    if len(ids) > rows.seq_len and rows.too_long != "drop":
         limit = f"a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
         raise ValueError(f"{len(ids):,} tokens, and {limit}")
     if len(ids) > rows.seq_len:

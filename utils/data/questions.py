@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ..run.errors import check
 from .encode import Rows
 from .examples import Examples, load_examples
 
@@ -46,12 +45,9 @@ class Questions(Examples):
 
 def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
     """The prompts of a data set, for load_data(..., load=load_questions). rows.seq_len: the most tokens of a
-    prompt; a longer one is dropped and counted, or an error, as rows.too_long says.
+    prompt; a longer one is dropped and counted, or with another rows.too_long an error: one that is cut asks
+    something else.
 
     ConfigError for bad rows (up to ten, and how many more), and where all were dropped.
     """
-    check(
-        rows.too_long != "truncate",
-        "--too_long truncate: a prompt that is cut asks something else (fix: drop, or error)",
-    )
     return Questions(**vars(load_examples(replace(rows, task="prompts"), tokenizer, progress)))
