@@ -51,9 +51,12 @@ class Rows:
 
 
 class Part:
-    """Tokenized rows, and what the user should know about them. rows: read so far."""
+    """Tokenized rows, and what the user should know about them. rows: read so far; source: the number of
+    theirs.
+    """
 
-    def __init__(self, rows: int = 0):
+    def __init__(self, rows: int = 0, source: int = 0):
+        self.rows, self.source = rows, source
         self.ids = array("i")
         self.loss_mask = bytearray()
         # of each row; row_sizes and details: see examples.Examples
@@ -71,7 +74,6 @@ class Part:
         # the first row whose prompt at inference differs from the one in training, and how
         self.problem = ""
         self.bad: list[tuple[str, str]] = []  # (where, why) of rows that are wrong
-        self.rows = rows
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         """Add one sequence."""
@@ -140,8 +142,8 @@ class Part:
         )
 
 
-def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> Part:
-    """Tokenize (where, row) as `rows` says."""
+def encode_rows(work: tuple[int, list], tokenizer, rows: Rows) -> Part:
+    """Tokenize (where, row) as `rows` says. work: the number of their source, and all of them."""
     if rows.processor:
         from .pictures import add_pictured as add
     elif rows.task == "documents":
@@ -153,7 +155,8 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
     else:
         from .preferences import add_preferences as add
 
-    part = Part()
+    source, found = work
+    part = Part(source=source)
     columns = parse_columns(rows.columns)
     for where, value in found:
         part.rows += 1

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import islice, tee
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
@@ -277,16 +277,15 @@ def write_tokens(
     spare_rows = MORE_ROWS
     forms = [Counter() for _ in sources]
     ends = [0] * len(sources)
-    numbered = (
+    work = (
         (number, found)
         for number, source in enumerate(sources)
         for found in chunks(islice(source.read(), rows.max_rows or None))
     )
-    taken, kept = tee(numbered)  # `run` is ahead of what is written
-    for part, (number, _) in zip(run(found for _, found in taken), kept, strict=True):
+    for part in run(work):
         total.join(part)
-        forms[number].update(part.forms)
-        ends[number] = len(total.lengths)
+        forms[part.source].update(part.forms)
+        ends[part.source] = len(total.lengths)
         for name in ARRAYS:
             add(name, getattr(part, name))
         for name in TEXTS:

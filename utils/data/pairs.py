@@ -60,8 +60,7 @@ class Pairs:
 
     def every(self, steps: int) -> Iterator[PairBatch]:
         """This rank's micro-batches with all answers of so many steps."""
-        for step in range(self.per_epoch):
-            yield from self.batches(step)
+        return chain.from_iterable(map(self.batches, range(self.per_epoch)))
 
     def desirable(self, rows: list[int]) -> Tensor:
         return torch.tensor([True, False] * len(rows), dtype=torch.bool)

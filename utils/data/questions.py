@@ -30,17 +30,14 @@ class Questions(Examples):
 
     def __getitem__(self, i: int) -> Question:
         ids, _, where = super().__getitem__(i)
-        content, columns = self.asked(self.numbers[i])
+        content, columns = json.loads(self.details[self.numbers[i]])
         return Question(ids.tolist(), content, dict.fromkeys(self.names) | columns, where)
-
-    def asked(self, row: int) -> tuple[str | list[dict], dict]:
-        """(content, columns) of a row among all that were read."""
-        return json.loads(self.details[row])
 
     @cached_property
     def names(self) -> set[str]:
         """The names of all columns."""
-        return {name for row in range(len(self.keys)) for name in self.asked(row)[1]}
+        rows = (json.loads(self.details[row]) for row in range(len(self.keys)))
+        return {name for _, columns in rows for name in columns}
 
 
 def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
