@@ -29,8 +29,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 import transformers
 
+from utils.data.chats import prompt_ids
 from utils.data.encode import Rows
-from utils.data.prompts import Prompt, encode_prompt, read_prompts
+from utils.data.prompts import Prompt, turns_of
+from utils.data.rows import Row, read_rows
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.sharding import DTYPES, settle_dtype
@@ -331,6 +333,74 @@ def read_line() -> str:
             break
         line += byte
     return line.decode(errors="replace").strip()
+
+
+def read_prompts(
+    path: Path, raw: bool, system: str, pictured: Callable | None = None
+) -> list[Prompt]:
+    """Every prompt of a file: the lines of a .txt file that are not blank, else its rows.
+
+    raw: prompts are texts to complete, not messages. system: a system turn to put before each; "": none.
+    pictured: makes the prompt of a row for a model that reads pictures.
+    ConfigError names the file and the line.
+    """
+    rows = read_rows(path)
+    if path.suffix == ".txt":
+        lines = enumerate(rows[0].data["text"].splitlines(), 1)
+        prompts = [Prompt(f"{path}:{i}", line) for i, line in lines if line.strip()]
+    else:
+        prompts = [prompt_of_row(row, raw, pictured) for row in rows]
+    if not system:
+        return prompts
+    turn = {"role": "system", "content": system}
+    for prompt in prompts:
+        check(
+            prompt.messages[0]["role"] != "system",
+            f"{prompt.where}: has a system turn, and --system is given too",
+        )
+    return [prompt._replace(content=[turn, *prompt.messages]) for prompt in prompts]
+
+
+def prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
+    """A row's prompt. Messages and their tools are read as for training; a last answer is left out."""
+    is_text = isinstance(row.data.get("prompt"), str) and not {"image", "images"} & row.data.keys()
+    try:
+        if pictured and not is_text:
+            return pictured(row)
+        content, tools, _ = turns_of(row.data)
+    except ValueError as error:
+        raise ConfigError(f"{row.where}: {error}") from None
+    check(
+        not raw or isinstance(content, str),
+        f"{row.where}: these are messages, and --raw completes texts (fix: without --raw)",
+    )
+    return Prompt(row.where, content, tools)
+
+
+def encode_prompt(
+    tokenizer, prompt: Prompt, raw: bool, new_tokens: int, positions: float, pictured=None
+) -> list[int]:
+    """The ids of a prompt, as the model was trained to see it, with its generation prompt; raw: of its text
+    alone. pictured: gives the ids of a prompt with pictures. ConfigError where the model has too few
+    positions for it and `new_tokens` more.
+    """
+    try:
+        if raw:
+            ids = tokenizer(prompt.content)["input_ids"]
+        elif prompt.pictures:
+            ids = pictured(prompt)
+        else:
+            ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
+    except ValueError as error:
+        raise ConfigError(f"{prompt.where}: {error}") from None
+    check(ids, f"{prompt.where}: the prompt has no tokens")
+    needed = f"{len(ids)} tokens and --max_new_tokens {new_tokens}"
+    check(
+        len(ids) + new_tokens <= positions,
+        f"{prompt.where}: {needed} exceed the model's {positions} positions"
+        " (fix: a shorter prompt or answer)",
+    )
+    return ids
 
 
 def positions_of(model) -> float:

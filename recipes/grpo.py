@@ -41,7 +41,6 @@ from utils.data.examples import (
 from utils.data.questions import load_questions
 from utils.data.rewards import (
     check_columns,
-    evaluate,
     parse_rewards,
     reward_all,
     reward_means,
@@ -666,7 +665,11 @@ def main(cfg: Config) -> Path:
             if profiler:
                 profiler.step()
             if evals:
-                log.step(step=done, **evaluate(held_out, draw, sampling, reward))
+                asked = list(held_out)  # each has its likeliest completion
+                keys = [(i,) for i in range(len(asked))]
+                completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
+                rewarded = reward(asked, completions, group_size=1)
+                log.step(step=done, **reward_means(rewarded, "eval_"))
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves:

@@ -160,7 +160,7 @@ def test_a_prompt_that_is_too_long_is_dropped_and_counted_never_cut(tokenizer, t
     found = load(tokenizer, tmp_path / "rows.jsonl", rows)
     assert len(found) == 1
     assert "1 dropped: longer than a prompt may be" in found.summary()
-    with pytest.raises(ConfigError, match="too_long truncate: a prompt that is cut"):
+    with pytest.raises(ConfigError, match=r"a prompt may have 200 \(fix: --too_long drop"):
         load(tokenizer, tmp_path / "rows.jsonl", rows, too_long="truncate")
     with pytest.raises(ConfigError, match="all 1 rows were dropped"):
         load(tokenizer, tmp_path / "rows.jsonl", rows[1:])

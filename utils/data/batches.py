@@ -6,10 +6,11 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..run.errors import ConfigError, check
@@ -21,16 +22,17 @@ from .examples import Example, Examples, permutation
 class Batch:
     """One micro-batch of B rows, padded on the right to T tokens."""
 
-    ids: torch.Tensor  # (B, T) int64
-    labels: torch.Tensor  # (B, T) int64; the trained tokens are those != IGNORE
-    mask: torch.Tensor  # (B, T) bool; false where padded
+    ids: Tensor  # (B, T) int64
+    labels: Tensor  # (B, T) int64; the trained tokens are those != IGNORE
+    mask: Tensor  # (B, T) bool; false where padded
     where: list[str]  # the names of the rows, "chat.jsonl:3"
-    positions: torch.Tensor | None = None  # (B, T) int64 of packs: each document counts from 0
+    positions: Tensor | None = None  # (B, T) int64 of packs: each document counts from 0
     # (N + 1,) int32 of packs in one row: where each document begins, and the last one ends
-    begins: torch.Tensor | None = None
+    begins: Tensor | None = None
     longest: int = 0  # tokens of a document in begins
-    places: torch.Tensor | None = None  # (n,) int64, of what predicts a trained token, in (B * T,)
-    extra = {}  # what the model takes beside these, by its names: see PictureBatch
+    places: Tensor | None = None  # (n,) int64, of what predicts a trained token, in (B * T,)
+    # what the model takes beside these, by its names: see PictureBatches
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -47,7 +49,7 @@ class Batch:
         """
         pin = device.type == "cuda"
 
-        def move(value: torch.Tensor) -> torch.Tensor:
+        def move(value: Tensor) -> Tensor:
             if pin:
                 value = value.pin_memory()
             return value.to(device, non_blocking=pin)
@@ -55,7 +57,7 @@ class Batch:
         after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
         places = (after != IGNORE).flatten().nonzero().flatten()
         fields = vars(self) | {"places": places}
-        return type(self)(**tree_map_only(torch.Tensor, move, fields))
+        return type(self)(**tree_map_only(Tensor, move, fields))
 
 
 def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:
@@ -112,12 +114,12 @@ class GlobalBatches:
         longest_first = lengths.argsort(descending=True, stable=True)
         return rows[longest_first].tolist()
 
-    def of_step(self, order: torch.Tensor, step: int) -> torch.Tensor:
+    def of_step(self, order: Tensor, step: int) -> Tensor:
         """The part of an epoch's order that is global batch `step`."""
         first = step % self.per_epoch * self.global_batch_size
         return order[first : first + self.global_batch_size]
 
-    def costs(self, rows: list) -> torch.Tensor:
+    def costs(self, rows: list) -> Tensor:
         """The work in each row, int64: here its length."""
         return self.examples.lengths[rows]
 
@@ -151,7 +153,7 @@ class GlobalBatches:
         ]
 
 
-def deal(costs: torch.Tensor, ranks: int) -> list[list[int]]:
+def deal(costs: Tensor, ranks: int) -> list[list[int]]:
     """Each rank's rows, of which costs (n,) int64 are known: equal sums as far as possible, and numbers of
     rows that differ by at most one.
 
@@ -160,7 +162,7 @@ def deal(costs: torch.Tensor, ranks: int) -> list[list[int]]:
     most_rows = math.ceil(len(costs) / ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (sum, rank)
-    order = torch.sort(costs, descending=True, stable=True).indices
+    order = costs.argsort(descending=True, stable=True)
     for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
         load, rank = heapq.heappop(open_ranks)
         shares[rank].append(row)
@@ -178,9 +180,7 @@ def divide_batch(
     would fit.
     """
     at_once = batch_size * ranks
-    if not global_batch_size:
-        micro_batches = max(1, grad_accum)
-        return at_once * micro_batches, micro_batches
+    global_batch_size = global_batch_size or at_once * max(1, grad_accum)
     micro_batches, remainder = divmod(global_batch_size, at_once)
     product = f"--batch_size {batch_size} x {ranks} ranks"
     if remainder:

@@ -29,7 +29,7 @@ import transformers
 
 from ..run.cached import cache_folder
 from ..run.errors import ConfigError, check, print0
-from ..run.files import sync_path
+from ..run.files import publish, remove_siblings
 from ..run.signals import die_with_parent
 from .encode import Part
 from .rows import Source
@@ -42,12 +42,11 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable) -> Pa
     files = [file for source in sources for file in source.files]
     folder = cache_folder("data")
     try:
-        before = states_of(files)
         folder /= key_of(files, **encode.keywords)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if not folder.exists():
-                make(folder, encode, write, files, before)
+                make(folder, encode, write, files)
     except OSError as error:
         if str(error.filename) in map(str, files):
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
@@ -56,12 +55,6 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable) -> Pa
         ) from None
     print0(f"tokens    are in {folder}")
     return folder
-
-
-def states_of(files: list[Path]) -> list[tuple]:
-    """What changes with a file that is written or replaced."""
-    found = map(os.stat, files)
-    return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in found]
 
 
 def key_of(files: list[Path], tokenizer, rows) -> str:
@@ -90,48 +83,43 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def make(folder: Path, encode: partial, write: Callable, files: list[Path], before: list) -> None:
-    """Have the files written, and let them appear if the data is still as `before`, see states_of."""
-    for left in folder.parent.glob(f".tmp_{folder.name}_*"):
-        shutil.rmtree(left)  # of a process that died
+def make(folder: Path, encode: partial, write: Callable, files: list[Path]) -> None:
+    """Have the files written, and let them appear if the data still has the hash in the folder's name."""
+    remove_siblings(folder, ".tmp")
     temp = folder.with_name(f".tmp_{folder.name}_{secrets.token_hex(4)}")
     temp.mkdir()
     print0(f"tokens    are made, once on this machine, in {folder}")
     try:
-        with processes(encode) as run:
-            write(temp, run)
-        for file in (*temp.iterdir(), temp):
-            sync_path(file)
+        write(temp, partial(in_processes, encode))
         check(
-            states_of(files) == before,
+            key_of(files, **encode.keywords) == folder.name,
             f"{encode.keywords['rows'].dataset}: its files were changed while they were read"
             " (fix: run again)",
         )
-        os.rename(temp, folder)
+        publish(temp, folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-@contextmanager
-def processes(function: Callable) -> Iterator[Callable]:
-    """run(chunks) -> function(rows) for each list of rows, in their order, by one process for each core."""
+def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
+    """function(item) for each item of the work, in their order, by one process for each core. They do not
+    import the main file of this process, as they would otherwise: a recipe takes seconds, and the function is
+    all that they need.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
     count = len(os.sched_getaffinity(0))
     # A fork would copy the threads of torch and gloo in whatever state they are.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
-
-    def run(chunks: Iterable[list]) -> Iterator:
-        waiting = deque()
-        for rows in chunks:
-            with no_main():
-                waiting.append(pool.submit(_run, rows))
+    waiting = deque()
+    try:
+        for item in work:
+            waiting.append(pool.submit(_run, item))
             if len(waiting) > 4 * count:
                 yield waiting.popleft().result()
         for part in waiting:
             yield part.result()
-
-    try:
-        yield run
     except BrokenProcessPool:
         raise ConfigError(
             "a process that tokenizes was killed, most likely because memory ran out"
@@ -139,18 +127,6 @@ def processes(function: Callable) -> Iterator[Callable]:
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def no_main() -> Iterator[None]:
-    """Processes that start within it do not import the main file of this process, as they would otherwise: a
-    recipe takes seconds, and the function is all that they need.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
         sys.modules["__main__"] = main
 
 
@@ -164,5 +140,5 @@ def _start(function: Callable, parent: int) -> None:
     _function = function
 
 
-def _run(rows: list) -> Part:
-    return _function(rows)
+def _run(item: object) -> Part:
+    return _function(item)

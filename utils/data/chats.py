@@ -10,6 +10,7 @@ or 0, at the token's own position.
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
@@ -17,7 +18,7 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import NamedTuple
 
-from .formats import THOUGHTS
+from .formats import THOUGHTS, Messages
 from .tokens import (
     MARK,
     SCHEMA,
@@ -59,24 +60,11 @@ class Chat(NamedTuple):
     problem: str = ""  # how the prompt at inference differs from the text before an answer
 
 
-class Turn(NamedTuple):
-    """An assistant's turn in the conversation that ends with it.
-
-    text: that conversation, rendered, up to what ends the turn; its characters from `first` on are trained.
-    exact: the turn begins with its generation prompt.
-    """
-
-    text: str
-    first: int
-    exact: bool
-    problem: str
-
-
 # --- messages -> text and the places that are trained
 
 
 def render_chats(
-    tokenizer, messages: list[dict], tools: list | None, train_on: str, notes: Counter
+    tokenizer, messages: Messages, tools: list | None, train_on: str, notes: Counter
 ) -> list[Chat]:
     """The sequences in which each trained turn stands as inference asks for it.
 
@@ -110,7 +98,7 @@ def render_chats(
     return chats
 
 
-def renderable(tokenizer, messages: list[dict], tools: list | None) -> list[dict]:
+def renderable(tokenizer, messages: Messages, tools: list | None) -> Messages:
     """The messages as the template takes them: with the arguments of calls as JSON text where it cannot write
     objects (DeepSeek-V3).
     """
@@ -134,7 +122,7 @@ def with_text_arguments(message: dict) -> dict:
     return message | {"tool_calls": calls} if calls else message
 
 
-def skeleton(messages: list[dict]) -> list[dict]:
+def skeleton(messages: Messages) -> Messages:
     """The messages with a mark in place of each content, thought and call, which names the message and its
     part.
     """
@@ -155,7 +143,7 @@ def skeleton(messages: list[dict]) -> list[dict]:
     return marked
 
 
-def check_parts(tokenizer, marked: list[dict], tools, trained: list[int], notes: Counter) -> None:
+def check_parts(tokenizer, marked: Messages, tools, trained: list[int], notes: Counter) -> None:
     """Raise ValueError where the template does not write a part that is to be trained. Count in `notes` the
     other parts that it leaves out. marked: a skeleton; trained: the indices of the trained turns.
     """
@@ -176,7 +164,7 @@ def check_parts(tokenizer, marked: list[dict], tools, trained: list[int], notes:
         notes[f"rows with {PARTS_OF_ROLES[role]}, which {name} does not write"] += 1
 
 
-def lost_parts(tokenizer, marked: list[dict], tools: list | None) -> set[tuple[int, str]]:
+def lost_parts(tokenizer, marked: Messages, tools: list | None) -> set[tuple[int, str]]:
     """(index of a message, its part) that the template does not write at all; (-1, "tools") for the tools.
     marked: a skeleton.
     """
@@ -188,10 +176,10 @@ def lost_parts(tokenizer, marked: list[dict], tools: list | None) -> set[tuple[i
     return {(int(mark[1]), mark[2]) for mark in marks if mark[0] not in text}
 
 
-def turn_of(
-    tokenizer, messages: list[dict], i: int, tools, marked: list[dict], notes: Counter
-) -> Turn:
-    """Turn i of a conversation; marked: its skeleton. notes: says if a part of the answer is left out."""
+def turn_of(tokenizer, messages: Messages, i: int, tools, marked: Messages, notes: Counter) -> Chat:
+    """The conversation that ends with turn i, up to what ends that turn, which is its one span. marked: the
+    skeleton of the whole. notes: says if a part of the answer is left out.
+    """
     text, spans = render_marked(tokenizer, messages[: i + 1], tools)
     prompt = render(tokenizer, messages[:i], tools, prompt=True)
     likely = "tool" if messages[i].get("tool_calls") else "user"
@@ -222,10 +210,10 @@ def turn_of(
             first = spans[-1][0]
     if content not in text[first:last]:
         notes[SHORTENED] = 1
-    return Turn(text, first, exact, problem)
+    return Chat(text, [(first, len(text), exact)], problem)
 
 
-def begins_early(tokenizer, turns: list[dict], tools: list | None) -> bool:
+def begins_early(tokenizer, turns: Messages, tools: list | None) -> bool:
     """Whether the last turn of a skeleton, an answer, is trained from before an earlier one."""
     try:
         text, spans = sketch(tokenizer, turns, tools)
@@ -248,10 +236,11 @@ def prompt_difference(tokenizer, prompt: str, text: str, same: int) -> str:
     )
 
 
-def divided(text: str, turns: list[Turn]) -> list[Chat]:
+def divided(text: str, turns: list[Chat]) -> list[Chat]:
     """As few sequences as possible in which the turns are trained.
 
-    text: the whole conversation. A turn is trained in a longer sequence if that begins with the turn's text.
+    text: the whole conversation; turns: of turn_of. A turn is trained in a longer sequence if that begins
+    with the turn's text.
     """
     chats: list[Chat] = []
     problem = next((turn.problem for turn in turns if turn.problem), "")
@@ -261,11 +250,11 @@ def divided(text: str, turns: list[Turn]) -> list[Chat]:
             is_whole = not chats and text.startswith(turn.text)
             longer = [Chat(text if is_whole else turn.text, [], problem)]
             chats += longer
-        longer[0].spans.append((turn.first, len(turn.text), turn.exact))
+        longer[0].spans.extend(turn.spans)
     return chats[::-1] or [Chat(text, [])]
 
 
-def prompt_of(tokenizer, messages: list[dict], tools: list | None = None) -> str:
+def prompt_of(tokenizer, messages: Messages, tools: list | None = None) -> str:
     """The generation prompt: the conversation up to an answer, as inference asks for it. Text in a message
     that spells a special token stays text.
     """
@@ -273,7 +262,7 @@ def prompt_of(tokenizer, messages: list[dict], tools: list | None = None) -> str
     return render(tokenizer, messages, tools, prompt=True)
 
 
-def prompt_ids(tokenizer, messages: list[dict], tools: list | None = None) -> list[int]:
+def prompt_ids(tokenizer, messages: Messages, tools: list | None = None) -> list[int]:
     """The ids of the generation prompt."""
     return encode(tokenizer, prompt_of(tokenizer, messages, tools)).ids
 
@@ -290,8 +279,8 @@ def encode_chat(tokenizer, chat: Chat) -> Sequence:
     tokens = cut_after_prompts(tokenizer, chat, encode(tokenizer, chat.text))
     mask = bytearray(len(tokens.ids))
     for first, last, _ in chat.spans:
-        begin = tokens.token_after(first)
-        end = tokens.token_from(last)
+        begin = bisect_right(tokens.ends, first)  # the first token that ends after `first`
+        end = bisect_left(tokens.starts, last)  # the first one that starts at `last` or later
         mask[begin:end] = b"\1" * (end - begin)
     return tokens.ids, mask
 
@@ -318,9 +307,7 @@ def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
 
 def prompt_stands(tokenizer, text: str, first: int, tokens: Encoded) -> bool:
     """Whether the text before `first` has the same tokens when it is encoded alone."""
-    begin = tokens.token_after(first)
-    if begin < len(tokens.ids) and tokens.starts[begin] < first:
-        return False  # within a token
+    begin = bisect_right(tokens.ends, first)
     # An added token always ends a token: only the text after the last one decides how it is cut.
     added = added_ids(tokenizer)
     at = begin
@@ -341,7 +328,7 @@ def added_ids(tokenizer) -> frozenset[int]:
     return frozenset(tokenizer.added_tokens_decoder)
 
 
-def encode_plain(tokenizer, messages: list[dict]) -> Sequence:
+def encode_plain(tokenizer, messages: Messages) -> Sequence:
     """(ids, mask) of a row without turns: token ids; or texts one after the other, without a template. weight
     says which of them are trained; the end-of-text token is trained if the last one is.
 

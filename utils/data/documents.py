@@ -28,9 +28,8 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             message.pop("weight", None)  # all is trained
         (chat,) = render_chats(tokenizer, messages, tools, "all", notes)
         ids = encode(tokenizer, chat.text).ids
-    text = tokenizer.decode(ids)
-    if kind == "text":
-        text = "".join(message["content"] for message in messages)
+    is_text = kind == "text"
+    text = "".join(m["content"] for m in messages) if is_text else tokenizer.decode(ids)
     size_bytes = len(text.encode())
     if not text.strip():
         part.dropped[EMPTY] += 1

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..run.errors import ConfigError, check
 from .chats import encode_chat, encode_plain, render_chats
@@ -50,27 +50,30 @@ class Rows:
     image_max_pixels: int = 0
 
 
-@dataclass
 class Part:
-    """Tokenized rows, and what the user should know about them."""
+    """Tokenized rows, and what the user should know about them. rows: read so far; source: the number of
+    theirs.
+    """
 
-    ids: array = field(default_factory=lambda: array("i"))
-    loss_mask: bytearray = field(default_factory=bytearray)
-    lengths: array = field(default_factory=lambda: array("q"))
-    trained_tokens: array = field(default_factory=lambda: array("q"))  # of each row
-    keys: array = field(default_factory=lambda: array("q"))
-    row_sizes: array = field(default_factory=lambda: array("q"))  # see examples.Examples
-    details: list[str] = field(default_factory=list)  # see examples.Examples
-    where: list[str] = field(default_factory=list)
-    dropped: Counter = field(default_factory=Counter)
-    notes: Counter = field(default_factory=Counter)
-    firsts: dict[str, str] = field(default_factory=dict)  # note -> its first row
-    forms: Counter = field(default_factory=Counter)
-    columns: set[str] = field(default_factory=set)  # those of --columns that a row has
-    # the first row whose prompt at inference differs from the one in training, and how
-    problem: str = ""
-    bad: list[tuple[str, str]] = field(default_factory=list)  # (where, why) of rows that are wrong
-    rows: int = 0  # read so far
+    def __init__(self, rows: int = 0, source: int = 0):
+        self.rows, self.source = rows, source
+        self.ids = array("i")
+        self.loss_mask = bytearray()
+        # of each row; row_sizes and details: see examples.Examples
+        self.lengths = array("q")
+        self.trained_tokens = array("q")
+        self.keys = array("q")
+        self.row_sizes = array("q")
+        self.details: list[str] = []
+        self.where: list[str] = []
+        self.dropped = Counter()
+        self.notes = Counter()
+        self.firsts: dict[str, str] = {}  # note -> its first row
+        self.forms = Counter()
+        self.columns: set[str] = set()  # those of --columns that a row has
+        # the first row whose prompt at inference differs from the one in training, and how
+        self.problem = ""
+        self.bad: list[tuple[str, str]] = []  # (where, why) of rows that are wrong
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         """Add one sequence."""
@@ -109,15 +112,15 @@ class Part:
             self.problem = f"{where}: {problem}"
 
     def join(self, part: "Part") -> None:
-        """Add what there is to say of the rows that come next; their tokens and places are kept elsewhere."""
+        """Add what there is to say of the rows that come next, and their lengths."""
         self.firsts = part.firsts | self.firsts
         self.problem = self.problem or part.problem
         self.columns |= part.columns
         self.rows += part.rows
-        for name in ("lengths", "trained_tokens", "keys", "row_sizes", "bad"):
-            getattr(self, name).extend(getattr(part, name))
-        for name in ("dropped", "notes"):
-            getattr(self, name).update(getattr(part, name))
+        self.lengths += part.lengths
+        self.bad += part.bad
+        self.dropped.update(part.dropped)
+        self.notes.update(part.notes)
 
     def close(self, rows: Rows) -> None:
         """Raise ConfigError for bad rows (up to ten, and how many more), for columns that no row has, and
@@ -139,8 +142,8 @@ class Part:
         )
 
 
-def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> Part:
-    """Tokenize (where, row) as `rows` says."""
+def encode_rows(work: tuple[int, list], tokenizer, rows: Rows) -> Part:
+    """Tokenize (where, row) as `rows` says. work: the number of their source, and all of them."""
     if rows.processor:
         from .pictures import add_pictured as add
     elif rows.task == "documents":
@@ -152,7 +155,8 @@ def encode_rows(found: Iterable[tuple[str, object]], tokenizer, rows: Rows) -> P
     else:
         from .preferences import add_preferences as add
 
-    part = Part()
+    source, found = work
+    part = Part(source=source)
     columns = parse_columns(rows.columns)
     for where, value in found:
         part.rows += 1

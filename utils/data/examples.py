@@ -4,23 +4,24 @@ import hashlib
 import json
 import math
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import islice, tee
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
-from ..run.units import IGNORE
+from ..run.units import IGNORE, seed_of
 from .encode import TWICE, Part, Rows, chunks, encode_rows
 from .formats import FORMS, IGNORED
 from .rows import Source, find_sources
@@ -28,19 +29,16 @@ from .rows import Source, find_sources
 # Bytes of data that are tokenized in memory at each start. What more of it becomes is kept: see cache.py.
 SMALL = 2**24
 MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
-FILES = {  # of tokenized rows: the arrays of Examples, the places of rows, and what there is to say of them
+ARRAYS = {  # of tokenized rows: each is a file, the parts of it back to back
     "ids": torch.uint16,  # or int32, in twice the room
     "loss_mask": torch.uint8,
-    "bounds": torch.int64,
+    "lengths": torch.int64,
     "keys": torch.int64,
     "trained_tokens": torch.int64,
     "row_sizes": torch.int64,
-    "places": torch.uint8,
-    "place_ends": torch.int64,
-    "details": torch.uint8,
-    "detail_ends": torch.int64,
-    "said": torch.uint8,
 }
+TEXTS = ("where", "details")  # of each row, in a file each, and their sizes in bytes in another
+SAID = "said.json"  # what there is to say of all rows
 FormName = Literal["auto", *FORMS.values()]
 
 
@@ -54,11 +52,11 @@ class Origin(NamedTuple):
     last: int
 
 
-class Places:
-    """The places of rows, as texts back to back: text i ends before byte ends[i]."""
+class Texts:
+    """Texts back to back, (bytes,) uint8, of which sizes (n,) int64 are known."""
 
-    def __init__(self, texts: torch.Tensor, ends: torch.Tensor):
-        self.texts, self.ends = texts, ends
+    def __init__(self, texts: Tensor, sizes: Tensor):
+        self.texts, self.ends = texts, sizes.cumsum(0)
 
     def __getitem__(self, i: int) -> str:
         begin = self.ends[i - 1] if i else 0
@@ -66,8 +64,8 @@ class Places:
 
 
 class Example(NamedTuple):
-    ids: torch.Tensor  # (T,) int32
-    labels: torch.Tensor  # (T,) int32: the id where it is trained, IGNORE elsewhere
+    ids: Tensor  # (T,) int32
+    labels: Tensor  # (T,) int32: the id where it is trained, IGNORE elsewhere
     where: str
 
 
@@ -75,26 +73,25 @@ class Example(NamedTuple):
 class Examples:
     """Tokenized rows, back to back in files that are mapped."""
 
-    ids: torch.Tensor  # (N,) int32, of all rows; of documents uint16 where the vocabulary is small
-    loss_mask: torch.Tensor  # (N,) uint8: 1 where the token is trained; empty of documents
-    bounds: torch.Tensor  # (n + 1,) int64: row i is ids[bounds[i] : bounds[i + 1]]
-    trained_tokens: torch.Tensor  # (n,) int64: how many tokens of row i are trained
-    keys: torch.Tensor  # (n,) int64: a hash of row i's ids
+    ids: Tensor  # (N,) int32, of all rows; of documents uint16 where the vocabulary is small
+    loss_mask: Tensor  # (N,) uint8: 1 where the token is trained; empty of documents
+    bounds: Tensor  # (n + 1,) int64: row i is ids[bounds[i] : bounds[i + 1]]
+    trained_tokens: Tensor  # (n,) int64: how many tokens of row i are trained
+    keys: Tensor  # (n,) int64: a hash of row i's ids
     where: Sequence[str]  # n
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     notes: dict[str, int] = field(default_factory=dict)  # what else is worth knowing -> rows
     firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row that it is of
     # the first row that inference would ask for otherwise than it is trained, and how
     problem: str = ""
-    rows: torch.Tensor | None = None  # the rows that count; None: all
+    rows: Tensor | None = None  # the rows that count; None: all
     # (n,) int64. Of pairs: where in row i the rejected sequence begins, behind the chosen one. Of labels: the
     # length of row i where it is desirable, else 0. Of documents: the bytes of their text. Of rows with
     # pictures: the patches of those, or 0. Of answers: None, or empty.
-    row_sizes: torch.Tensor | None = None
-    # The texts and ends of Places, else None or empty. A row's text is JSON: of rows with pictures [[source,
-    # width, height], ...], of prompts [content, columns].
-    details: torch.Tensor | None = None
-    detail_ends: torch.Tensor | None = None
+    row_sizes: Tensor | None = None
+    # JSON of each row: of rows with pictures [[source, width, height], ...], of prompts [content, columns];
+    # else None, or empty.
+    details: Texts | None = None
     unit: str = "rows"  # what a row is
     origins: Sequence[Origin] = ()
     bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
@@ -103,17 +100,22 @@ class Examples:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> Example:
-        row = i if self.rows is None else self.rows[i]
+        row = self.numbers[i]
         span = slice(self.bounds[row], self.bounds[row + 1])
         ids = self.ids[span]
         return Example(ids, ids.masked_fill(self.loss_mask[span] == 0, IGNORE), self.where[row])
 
-    def of_rows(self, values: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def numbers(self) -> Tensor:
+        """The numbers of the rows that count, int64."""
+        return torch.arange(len(self.keys)) if self.rows is None else self.rows
+
+    def of_rows(self, values: Tensor) -> Tensor:
         """Those of some values (n,) that belong to rows that count."""
-        return values if self.rows is None else values[self.rows]
+        return values[self.numbers]
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         """Tokens of each row, (n,) int64."""
         return self.of_rows(self.bounds.diff())
 
@@ -127,7 +129,7 @@ class Examples:
             self.loss_mask,
             self.rows,
             self.row_sizes,
-            self.details,
+            self.details and self.details.texts,
         ):
             if part is not None:
                 digest.update(memoryview(part.numpy()))
@@ -155,7 +157,7 @@ class Examples:
 
     def sources(self) -> list[str]:
         """Lines that say which form each source's rows have, and of several sources what each contributes."""
-        rows = torch.arange(len(self.keys)) if self.rows is None else self.rows
+        rows = self.numbers
         trained = self.of_rows(self.trained_tokens)
         lines = []
         for origin in self.origins:
@@ -266,86 +268,78 @@ def write_tokens(
     run: Callable[[Iterable], Iterator[Part]],
 ) -> None:
     """Write the files that read_tokens reads. run: tokenizes lists of rows. ConfigError: bad rows."""
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(open(Path(folder, name), "wb")) for name in FILES}
-        total = Part()
-        spare_rows = MORE_ROWS
-        forms = [Counter() for _ in sources]
-        ends = [0] * len(sources)
-        numbered = (
-            (number, found)
-            for number, source in enumerate(sources)
-            for found in chunks(islice(source.read(), rows.max_rows or None))
-        )
-        taken, kept = tee(numbered)  # `run` is ahead of what is written
-        for part, (number, _) in zip(run(found for _, found in taken), kept, strict=True):
-            total.join(part)
-            forms[number].update(part.forms)
-            ends[number] = len(total.lengths)
-            files["ids"].write(part.ids)
-            files["loss_mask"].write(part.loss_mask)
-            for name, texts in (("place", part.where), ("detail", part.details)):
-                file, text_ends = files[f"{name}s"], files[f"{name}_ends"]
-                for text in texts:
-                    file.write(text.encode("utf-8", "surrogateescape"))
-                    text_ends.write(file.tell().to_bytes(8, "little"))
-            bar.update(part.rows)
-            if total.bad and rows.bad_rows == "error":
-                if spare_rows < 0:
-                    total.close(rows)  # raises
-                spare_rows -= part.rows
-        total.close(rows)
-        row_ends = torch.frombuffer(total.lengths, dtype=torch.int64).cumsum(0)
-        files["bounds"].write(bytes(8))
-        files["bounds"].write(memoryview(row_ends.numpy()))
-        for name in ("trained_tokens", "keys", "row_sizes"):
-            files[name].write(getattr(total, name))
-        said = {
-            name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")
-        }
-        said["unit"] = rows.task
-        said["origins"] = [
-            (source.name, source.weight, form, first, last)
-            for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
-        ]
-        files["said"].write(json.dumps(said).encode())
+
+    def add(name: str, content) -> None:
+        with open(Path(folder, name), "ab") as file:
+            file.write(content)
+
+    total = Part()
+    spare_rows = MORE_ROWS
+    forms = [Counter() for _ in sources]
+    ends = [0] * len(sources)
+    work = (
+        (number, found)
+        for number, source in enumerate(sources)
+        for found in chunks(islice(source.read(), rows.max_rows or None))
+    )
+    for part in run(work):
+        total.join(part)
+        forms[part.source].update(part.forms)
+        ends[part.source] = len(total.lengths)
+        for name in ARRAYS:
+            add(name, getattr(part, name))
+        for name in TEXTS:
+            texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
+            add(name, b"".join(texts))
+            add(f"{name}_sizes", array("q", map(len, texts)))
+        bar.update(part.rows)
+        if total.bad and rows.bad_rows == "error":
+            if spare_rows < 0:
+                total.close(rows)  # raises
+            spare_rows -= part.rows
+    total.close(rows)
+    said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
+    said["unit"] = rows.task
+    said["origins"] = [
+        (source.name, source.weight, form, first, last)
+        for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
+    ]
+    Path(folder, SAID).write_text(json.dumps(said))
 
 
 def read_tokens(folder: Path | str) -> Examples:
     """The examples in the files that write_tokens wrote, which are mapped: they may be removed, and what is
-    not looked at takes no memory.
+    not looked at takes no memory. Of weighted sources those count that mixed_rows gives.
     """
-    arrays = {}
-    for name, dtype in FILES.items():
+
+    def mapped(name: str, dtype: torch.dtype) -> Tensor:
         file = Path(folder, name)
         size = file.stat().st_size // dtype.itemsize
-        arrays[name] = torch.from_file(str(file), size=size, dtype=dtype)
-    if len(arrays["ids"]) > arrays["bounds"][-1]:
-        arrays["ids"] = arrays["ids"].view(torch.int32)
-    said = json.loads(bytes(arrays.pop("said").numpy()))
-    where = Places(arrays.pop("places"), arrays.pop("place_ends"))
-    origins = [Origin(*origin) for origin in said.pop("origins")]
-    return draw(Examples(**arrays, where=where, origins=origins, **said))
+        return torch.from_file(str(file), size=size, dtype=dtype)
 
-
-@lru_cache(maxsize=4)
-def permutation(rows: int, key: str) -> torch.Tensor:
-    """The numbers below `rows`, (rows,), in an order that depends only on `key`, on every machine."""
-    digest = hashlib.sha256(key.encode()).digest()
-    seed = int.from_bytes(digest[:8], "little") >> 1
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(rows, generator=generator)
-
-
-def draw(examples: Examples) -> Examples:
-    """The examples that count: all, or of weighted sources those that mixed_rows gives."""
+    fields = {name: mapped(name, dtype) for name, dtype in ARRAYS.items()}
+    for name in TEXTS:
+        fields[name] = Texts(mapped(name, torch.uint8), mapped(f"{name}_sizes", torch.int64))
+    fields["bounds"] = F.pad(fields.pop("lengths").cumsum(0), (1, 0))
+    if len(fields["ids"]) > fields["bounds"][-1]:
+        fields["ids"] = fields["ids"].view(torch.int32)
+    fields |= json.loads(Path(folder, SAID).read_text())
+    fields["origins"] = [Origin(*origin) for origin in fields["origins"]]
+    examples = Examples(**fields)
     if examples.unit != "documents" and any(origin.weight for origin in examples.origins):
         from .held_out import mixed_rows
 
         examples = replace(examples, rows=mixed_rows(examples, permutation))
     keys = examples.of_rows(examples.keys)
-    examples.notes[TWICE] = len(keys) - len(keys.unique())
-    return examples
+    notes = examples.notes | {TWICE: len(keys) - len(keys.unique())}
+    return replace(examples, notes=notes)
+
+
+@lru_cache(maxsize=4)
+def permutation(rows: int, key: str) -> Tensor:
+    """The numbers below `rows`, (rows,), in an order that depends only on `key`, on every machine."""
+    generator = torch.Generator().manual_seed(seed_of(key))
+    return torch.randperm(rows, generator=generator)
 
 
 def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:

@@ -4,6 +4,8 @@ Every rank is rank 0 of 1 to it and asks the same, and the asker divides the wor
 answers, and no figure depends on how many ranks there are.
 """
 
+from collections import defaultdict
+
 from ..run.errors import check
 from .evaluated import scored, windows
 
@@ -19,11 +21,12 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
 
     def score(sequences: list) -> list[tuple[float, bool]]:
         groups = [[sequence] for sequence in sequences]
-        rows = asker.score(groups, lambda _, scores: {"score": scores[0]})
-        return [(row["score"][0], row["score"][2]) for row in rows]
+        # [::2] leaves out how many tokens they are.
+        rows = asker.score(groups, lambda _, scores: {"score": scores[0][::2]})
+        return [row["score"] for row in rows]
 
     class Harness(base):
-        tokenizer_name = str(tokenizer.name_or_path)
+        tokenizer_name = tokenizer.name_or_path
         eot_token_id = eos
         prefix_token_id = eos if bos is None else bos
 
@@ -60,9 +63,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
             return sums
 
         def generate_until(self, requests: list, **_) -> list[str]:
-            by_size: dict[
-                int, list
-            ] = {}  # the most new tokens -> (number of a request, its prompt)
+            by_size = defaultdict(list)  # the most new tokens -> (number of a request, its prompt)
             for number, request in enumerate(requests):
                 context, options = request.args
                 draws = options.get("do_sample") and options.get("temperature", 1)
@@ -72,15 +73,11 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
                 ids = self.tok_encode(context)[-left:]
                 prompt = scored(ids, len(ids))
-                by_size.setdefault(size, []).append((number, prompt))
+                by_size[size].append((number, prompt))
             texts = [""] * len(requests)
             for size, asked in by_size.items():
                 numbers, prompts = zip(*asked, strict=True)
-                rows = asker.complete(
-                    list(prompts),
-                    size,
-                    lambda _, ids: {"ids": ids},
-                )
+                rows = asker.complete(prompts, size, lambda _, ids: {"ids": ids})
                 for number, row in zip(numbers, rows, strict=True):
                     text = tokenizer.decode(row["ids"], skip_special_tokens=True)
                     until = requests[number].args[1].get("until") or []

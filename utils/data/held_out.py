@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..run.errors import check, print0
 from .encode import Rows
 
 
-def mixed_rows(examples, order_of: Callable) -> torch.Tensor:
+def mixed_rows(examples, order_of: Callable) -> Tensor:
     """The rows (n,) of weighted sources: as many of each as its weight says, none twice, all of the one that
     is scarcest for its weight. order_of: see examples.permutation.
 
@@ -47,7 +48,7 @@ def split_by_hash(examples, share: float) -> tuple:
     So a row stays on its side when others come, go or move, and its copies stay with it.
     """
     keys = examples.of_rows(examples.keys)
-    rows = examples.of_rows(torch.arange(len(examples.keys)))
+    rows = examples.numbers
     held = keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
     split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
     check(

@@ -7,9 +7,9 @@ Packs with equal room are interchangeable, so the search is among the different 
 
 import bisect
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -66,18 +66,16 @@ class PackedBatches(GlobalBatches):
         rows_padded, length = batch.ids.shape
         positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
         for row, examples in zip(positions, packs, strict=True):
-            end = 0
-            for example in examples:
-                end += len(example.ids)
+            for end in accumulate(len(example.ids) for example in examples):
                 row[end:] = torch.arange(length - end)
-        shape = (1, -1) if self.flat else batch.ids.shape  # (1, B * T), else (B, T)
-        tensors = [t.view(shape) for t in (batch.ids, batch.labels, batch.mask)]
         if not self.flat:
-            return Batch(*tensors, where, positions)
+            return replace(batch, where=where, positions=positions)
+        tensors = [t.view(1, -1) for t in (batch.ids, batch.labels, batch.mask, positions)]
         begins = (positions.flatten() == 0).nonzero().flatten()
         begins = F.pad(begins, (0, 1), value=positions.numel()).int()
         longest = int(begins.diff().max())
-        return Batch(*tensors, where, positions.view(shape), begins, longest)
+        ids, labels, mask, positions = tensors  # (1, B * T)
+        return Batch(ids, labels, mask, where, positions, begins, longest)
 
     def summary(self) -> str:
         """What the plan prints: also how full the packs are."""
@@ -105,7 +103,7 @@ def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
     Of equally long documents the earlier one is placed first, so shuffled documents give shuffled packs.
     """
-    order = torch.sort(lengths, descending=True, stable=True).indices
+    order = lengths.argsort(descending=True, stable=True)
     packs: list[Pack] = []
     # free tokens -> the packs with exactly that room
     packs_of: dict[int, list[int]] = defaultdict(list)

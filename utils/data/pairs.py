@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches
@@ -21,7 +22,7 @@ class PairBatch(Batch):
     """
 
     pairs: int = 0  # P
-    desirable: torch.Tensor | None = None  # (S,) bool of its sequences: those that are wanted
+    desirable: Tensor | None = None  # (S,) bool of its sequences: those that are wanted
     keys: tuple[int, ...] = ()  # (S,): a hash of each one's tokens
 
 
@@ -41,7 +42,7 @@ def sequences(examples: Examples) -> Examples:
     """
     middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
-    rows = examples.of_rows(torch.arange(len(examples.keys)))
+    rows = examples.numbers
     rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten()
     where = Twice(examples.where)
     return replace(examples, bounds=bounds, rows=rows, where=where)
@@ -59,22 +60,19 @@ class Pairs:
 
     def every(self, steps: int) -> Iterator[PairBatch]:
         """This rank's micro-batches with all answers of so many steps."""
-        for step in range(self.per_epoch):
-            yield from self.batches(step)
+        return chain.from_iterable(map(self.batches, range(self.per_epoch)))
 
-    def desirable(self, rows: list[int]) -> torch.Tensor:
+    def desirable(self, rows: list[int]) -> Tensor:
         return torch.tensor([True, False] * len(rows), dtype=torch.bool)
 
     def batch(self, rows: list) -> PairBatch:
         batch = super().batch(rows)
         numbers = list(chain.from_iterable(rows)) if self.packed else rows
         return PairBatch(
-            **vars(batch)
-            | {
-                "pairs": len(numbers),
-                "desirable": self.desirable(numbers),
-                "keys": tuple(map(key_of, self.items(numbers))),
-            }
+            **vars(batch),
+            pairs=len(numbers),
+            desirable=self.desirable(numbers),
+            keys=tuple(map(key_of, self.items(numbers))),
         )
 
 
@@ -111,7 +109,7 @@ class LabelBatches(PairBatches):
     seq_len: int
     answer_of = None  # row -> the row with its answer; None: its own
 
-    def desirable(self, rows: list[int]) -> torch.Tensor:
+    def desirable(self, rows: list[int]) -> Tensor:
         return self.examples.of_rows(self.examples.row_sizes)[rows] > 0
 
     def items(self, rows: list[int]) -> list[Example]:

@@ -10,11 +10,13 @@ import os
 import signal
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain, count
 
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..run.errors import ConfigError, say
@@ -22,7 +24,7 @@ from ..run.signals import CAUGHT, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
-from .examples import Example, Places
+from .examples import Example
 from .packing import joined
 from .pictures import decoded, folder_of, process, room_of
 from .prompts import Prompt
@@ -34,19 +36,12 @@ TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of what says the type o
 Work = tuple[list[int], bool]
 
 
-@dataclass(frozen=True)
-class PictureBatch(Batch):
-    """A micro-batch with what the model takes of its pictures: pixel_values and what its family has beside
-    them; {} of a family without token types, where no rank has a picture.
-    """
-
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 @dataclass(eq=False)
 class PictureBatches(GlobalBatches):
-    """GlobalBatches of PictureBatch: as the model's own processor gives them for these rows, padded on the
-    right. A row costs its tokens and its patches. Where `separates`, a step may have more micro-batches.
+    """GlobalBatches with what the model takes of their pictures, as its own processor gives it: pixel_values
+    and what its family has beside them; {} of a family without token types, where no rank has a picture. They
+    are padded on the right. A row costs its tokens and its patches. Where `separates`, a step may have more
+    micro-batches.
 
     source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
     this one does. ConfigError names the row of a picture that cannot be decoded.
@@ -58,7 +53,6 @@ class PictureBatches(GlobalBatches):
 
     def __post_init__(self):
         super().__post_init__()
-        self.pictures = Places(self.examples.details, self.examples.detail_ends)
         self.patches = self.examples.of_rows(self.examples.row_sizes)
         # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
         # of pictures too, so only rows with equally many share a micro-batch.
@@ -86,14 +80,14 @@ class PictureBatches(GlobalBatches):
         """A batch of so many rows, each the one with the most pictures."""
         return self.batch([int(self.patches.argmax())] * rows)
 
-    def costs(self, rows: list[int]) -> torch.Tensor:
+    def costs(self, rows: list[int]) -> Tensor:
         return super().costs(rows) + self.patches[rows]
 
     def shares(self, step: int) -> list[list[list]]:
         shares: list[list[list]] = [[] for _ in range(self.ranks)]
         rows = self.rows_of(step)
-        for count in sorted({self.counts[row] for row in rows}):
-            alike = self.dealt([row for row in rows if self.counts[row] == count])
+        for number in sorted({self.counts[row] for row in rows}):
+            alike = self.dealt([row for row in rows if self.counts[row] == number])
             for share, more in zip(shares, alike, strict=True):
                 share += more
         return shares
@@ -119,7 +113,7 @@ class PictureBatches(GlobalBatches):
             self.made = iter(
                 DataLoader(
                     ahead,
-                    sampler=ahead.works(step),
+                    sampler=chain.from_iterable(map(ahead.work, count(step))),  # without end
                     batch_size=None,
                     num_workers=self.workers,
                     multiprocessing_context="fork",  # nothing of a GPU is touched
@@ -142,12 +136,6 @@ class PictureBatches(GlobalBatches):
                 raise batch
         return found
 
-    def works(self, step: int) -> Iterator[Work]:
-        """The micro-batches from a step on, without end."""
-        while True:
-            yield from self.work(step)
-            step += 1
-
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
         items = self.items(rows) or [self.filler()]
         sources = [self.sources(row) for row in rows] or [[]]
@@ -162,13 +150,11 @@ class PictureBatches(GlobalBatches):
             items[0] = joined([items[0], untrained])
             pictures[0] = [BLANK]
         batch = collate(items, self.pad_id, self.multiple)
-        extra = inputs_of(self.processor, batch.ids, pictures)
-        return PictureBatch(**vars(batch), extra=extra)
+        return replace(batch, extra=inputs_of(self.processor, batch.ids, pictures))
 
     def sources(self, row: int) -> list[list]:
         """[[source, width, height], ...] of the pictures of a row."""
-        number = row if self.examples.rows is None else self.examples.rows[row]
-        return json.loads(self.pictures[number])
+        return json.loads(self.examples.details[self.examples.numbers[row]])
 
 
 def begin_worker(_: int) -> None:
@@ -188,19 +174,19 @@ def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def picture_inputs(processor, prompts: list[Prompt], ids: torch.Tensor, rows: Rows) -> dict:
+def picture_inputs(processor, prompts: list[Prompt], ids: Tensor, rows: Rows) -> dict:
     """What the model takes beside the ids (B, T) of prompts with equally many pictures."""
     pictures = [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
     return inputs_of(processor, ids, pictures)
 
 
 @lru_cache(maxsize=4)
-def blank_inputs(processor) -> dict[str, torch.Tensor]:
+def blank_inputs(processor) -> dict[str, Tensor]:
     """What the processor makes of a blank picture."""
     return process(processor, [[BLANK]])
 
 
-def inputs_of(processor, ids: torch.Tensor, pictures: list[list]) -> dict[str, torch.Tensor]:
+def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict[str, Tensor]:
     """What a model takes beside the ids (B, T) of a batch, with the pictures of each of its rows."""
     blank, pictured = blank_inputs(processor), list(filter(None, pictures))
     extra = process(processor, pictured) if pictured else {}
@@ -213,7 +199,7 @@ def inputs_of(processor, ids: torch.Tensor, pictures: list[list]) -> dict[str, t
     return extra
 
 
-def cross_attention(token: int, ids: torch.Tensor, extra: dict) -> torch.Tensor:
+def cross_attention(token: int, ids: Tensor, extra: dict) -> Tensor:
     """(B, T, pictures, tiles) int64: which tiles a token sees, of models that have layers for that."""
     from transformers.models.mllama.processing_mllama import (
         convert_sparse_cross_attention_mask_to_dense,

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ..run.errors import check
 from .encode import Rows
-from .examples import Examples, Places, load_examples
+from .examples import Examples, load_examples
 
 
 class Question(NamedTuple):
@@ -31,27 +30,21 @@ class Questions(Examples):
 
     def __getitem__(self, i: int) -> Question:
         ids, _, where = super().__getitem__(i)
-        content, columns = self.asked(i if self.rows is None else self.rows[i])
+        content, columns = json.loads(self.details[self.numbers[i]])
         return Question(ids.tolist(), content, dict.fromkeys(self.names) | columns, where)
-
-    def asked(self, row: int) -> tuple[str | list[dict], dict]:
-        """(content, columns) of a row among all that were read."""
-        return json.loads(Places(self.details, self.detail_ends)[row])
 
     @cached_property
     def names(self) -> set[str]:
         """The names of all columns."""
-        return {name for row in range(len(self.keys)) for name in self.asked(row)[1]}
+        rows = (json.loads(self.details[row]) for row in range(len(self.keys)))
+        return {name for _, columns in rows for name in columns}
 
 
 def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
     """The prompts of a data set, for load_data(..., load=load_questions). rows.seq_len: the most tokens of a
-    prompt; a longer one is dropped and counted, or an error, as rows.too_long says.
+    prompt; a longer one is dropped and counted, or with another rows.too_long an error: one that is cut asks
+    something else.
 
     ConfigError for bad rows (up to ten, and how many more), and where all were dropped.
     """
-    check(
-        rows.too_long != "truncate",
-        "--too_long truncate: a prompt that is cut asks something else (fix: drop, or error)",
-    )
     return Questions(**vars(load_examples(replace(rows, task="prompts"), tokenizer, progress)))

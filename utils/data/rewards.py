@@ -17,7 +17,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import NamedTuple
 from ..run.distributed import World, gather, together
 from ..run.errors import ConfigError, check, others_code, reason_of_others
 from ..run.files import did_you_mean, disk_errors
-from .questions import Question, Questions
+from .questions import Question
 
 FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
 NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
@@ -158,18 +157,6 @@ def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
         if values:
             means[prefix + key] = sum(values) / len(values)
     return means
-
-
-def evaluate(
-    questions: Questions, draw: Callable, sampling: object, reward: Callable
-) -> dict[str, float]:
-    """The rewards of the likeliest completion of each held-out prompt. draw, sampling: see rollout.py;
-    reward: reward_all with its settings.
-    """
-    asked = list(questions)
-    keys = [(place,) for place in range(len(asked))]
-    completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
-    return reward_means(reward(asked, completions, group_size=1), "eval_")
 
 
 def write_samples(

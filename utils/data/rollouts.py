@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -27,15 +28,15 @@ class RolloutBatch(Batch):
     token.
     """
 
-    advantages: torch.Tensor | None = None  # (B, 1)
-    weights: torch.Tensor | None = None  # (B, 1)
-    drawn: torch.Tensor | None = None  # (B, T): log-probabilities of the tokens as they were drawn
+    advantages: Tensor | None = None  # (B, 1)
+    weights: Tensor | None = None  # (B, 1)
+    drawn: Tensor | None = None  # (B, T): log-probabilities of the tokens as they were drawn
 
 
 class RolloutBatches(GlobalBatches):
     """The prompts of each step, by rows_of(step), and this rank's micro-batches of their completions."""
 
-    def costs(self, rows: list[Rollout]) -> torch.Tensor:
+    def costs(self, rows: list[Rollout]) -> Tensor:
         return torch.tensor([len(r.prompt) + len(r.ids) for r in rows], dtype=torch.int64)
 
     def batch(self, rows: list[Rollout]) -> RolloutBatch:

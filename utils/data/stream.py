@@ -20,21 +20,17 @@ from .packing import PackedBatches
 PERIOD = 1000  # rows in which a mixture has exactly its shares
 
 
-@dataclass(eq=False)
 class Line:
-    """Some documents of `examples`, back to back, in a new order for each epoch. key: of the orders; "": the
-    documents lie in the order in which they are.
+    """Some documents (n,) of `examples`, back to back, in a new order for each epoch. key: of the orders; "":
+    the documents lie in the order in which they are.
     """
 
-    examples: Examples
-    documents: Tensor  # (n,) int64: which
-    key: str
-
-    def __post_init__(self):
+    def __init__(self, examples: Examples, documents: Tensor, key: str):
+        self.examples, self.documents, self.key = examples, documents, key
         self.kept = (-1,)
-        self.lengths = self.examples.bounds.diff()[self.documents]
+        self.lengths = examples.bounds.diff()[documents]
         self.tokens = int(self.lengths.sum())
-        self.size_bytes = int(self.examples.row_sizes[self.documents].sum())  # of the text
+        self.size_bytes = int(examples.row_sizes[documents].sum())  # of the text
 
     def epoch(self, number: int) -> tuple[Tensor, Tensor]:
         """(the documents in their order, where each ends), both (n,) int64. One epoch is kept: only a row at
@@ -65,7 +61,7 @@ class Line:
 @dataclass(eq=False)
 class StreamBatches(PackedBatches):
     """GlobalBatches whose rows are `size` tokens of a line. Of sources with weights each has its own line,
-    and each 1,000 rows hold its share of them, to the nearest row.
+    and each 1,000 rows hold its share of them, to less than one row.
 
     document_mask: documents of a row do not see each other, and their first tokens are not predicted. False:
     a row is one text. held_out: all documents once, in the order in which they are, without weights.
@@ -87,7 +83,7 @@ class StreamBatches(PackedBatches):
 
     @cached_property
     def lines(self) -> list[Line]:
-        numbers = self.examples.of_rows(torch.arange(len(self.examples.keys)))
+        numbers = self.examples.numbers
         if not self.weights:
             return [Line(self.examples, numbers, "" if self.held_out else self.key)]
         lines = []
@@ -99,12 +95,9 @@ class StreamBatches(PackedBatches):
 
     @cached_property
     def pattern(self) -> Tensor:
-        """(PERIOD,) int64: the line of each row of a period, by largest remainders."""
-        weights = torch.tensor(self.weights or [1.0], dtype=torch.float64)
-        shares = weights / weights.sum() * PERIOD
-        counts = shares.floor().long()
-        largest = (shares - counts).argsort(descending=True, stable=True)
-        counts[largest[: PERIOD - int(counts.sum())]] += 1
+        """(PERIOD,) int64: the line of each row of a period."""
+        ends = torch.tensor([0.0, *(self.weights or [1.0])], dtype=torch.float64).cumsum(0)
+        counts = (ends / ends[-1] * PERIOD).round().long().diff()
         least = f"--dataset: a source has less than 1 of {PERIOD:,} rows (fix: a larger weight)"
         check(counts.all(), least)
         order = permutation(PERIOD, f"{self.key} sources")

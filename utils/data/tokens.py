@@ -8,7 +8,6 @@ and has the tokenizer itself read it as text (encode_special_tokens).
 import json
 import os
 import re
-from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..run.errors import ConfigError, check, others_code, print0
+from ..run.errors import check, others_code, print0
 from ..run.files import file_inside, impostor
+from .formats import Messages
 
 # A folder without any of these has no tokenizer.
 VOCABULARY_FILES = (
@@ -133,6 +133,8 @@ BUILT_IN = {
 }
 
 Sequence = tuple[list[int], bytearray]  # (ids, loss mask) of T tokens each
+# (text, the characters [first, last) between {% generation %} marks, if the template has any)
+Rendered = tuple[str, list[tuple[int, int]]]
 
 
 def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_code: bool = False):
@@ -196,12 +198,8 @@ def set_template(tokenizer, name: str) -> None:
         tokenizer.chat_template = MACROS + bos + BUILT_IN[name]
         tokenizer.template_name = f"built-in {name}"
     else:
-        try:
+        with others_code(f"--chat_template {name}", "give a file, chatml or alpaca"):
             tokenizer.chat_template = Path(name).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"--chat_template {name}: {error}; give a file, chatml or alpaca"
-            ) from None
         tokenizer.template_name = name
 
 
@@ -267,7 +265,7 @@ def needed_tools(tokenizer) -> list | None:
 
 
 def turn_end(
-    tokenizer, messages: list[dict], tools: list | None, next_role: str = "user"
+    tokenizer, messages: Messages, tools: list | None, next_role: str = "user"
 ) -> tuple[str, str]:
     """(what the template writes after the content of the last message, an assistant's; the text that ends
     that turn). The end is the added tokens after its content, and white space before them; else the token
@@ -278,7 +276,7 @@ def turn_end(
     """
     words = added_words(tokenizer)
 
-    def after_answer(messages: list[dict], prompt: bool = False) -> str:
+    def after_answer(messages: Messages, prompt: bool = False) -> str:
         text, _ = sketch(tokenizer, messages, tools, prompt)
         return text.rpartition(mark)[2]
 
@@ -307,14 +305,12 @@ def any_of(words: set[str]) -> str:
 # --- messages -> text
 
 
-def render(tokenizer, messages: list[dict], tools: list | None = None, prompt: bool = False) -> str:
+def render(tokenizer, messages: Messages, tools: list | None = None, prompt: bool = False) -> str:
     """The conversation as text; with `prompt`, followed by the generation prompt."""
     return render_marked(tokenizer, messages, tools, prompt)[0]
 
 
-def sketch(
-    tokenizer, messages: list[dict], tools: list | None, prompt: bool = False
-) -> tuple[str, list[tuple[int, int]]]:
+def sketch(tokenizer, messages: Messages, tools: list | None, prompt: bool = False) -> Rendered:
     """As render_marked, of a conversation of marks, and kept: most rows have one of a few. For any tools,
     SCHEMA.
     """
@@ -323,14 +319,12 @@ def sketch(
 
 
 @lru_cache(maxsize=4096)
-def _sketch(tokenizer, template, messages, has_tools, prompt) -> tuple[str, list[tuple[int, int]]]:
+def _sketch(tokenizer, template, messages, has_tools, prompt) -> Rendered:
     return render_marked(tokenizer, json.loads(messages), SCHEMA if has_tools else None, prompt)
 
 
-def render_marked(
-    tokenizer, messages, tools=None, prompt=False
-) -> tuple[str, list[tuple[int, int]]]:
-    """(text, the characters [first, last) between {% generation %} marks, if the template has any)."""
+def render_marked(tokenizer, messages, tools=None, prompt=False) -> Rendered:
+    """As render, with what is between marks."""
     template = tokenizer.get_chat_template(tools=tools)
     always = takes_parts(tokenizer, template)
     messages = [in_parts(m) if always or PLACE in m["content"] else m for m in messages]
@@ -398,14 +392,6 @@ class Encoded(NamedTuple):
     ids: list[int]
     starts: list[int]
     ends: list[int]
-
-    def token_after(self, at: int) -> int:
-        """The first token that ends after a character, or the number of tokens."""
-        return bisect_right(self.ends, at)
-
-    def token_from(self, at: int) -> int:
-        """The first token that starts at a character or after it, or the number of tokens."""
-        return bisect_left(self.starts, at)
 
 
 def encode(tokenizer, text: str) -> Encoded:
