@@ -79,12 +79,7 @@ class Pictures:
         if len(one.calls) != len(two.calls):  # one for each picture
             calls = one.calls * rows
             one, two = (before._replace(calls=calls) for before in (one, two))
-        resize = partial(
-            resized,
-            tokens=tokens,
-            rows=rows,
-            seq_len=seq_len,
-        )
+        resize = partial(resized, tokens=tokens, rows=rows, seq_len=seq_len)
         return PictureBytes(), tree_map(resize, one, two)
 
 
@@ -255,13 +250,8 @@ class PictureTrace:
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
         """(its forward, its backward, its outputs as meta tensors) of a call of a module."""
         live = PictureBytes()
-        inside = {*called.modules()}
-        modules = self.model.modules()
-        others = [module for module in modules if inside.isdisjoint(module.modules())]
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            parameters_in(self.dtype, self.model, others),
-        ):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, parameters_in(self.dtype, self.model, part=called):
             args, kwargs = tree_map_only(torch.Tensor, fake_like, (args, kwargs))
             with live:
                 # Not the module itself, whose hooks collect hidden states.
@@ -304,10 +294,10 @@ class Before(NamedTuple):
         """The part of a step that comes between the embedding and the blocks."""
         for call in self.calls:
             if call.layer >= 0:
-                replay.unshard(f"tower {call.layer}", towers[call.layer], True)
+                replay.unshard(towers[call.layer], True)
             replay.compute(call.forward if call.trains else call.forward._replace(rest=0))
             if call.layer >= 0 and replay.setting.reshard_after_forward:
-                replay.reshard(f"tower {call.layer}", towers[call.layer])
+                replay.reshard(towers[call.layer])
 
     def backward(self, replay: Replay, towers: list[Unit], sync: bool) -> None:
         """What comes after that of the blocks."""
@@ -316,9 +306,9 @@ class Before(NamedTuple):
                 replay.compute(call.backward)
                 continue
             unit = towers[call.layer]
-            replay.unshard(f"tower {call.layer}", unit, False)
+            replay.unshard(unit, False)
             replay.compute(call.backward, unit.grads)
-            replay.reduce(f"tower {call.layer}", unit, sync)
+            replay.reduce(unit, sync)
 
 
 def reach(**kwargs):

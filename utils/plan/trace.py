@@ -6,7 +6,7 @@ tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -309,29 +309,30 @@ def gone_bytes(inputs: list[tuple]) -> int:
 
 
 @contextmanager
-def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]) -> Iterator[None]:
-    """New parameters and buffers in place of the model's, without memory, in the dtype that FSDP gathers;
-    not in the blocks `repeats`, which do not run.
+def parameters_in(
+    dtype: torch.dtype,
+    model: nn.Module,
+    without: Iterable[nn.Module] = (),
+    part: nn.Module | None = None,
+) -> Iterator[None]:
+    """New parameters and buffers in place of those of a part of the model, or of all of it, without memory,
+    in the dtype that FSDP gathers; not in the modules `without`, which do not run.
     """
-    replaced = []  # (table, name, tensor)
-    made = {}  # one for each tensor: weights may be tied
-    in_fp32 = fp32_modules(model, dtype)
-    kept = {id(p) for module in in_fp32 for p in module.parameters()}
-    for _, module in model.named_modules(memo={*repeats}):
+    kept = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
+    tables = []  # (parameters or buffers of a module, a copy of them)
+    made = {None: None}  # one for each tensor: weights may be tied
+    for _, module in (part or model).named_modules(memo={*without}):
         for table in (module._parameters, module._buffers):
+            tables.append((table, dict(table)))
             for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    gathered = torch.float32 if id(tensor) in kept else dtype
-                    made[id(tensor)] = empty_like(tensor, gathered)
-                replaced.append((table, name, tensor))
-                table[name] = made[id(tensor)]
+                if tensor not in made:
+                    made[tensor] = empty_like(tensor, torch.float32 if tensor in kept else dtype)
+                table[name] = made[tensor]
     try:
         yield
     finally:
-        for table, name, tensor in replaced:
-            table[name] = tensor
+        for table, tensors in tables:
+            table.update(tensors)
 
 
 def empty_like(tensor: torch.Tensor, gathered: torch.dtype) -> torch.Tensor:
