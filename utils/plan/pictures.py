@@ -46,19 +46,18 @@ class Pictures:
     known: dict[tuple, list] = field(default_factory=dict)
     towers = staticmethod(tower_layers)
 
-    def batch(self, rows: int, seq_len: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(ids (rows, seq_len), the rest of such a batch). seq_len 0: as many tokens as rows_of gives."""
-        if rows not in self.known:
-            self.known[rows] = self.rows_of(rows)
-        found = self.known[rows]
+    def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(ids (rows, seq_len), the rest of such a batch)."""
+        found = self.rows_of(rows)
         shape = found.ids.shape
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
-            if not seq_len or tensor.shape[:2] != shape:  # not of each token
+            if tensor.shape[:2] != shape:  # not of each token
                 return tensor
             return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - shape[1]))
 
-        return padded(found.ids), {name: padded(value) for name, value in found.extra.items()}
+        extra = {name: padded(value) for name, value in found.extra.items()}
+        return padded(found.ids), extra
 
     def trace(
         self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int, recompute: str
@@ -69,17 +68,23 @@ class Pictures:
         text = {*reads_text(model).parameters()}
         seen = [(p.dtype, p.requires_grad) for p in model.parameters() if p not in text]
         key = (dtype, recompute, *seen)
-        tokens = self.batch(1)[0].shape[1]
         if key not in self.known:
-            shapes = ((1, tokens), (2, tokens + MORE))
-            self.known[key] = [
-                PictureTrace(model, dtype).come_to_language(*self.batch(*shape)) for shape in shapes
-            ]
-        one, two = self.known[key]
+            tokens = self.rows_of(1).ids.shape[1]
+            found = [tokens]
+            for shape in ((1, tokens), (2, tokens + MORE)):
+                traced = PictureTrace(model, dtype)
+                found.append(traced.come_to_language(*self.batch(*shape)))
+            self.known[key] = found
+        tokens, one, two = self.known[key]
         if len(one.calls) != len(two.calls):  # one for each picture
             calls = one.calls * rows
             one, two = (before._replace(calls=calls) for before in (one, two))
-        resize = partial(resized, tokens=tokens, rows=rows, seq_len=seq_len)
+        resize = partial(
+            resized,
+            tokens=tokens,
+            rows=rows,
+            seq_len=seq_len,
+        )
         return PictureBytes(), tree_map(resize, one, two)
 
 

@@ -16,17 +16,19 @@ from .states import Peak, Setting, States, share_numel
 from .trace import Segment, Trace
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Unit:
     """Bytes of what FSDP2 gathers together. What one rank uses as it is stored only has gradients."""
 
-    gathered: int  # whole and padded, in the dtype that it is gathered in
-    copied: int  # this rank's share in that dtype, where it is stored in another, or on the host
-    grads: int  # its whole gradients, in that dtype
-    reduced: int  # the same, padded, in fp32: what is reduced
-    share: int  # this rank's share of them, as it is kept
+    gathered: int = 0  # whole and padded, in the dtype that it is gathered in
+    copied: int = (
+        0  # this rank's share in that dtype, where it is stored in another, or on the host
+    )
+    grads: int = 0  # its whole gradients, in that dtype
+    reduced: int = 0  # the same, padded, in fp32: what is reduced
+    share: int = 0  # this rank's share of them, as it is kept
     # the last parameter's whole gradients, which a loop's variable in foreach_reduce holds on to
-    last: int
+    last: int = 0
 
 
 def units_of(
@@ -39,49 +41,41 @@ def units_of(
     towers = setting.pictures.towers(model) if setting.pictures else []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
+    # What is gathered in fp32, in a unit of its own, counts as part of the one around it.
     kept = {p for module in in_fp32 for p in module.parameters()}
-    plain = set()
+    plain = set()  # see sharding.stored_as_computed
     if setting.shards == setting.replicate == 1 and not setting.cpu_offload:
         found = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
         plain = sharding.stored_as_computed(found, setting.grad_accum > 1)
 
-    def unit_of(*modules: nn.Module) -> Unit:
-        return _unit(nn.ModuleList(modules).parameters(), kept, plain, setting)
+    def unit_of(parameters: Iterable[nn.Parameter]) -> Unit:
+        unit = Unit()
+        for p in parameters:
+            own_numel = share_numel(p, setting.shards)
+            padded_numel = 0 if p in plain else own_numel * setting.shards
+            dtype = torch.float32 if p in kept else setting.dtype
+            is_cast = p.is_floating_point() and p.dtype != dtype
+            itemsize = dtype.itemsize if is_cast else p.element_size()
+            unit.gathered += padded_numel * itemsize
+            if is_cast or setting.cpu_offload:
+                unit.copied += own_numel * itemsize
+            if p.requires_grad:
+                grads = p.numel() * itemsize
+                unit.grads += grads
+                unit.reduced += padded_numel * 4
+                unit.share += own_numel * p.element_size()
+                unit.last = grads if setting.shards > 1 else 0
+        return unit
 
     own = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
-    rest = _unit([p for p in model.parameters() if p not in own], kept, plain, setting)
-    blocks, of_towers = [unit_of(layer) for layer in layers], [unit_of(layer) for layer in towers]
-    if embedding.weight is head.weight:
-        return rest, unit_of(embedding, head), blocks, None, of_towers
-    return rest, unit_of(embedding), blocks, unit_of(head), of_towers
-
-
-def _unit(parameters: Iterable[nn.Parameter], kept: set, plain: set, setting: Setting) -> Unit:
-    """kept: what is gathered in fp32, in a unit of its own, which counts as part of this one. plain: see
-    sharding.stored_as_computed.
-    """
-    gathered = copied = grads = reduced = share = last = 0
-    for p in parameters:
-        own_numel = share_numel(p, setting.shards)
-        padded_numel = 0 if p in plain else own_numel * setting.shards
-        dtype = torch.float32 if p in kept else setting.dtype
-        is_cast = p.is_floating_point() and p.dtype != dtype
-        itemsize = dtype.itemsize if is_cast else p.element_size()
-        gathered += padded_numel * itemsize
-        if is_cast or setting.cpu_offload:
-            copied += own_numel * itemsize
-        if p.requires_grad:
-            last = p.numel() * itemsize
-            grads += last
-            reduced += padded_numel * 4
-            share += own_numel * p.element_size()
-    return Unit(
-        gathered=gathered,
-        copied=copied,
-        grads=grads,
-        reduced=reduced,
-        share=share,
-        last=last if setting.shards > 1 else 0,
+    is_tied = embedding.weight is head.weight
+    first = nn.ModuleList([embedding, head]) if is_tied else embedding
+    return (
+        unit_of(p for p in model.parameters() if p not in own),
+        unit_of(first.parameters()),
+        [unit_of(layer.parameters()) for layer in layers],
+        None if is_tied else unit_of(head.parameters()),
+        [unit_of(layer.parameters()) for layer in towers],
     )
 
 

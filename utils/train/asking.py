@@ -37,7 +37,10 @@ class Asker:
         """
 
         def answers(batches: list[list[int]], own: list[int]) -> list:
-            batch = self.batch_of([sequence for i in own for sequence in groups[i]])
+            sequences = []
+            for i in own:
+                sequences += groups[i]
+            batch = self.batch_of(sequences)
             batch = batch.to(self.world.device)
             scores = iter(score_batch(self.model, batch))
             return [[next(scores) for _ in groups[i]] for i in own]
@@ -96,11 +99,13 @@ class Asker:
                 rank = self.world.rank
                 own = several[rank] if rank < len(several) else []
                 found = answers(several, own)
+                rows = {}
                 with together(self.world):
-                    pairs = zip(own, found, strict=True)
-                    rows = {i: {"number": i} | judge(i, answer) for i, answer in pairs}
+                    for i, answer in zip(own, found, strict=True):
+                        rows[i] = {"number": i} | judge(i, answer)
                 for of_rank in gather(self.world, rows):
-                    self.write([row for i, row in of_rank.items() if i not in known])
+                    new = [row for i, row in of_rank.items() if i not in known]
+                    self.write(new)
                     known = of_rank | known
                 bar.update(sum(map(len, several)))
         return [known[i] for i in range(len(groups))]
@@ -109,7 +114,9 @@ class Asker:
         """Add rows to the file."""
         if self.file and self.world.rank == 0:
             with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                for row in rows:
+                    line = json.dumps(row, ensure_ascii=False)
+                    file.write(line + "\n")
 
     def answered(self) -> dict[int, dict]:
         """The rows of the file by number. A kill may have cut the last, which is removed."""

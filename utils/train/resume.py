@@ -150,7 +150,7 @@ def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
         expected = [(name, file["bytes"], file["sha256"]) for name, file in sorted(files.items())]
         if not {".metadata", "state.json"} <= files.keys() or any("/" in name for name in files):
             raise ValueError
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except Exception:  # it may be anything
         return f"{checkpoint}/manifest.json is damaged"
     for name, size, sha256 in expected[rank::ranks]:
         try:
