@@ -6,14 +6,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..model.pieces import rows_of_full_shard
 from ..run.distributed import World
 from ..run.errors import check, print0
 from ..run.units import GIB
 from .fit import MemoryPlan, room_here
 from .need import must_be_there
 from .replay import units_of
-from .states import Setting, estimate_states, planned_model, sum_of
+from .states import Setting, estimate_states, planned_model, share_numel, sum_of
 
 
 def estimate_generation(
@@ -81,8 +80,7 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
 
 def share_bytes(model: nn.Module, shards: int, dtype: torch.dtype) -> int:
     """Of a rank's shards of a model that does not train, stored in `dtype`."""
-    shares = [rows_of_full_shard(len(p), shards) * p.numel() // len(p) for p in model.parameters()]
-    return sum(shares) * dtype.itemsize
+    return sum(share_numel(p, shards) for p in model.parameters()) * dtype.itemsize
 
 
 def plan_rollout(
@@ -111,20 +109,19 @@ def plan_rollout(
             frozen_bytes=0,
         )
     model = planned_model(setting)
+    parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
     on_host = setting.cpu_offload and setting.gpu
-    for whole in (True, False):
-        parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)
-        if whole:
-            rest, embedding, blocks, head, _ = units_of(model, setting)
-            units = (rest, embedding, *blocks, head)
-            parts["gathered"] = sum(unit.gathered for unit in units if unit)
-        parts["weights"] = (parts["weights"] + setting.frozen_bytes) * (not on_host)
-        parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
-        alive = sum(parts.values())
-        needed = must_be_there(alive, world.size, setting.gpu)
-        if needed <= room.device:
-            break
+    parts["weights"] = (parts["weights"] + setting.frozen_bytes) * (not on_host)
+    parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
+    rest, embedding, blocks, head, _ = units_of(model, setting)
+    gathered = sum(unit.gathered for unit in (rest, embedding, *blocks, head) if unit)
+    alive = sum(parts.values()) - parts["gathered"] + gathered
+    whole = must_be_there(alive, world.size, setting.gpu) <= room.device
+    if whole:
+        parts["gathered"] = gathered
+    alive = sum(parts.values())
+    needed = must_be_there(alive, world.size, setting.gpu)
     how = "gathered once" if whole else "gathered in each forward"
     text = f"{plan.text}\nrollout   {sum_of(parts)} on the fullest rank, with layers {how}"
     fix = "(fix: a smaller --generate_batch_size or --max_new_tokens; or --force to try)"

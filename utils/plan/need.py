@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..model.pieces import rows_of_full_shard
 from ..run.errors import escaped, reason_of_others
 from ..run.units import GIB, MIB
 from .replay import check_peak, step_peak, units_of
-from .states import Peak, Setting, States, estimate_states, planned_model, sum_of
+from .states import Peak, Setting, States, estimate_states, planned_model, share_numel, sum_of
 from .trace import Trace, record_step
 
 FITS, TIGHT, MAYBE, TOO_LARGE = "fits", "fits tightly", "may not fit", "does not fit"
@@ -192,8 +191,7 @@ def pinned(model: nn.Module, states: States, shards: int) -> int:
     """Bytes on the host for offloaded states, of which weights and gradients are page-locked."""
     total = states.optimizer
     for p in model.parameters():
-        share_numel = rows_of_full_shard(p.shape[0], shards) * p.numel() // len(p)
-        share_bytes = pinned_bytes(share_numel * p.element_size())
+        share_bytes = pinned_bytes(share_numel(p, shards) * p.element_size())
         total += share_bytes * (2 if p.requires_grad else 1)
     return total
 

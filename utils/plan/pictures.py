@@ -46,19 +46,18 @@ class Pictures:
     known: dict[tuple, list] = field(default_factory=dict)
     towers = staticmethod(tower_layers)
 
-    def batch(self, rows: int, seq_len: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(ids (rows, seq_len), the rest of such a batch). seq_len 0: as many tokens as rows_of gives."""
-        if rows not in self.known:
-            self.known[rows] = self.rows_of(rows)
-        found = self.known[rows]
+    def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(ids (rows, seq_len), the rest of such a batch)."""
+        found = self.rows_of(rows)
         shape = found.ids.shape
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
-            if not seq_len or tensor.shape[:2] != shape:  # not of each token
+            if tensor.shape[:2] != shape:  # not of each token
                 return tensor
             return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - shape[1]))
 
-        return padded(found.ids), {name: padded(value) for name, value in found.extra.items()}
+        extra = {name: padded(value) for name, value in found.extra.items()}
+        return padded(found.ids), extra
 
     def trace(
         self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int, recompute: str
@@ -69,13 +68,14 @@ class Pictures:
         text = {*reads_text(model).parameters()}
         seen = [(p.dtype, p.requires_grad) for p in model.parameters() if p not in text]
         key = (dtype, recompute, *seen)
-        tokens = self.batch(1)[0].shape[1]
         if key not in self.known:
-            shapes = ((1, tokens), (2, tokens + MORE))
-            self.known[key] = [
-                PictureTrace(model, dtype).come_to_language(*self.batch(*shape)) for shape in shapes
-            ]
-        one, two = self.known[key]
+            tokens = self.rows_of(1).ids.shape[1]
+            found = [tokens]
+            for shape in ((1, tokens), (2, tokens + MORE)):
+                traced = PictureTrace(model, dtype)
+                found.append(traced.come_to_language(*self.batch(*shape)))
+            self.known[key] = found
+        tokens, one, two = self.known[key]
         if len(one.calls) != len(two.calls):  # one for each picture
             calls = one.calls * rows
             one, two = (before._replace(calls=calls) for before in (one, two))
@@ -255,13 +255,8 @@ class PictureTrace:
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
         """(its forward, its backward, its outputs as meta tensors) of a call of a module."""
         live = PictureBytes()
-        inside = {*called.modules()}
-        modules = self.model.modules()
-        others = [module for module in modules if inside.isdisjoint(module.modules())]
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            parameters_in(self.dtype, self.model, others),
-        ):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, parameters_in(self.dtype, self.model, part=called):
             args, kwargs = tree_map_only(torch.Tensor, fake_like, (args, kwargs))
             with live:
                 # Not the module itself, whose hooks collect hidden states.
@@ -304,10 +299,10 @@ class Before(NamedTuple):
         """The part of a step that comes between the embedding and the blocks."""
         for call in self.calls:
             if call.layer >= 0:
-                replay.unshard(f"tower {call.layer}", towers[call.layer], True)
+                replay.unshard(towers[call.layer], True)
             replay.compute(call.forward if call.trains else call.forward._replace(rest=0))
             if call.layer >= 0 and replay.setting.reshard_after_forward:
-                replay.reshard(f"tower {call.layer}", towers[call.layer])
+                replay.reshard(towers[call.layer])
 
     def backward(self, replay: Replay, towers: list[Unit], sync: bool) -> None:
         """What comes after that of the blocks."""
@@ -316,9 +311,9 @@ class Before(NamedTuple):
                 replay.compute(call.backward)
                 continue
             unit = towers[call.layer]
-            replay.unshard(f"tower {call.layer}", unit, False)
+            replay.unshard(unit, False)
             replay.compute(call.backward, unit.grads)
-            replay.reduce(f"tower {call.layer}", unit, sync)
+            replay.reduce(unit, sync)
 
 
 def reach(**kwargs):

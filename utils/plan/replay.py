@@ -5,28 +5,30 @@ _fsdp_param_group.py and _fsdp_collectives.py. What the blocks hold meanwhile co
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..model import sharding
-from ..model.pieces import rows_of_full_shard
-from .states import Peak, Setting, States
+from .states import Peak, Setting, States, share_numel
 from .trace import Segment, Trace
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unit:
     """Bytes of what FSDP2 gathers together. What one rank uses as it is stored only has gradients."""
 
-    gathered: int  # whole and padded, in the dtype that it is gathered in
-    copied: int  # this rank's share in that dtype, where it is stored in another, or on the host
-    grads: int  # its whole gradients, in that dtype
-    reduced: int  # the same, padded, in fp32: what is reduced
-    share: int  # this rank's share of them, as it is kept
+    gathered: int = 0  # whole and padded, in the dtype that it is gathered in
+    copied: int = (
+        0  # this rank's share in that dtype, where it is stored in another, or on the host
+    )
+    grads: int = 0  # its whole gradients, in that dtype
+    reduced: int = 0  # the same, padded, in fp32: what is reduced
+    share: int = 0  # this rank's share of them, as it is kept
     # the last parameter's whole gradients, which a loop's variable in foreach_reduce holds on to
-    last: int
+    last: int = 0
 
 
 def units_of(
@@ -37,53 +39,43 @@ def units_of(
     """
     layers = sharding.decoder_layers(model)
     towers = setting.pictures.towers(model) if setting.pictures else []
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    is_tied = embedding.weight is head.weight
-    parts = [embedding, *layers, *towers]
-    if not is_tied:
-        parts.append(head)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
+    # What is gathered in fp32, in a unit of its own, counts as part of the one around it.
     kept = {p for module in in_fp32 for p in module.parameters()}
-    plain = set()
+    plain = set()  # see sharding.stored_as_computed
     if setting.shards == setting.replicate == 1 and not setting.cpu_offload:
         found = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
         plain = sharding.stored_as_computed(found, setting.grad_accum > 1)
-    parameters_of_parts = [list(part.parameters()) for part in parts]
-    own = set().union(*parameters_of_parts)
-    rest = _unit([p for p in model.parameters() if p not in own], kept, plain, setting)
-    units = [_unit(parameters, kept, plain, setting) for parameters in parameters_of_parts]
-    end = len(layers) + 1
-    towers = units[end : end + len(towers)]
-    return rest, units[0], units[1:end], None if is_tied else units[-1], towers
 
+    def unit_of(parameters: Iterable[nn.Parameter]) -> Unit:
+        unit = Unit()
+        for p in parameters:
+            own_numel = share_numel(p, setting.shards)
+            padded_numel = 0 if p in plain else own_numel * setting.shards
+            dtype = torch.float32 if p in kept else setting.dtype
+            is_cast = p.is_floating_point() and p.dtype != dtype
+            itemsize = dtype.itemsize if is_cast else p.element_size()
+            unit.gathered += padded_numel * itemsize
+            if is_cast or setting.cpu_offload:
+                unit.copied += own_numel * itemsize
+            if p.requires_grad:
+                grads = p.numel() * itemsize
+                unit.grads += grads
+                unit.reduced += padded_numel * 4
+                unit.share += own_numel * p.element_size()
+                unit.last = grads if setting.shards > 1 else 0
+        return unit
 
-def _unit(parameters: list[nn.Parameter], kept: set, plain: set, setting: Setting) -> Unit:
-    """kept: what is gathered in fp32, in a unit of its own, which counts as part of this one. plain: see
-    sharding.stored_as_computed.
-    """
-    gathered = copied = grads = reduced = share = last = 0
-    for p in parameters:
-        share_numel = rows_of_full_shard(p.shape[0], setting.shards) * p.numel() // len(p)
-        padded_numel = 0 if p in plain else share_numel * setting.shards
-        dtype = torch.float32 if p in kept else setting.dtype
-        is_cast = p.is_floating_point() and p.dtype != dtype
-        itemsize = dtype.itemsize if is_cast else p.element_size()
-        gathered += padded_numel * itemsize
-        if is_cast or setting.cpu_offload:
-            copied += share_numel * itemsize
-        if p.requires_grad:
-            last = p.numel() * itemsize
-            grads += last
-            reduced += padded_numel * 4
-            share += share_numel * p.element_size()
-    return Unit(
-        gathered=gathered,
-        copied=copied,
-        grads=grads,
-        reduced=reduced,
-        share=share,
-        last=last if setting.shards > 1 else 0,
+    own = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
+    is_tied = embedding.weight is head.weight
+    first = nn.ModuleList([embedding, head]) if is_tied else embedding
+    return (
+        unit_of(p for p in model.parameters() if p not in own),
+        unit_of(first.parameters()),
+        [unit_of(layer.parameters()) for layer in layers],
+        None if is_tied else unit_of(head.parameters()),
+        [unit_of(layer.parameters()) for layer in towers],
     )
 
 
@@ -106,13 +98,13 @@ class Replay:
         self.peak = Peak("", {})
         self.pools = Counter()  # bytes by stream
         self.most_of_pools: dict[str, int] = {}
-        self.open: set[str] = set()  # units that are gathered
+        self.open: set[Unit] = set()  # units that are gathered
         # unit -> bytes of an all-gather that is not yet copied out
-        self.fetched: dict[str, int] = {}
+        self.fetched: dict[Unit, int] = {}
         self.kept_buffer = 0  # of the last all-gather that was
         # unit -> bytes of gradients that wait for the last micro-batch
-        self.deferred: dict[str, int] = {}
-        self.reduced: set[str] = set()  # units whose share of the gradients is there
+        self.deferred: dict[Unit, int] = {}
+        self.reduced: set[Unit] = set()  # units whose share of the gradients is there
         # on one rank a copy, and no gather
         self.gather_stream = GATHER if setting.shards > 1 else COMPUTE
         if not setting.cpu_offload:
@@ -141,60 +133,60 @@ class Replay:
         self.add("activations", segment.rest - without)
         self.add("whole gradients", without)
 
-    def fetch(self, name: str, unit: Unit) -> None:
+    def fetch(self, unit: Unit) -> None:
         """Begin an all-gather. On one rank there is none."""
-        if name not in self.open and name not in self.fetched:
-            self.fetched[name] = unit.gathered if self.setting.shards > 1 else 0
-            self.add("buffers", self.fetched[name] + unit.copied, self.gather_stream)
+        if unit not in self.open and unit not in self.fetched:
+            self.fetched[unit] = unit.gathered if self.setting.shards > 1 else 0
+            self.add("buffers", self.fetched[unit] + unit.copied, self.gather_stream)
             self.free("buffers", unit.copied, self.gather_stream)
 
-    def unshard(self, name: str, unit: Unit, forward: bool) -> None:
+    def unshard(self, unit: Unit, forward: bool) -> None:
         """In the forward the buffer of an all-gather lives until the next one has arrived."""
-        if name in self.open:
+        if unit in self.open:
             return
-        self.fetch(name, unit)
+        self.fetch(unit)
         if forward:
             self.drop_buffer()
         self.add("gathered", unit.gathered)
-        self.kept_buffer += self.fetched.pop(name)
+        self.kept_buffer += self.fetched.pop(unit)
         if not forward:
             self.drop_buffer()
-        self.open.add(name)
+        self.open.add(unit)
 
     def drop_buffer(self) -> None:
         self.free("buffers", self.kept_buffer, self.gather_stream)
         self.kept_buffer = 0
 
-    def reshard(self, name: str, unit: Unit) -> None:
-        if name in self.open:
-            self.open.remove(name)
+    def reshard(self, unit: Unit) -> None:
+        if unit in self.open:
+            self.open.remove(unit)
             self.free("gathered", unit.gathered)
 
-    def reduce(self, name: str, unit: Unit, sync: bool) -> None:
+    def reduce(self, unit: Unit, sync: bool) -> None:
         """The backward of a unit is done. The input of a reduce-scatter lives until the next one begins."""
-        self.reshard(name, unit)
-        waiting = self.deferred.pop(name, 0)
+        self.reshard(unit)
+        waiting = self.deferred.pop(unit, 0)
         if waiting:  # this micro-batch's are added to them
             self.free("whole gradients", unit.grads)
         if sync or not unit.reduced:
             self.free("reduced")
             self.add("reduced", unit.reduced)
             self.free("whole gradients", waiting or unit.grads)
-            self.reduce_scatter(name, unit)
+            self.reduce_scatter(unit)
             return
         in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
         if in_fp32 > unit.grads and not waiting:
             self.add("whole gradients", in_fp32)
             self.free("whole gradients", unit.grads)
-        self.deferred[name] = in_fp32
+        self.deferred[unit] = in_fp32
 
-    def reduce_scatter(self, name: str, unit: Unit) -> None:
+    def reduce_scatter(self, unit: Unit) -> None:
         """Its output, and what becomes of it: the unit's gradients, at first or added to them."""
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
         keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
-        kept = unit.share if keeps and name not in self.reduced else 0
-        self.reduced.add(name)
+        kept = unit.share if keeps and unit not in self.reduced else 0
+        self.reduced.add(unit)
         has_replicas = self.setting.replicate > 1
         stream = ALL_REDUCE if has_replicas else REDUCE if output else COMPUTE
         self.add("gradients", unit.last)
@@ -224,23 +216,23 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward up to the head. trace: None for a few tokens, whose activations are next to nothing."""
     rest, embedding, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
-    replay.unshard("rest", rest, True)
-    replay.unshard("embedding", embedding, True)
+    replay.unshard(rest, True)
+    replay.unshard(embedding, True)
     if trace:
         replay.compute(trace.embedding)
     if head and reshards:
-        replay.reshard("embedding", embedding)
+        replay.reshard(embedding)
     if trace and trace.pictures:
         trace.pictures.forward(replay, towers)
     for k, unit in enumerate(blocks):
-        replay.unshard(k, unit, True)
+        replay.unshard(unit, True)
         if trace:
             replay.compute(trace.blocks[trace.kinds[k]])
-        if reshards and k != len(blocks) - 1:
-            replay.reshard(k, unit)
+        if reshards and unit is not blocks[-1]:
+            replay.reshard(unit)
     replay.phase = "loss"
     if head:
-        replay.unshard("head", head, True)
+        replay.unshard(head, True)
 
 
 def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> Peak:
@@ -264,18 +256,18 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         replay.phase = "backward"
         replay.compute(trace.loss_back, (head or embedding).grads)
         if head:
-            replay.reduce("head", head, sync)
+            replay.reduce(head, sync)
         for k, unit in reversed(list(enumerate(blocks))):
-            replay.unshard(k, unit, False)
+            replay.unshard(unit, False)
             if k:
-                replay.fetch(k - 1, blocks[k - 1])
+                replay.fetch(blocks[k - 1])
             replay.compute(trace.blocks_back[trace.kinds[k]], unit.grads)
-            replay.reduce(k, unit, sync)
+            replay.reduce(unit, sync)
         if trace.pictures:
             trace.pictures.backward(replay, towers, sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
-        replay.reduce("rest", rest, sync)
-        replay.reduce("embedding", embedding, sync)
+        replay.reduce(rest, sync)
+        replay.reduce(embedding, sync)
         replay.end_backward()
     replay.phase = "optimizer"  # fused, it needs nothing more
     replay.add("optimizer", 0)

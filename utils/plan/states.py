@@ -152,15 +152,19 @@ def estimate_states(
         from ..train.optim_8bit import state_bytes
     weights = gradients = moments = 0
     for parameter in model.parameters():
-        rows = len(parameter)
-        row_bytes = parameter.numel() // rows * parameter.element_size()
-        most = rows_of_full_shard(rows, shards)
-        own_rows = min(most, max(0, rows - rank * most))
-        weights += most * row_bytes
+        share = share_numel(parameter, shards)
+        own = min(share, max(0, parameter.numel() - rank * share))
+        share_bytes = share * parameter.element_size()
+        weights += share_bytes
         if parameter.requires_grad:
-            gradients += most * row_bytes
+            gradients += share_bytes
             # AdamW's two moments, and the count of steps, one fp32 per parameter.
-            adamw = 2 * own_rows * row_bytes + 4
-            elements = own_rows * parameter.numel() // rows
-            moments += adamw if optimizer == "adamw" else state_bytes(parameter, elements)
+            adamw = 2 * own * parameter.element_size() + 4
+            moments += adamw if optimizer == "adamw" else state_bytes(parameter, own)
     return States(weights, gradients, moments)
+
+
+def share_numel(parameter: nn.Parameter, shards: int) -> int:
+    """Elements of the fullest of `shards`."""
+    rows = len(parameter)
+    return rows_of_full_shard(rows, shards) * parameter.numel() // rows

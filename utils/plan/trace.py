@@ -6,7 +6,7 @@ tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -197,16 +197,14 @@ def record_step(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
-            layer.forward = pass_over
-            stack.callback(delattr, layer, "forward")
+            stack.enter_context(patch.object(layer, "forward", pass_over))
         for layer in firsts:
-            for hook in mark_block(layer, live, inputs, gone):
-                stack.callback(hook.remove)
+            marked = mark_block(layer, live, inputs, gone)
+            stack.enter_context(patch.object(layer, "forward", marked))
         head = model.get_output_embeddings()
         has_logits = hasattr(head, "chunk_bounds")
         if has_logits:
-            stack.callback(setattr, head, "chunk_bounds", head.chunk_bounds)
-            head.chunk_bounds = few_chunks
+            stack.enter_context(patch.object(head, "chunk_bounds", few_chunks))
         stack.enter_context(patch.object(loss, "_add_product", first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
@@ -235,18 +233,15 @@ def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.M
 
     apart: the first block is a kind of its own, since no gradient goes to what comes before it.
     """
-    number_of = {}
-    firsts, kinds = [], []
+    keys = []
     for i, layer in enumerate(layers):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
         attention_type = getattr(layer, "attention_type", None)
         is_sliding = getattr(layer, "is_sliding", None)
-        key = (type(layer), attention_type, is_sliding, shapes, apart and i == 0)
-        if key not in number_of:
-            number_of[key] = len(firsts)
-            firsts.append(layer)
-        kinds.append(number_of[key])
-    return kinds, firsts
+        keys.append((type(layer), attention_type, is_sliding, shapes, apart and i == 0))
+    distinct = list(dict.fromkeys(keys))
+    firsts = [layers[keys.index(key)] for key in distinct]
+    return [distinct.index(key) for key in keys], firsts
 
 
 def few_chunks(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
@@ -268,18 +263,17 @@ def pass_over(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     return hidden_states
 
 
-def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> tuple:
-    """Hooks that mark a block's begin and end, where its backward begins, and before the first block also
-    where that ends. They add to inputs and gone, see record_step.
+def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> Callable:
+    """A forward that marks a block's begin and end, where its backward begins, and before the first block
+    also where that ends. It adds to inputs and gone, see record_step.
     """
-    forwards = []  # a second one is part of the backward
+    forward = layer.forward
 
     def mark_backward(gradient: torch.Tensor) -> None:
         live.log.append("back")
 
-    def begin(module, args, kwargs):
-        if forwards:
-            return
+    def marked(*args, **kwargs):
+        layer.forward = forward  # a second one is part of the backward
         live.log.append("to block")
         hidden = args[0] if args else kwargs["hidden_states"]
         if inputs:
@@ -288,18 +282,13 @@ def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> t
             hidden.register_hook(mark_backward)
         storage = hidden.untyped_storage()
         inputs.append((weakref.ref(storage), live.sizes.get(storage._cdata, 0)))
+        output = forward(*args, **kwargs)
+        live.log.append("block")
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(mark_backward)
+        return output
 
-    def end(module, args, kwargs, output):
-        if not forwards:
-            live.log.append("block")
-            hidden = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(mark_backward)
-        forwards.append(True)
-
-    return (
-        layer.register_forward_pre_hook(begin, with_kwargs=True),
-        layer.register_forward_hook(end, with_kwargs=True),
-    )
+    return marked
 
 
 def gone_bytes(inputs: list[tuple]) -> int:
@@ -309,29 +298,30 @@ def gone_bytes(inputs: list[tuple]) -> int:
 
 
 @contextmanager
-def parameters_in(dtype: torch.dtype, model: nn.Module, repeats: list[nn.Module]) -> Iterator[None]:
-    """New parameters and buffers in place of the model's, without memory, in the dtype that FSDP gathers;
-    not in the blocks `repeats`, which do not run.
+def parameters_in(
+    dtype: torch.dtype,
+    model: nn.Module,
+    without: Iterable[nn.Module] = (),
+    part: nn.Module | None = None,
+) -> Iterator[None]:
+    """New parameters and buffers in place of those of a part of the model, or of all of it, without memory,
+    in the dtype that FSDP gathers; not in the modules `without`, which do not run.
     """
-    replaced = []  # (table, name, tensor)
-    made = {}  # one for each tensor: weights may be tied
-    in_fp32 = fp32_modules(model, dtype)
-    kept = {id(p) for module in in_fp32 for p in module.parameters()}
-    for _, module in model.named_modules(memo={*repeats}):
+    kept = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
+    tables = []  # (parameters or buffers of a module, a copy of them)
+    made = {None: None}  # one for each tensor: weights may be tied
+    for _, module in (part or model).named_modules(memo={*without}):
         for table in (module._parameters, module._buffers):
+            tables.append((table, dict(table)))
             for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    gathered = torch.float32 if id(tensor) in kept else dtype
-                    made[id(tensor)] = empty_like(tensor, gathered)
-                replaced.append((table, name, tensor))
-                table[name] = made[id(tensor)]
+                if tensor not in made:
+                    made[tensor] = empty_like(tensor, torch.float32 if tensor in kept else dtype)
+                table[name] = made[tensor]
     try:
         yield
     finally:
-        for table, name, tensor in replaced:
-            table[name] = tensor
+        for table, tensors in tables:
+            table.update(tensors)
 
 
 def empty_like(tensor: torch.Tensor, gathered: torch.dtype) -> torch.Tensor:

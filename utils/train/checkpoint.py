@@ -221,8 +221,7 @@ class _Writer(dcp.FileSystemWriter):
         state, manifest = self.path / "state.json", self.path / "manifest.json"
         with self.fs.create_stream(state, "wb") as file:
             file.write(self.state_text.encode())
-        files[".metadata"] = self.fs.digests[".metadata.tmp"]  # which is what DCP called it
-        files["state.json"] = self.fs.digests["state.json"]
+        files |= self.fs.digests  # with those of .metadata and state.json
         manifest.write_text(json.dumps({"step": self.step, "files": files}, indent=1))
         for path in (state, manifest, self.path):
             sync_path(path)
@@ -245,7 +244,8 @@ class _HashingFiles(dcp.filesystem.FileSystem):
         with _HashingFile(io.FileIO(path, mode)) as stream:
             yield stream
         sha256 = stream.digest.hexdigest()
-        self.digests[Path(path).name] = {"bytes": os.path.getsize(path), "sha256": sha256}
+        name = Path(path).name.removesuffix(".tmp")  # DCP renames .metadata.tmp
+        self.digests[name] = {"bytes": os.path.getsize(path), "sha256": sha256}
 
 
 class _HashingFile(io.BufferedWriter):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, differences, print0
-from ..run.folder import Resumed, holds_run
+from ..run.folder import Resumed
 from ..run.settings import load_config
 from .checkpoint import (
     Optimizer,
@@ -32,6 +32,7 @@ from .checkpoint import (
     reason_of,
 )
 
+REMOVED = "(fix: start again, if its run goes on and has removed it; else another checkpoint)"
 SAFE_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",  # as Python 3.13 calls it
@@ -49,17 +50,18 @@ def continue_run(
     cfg: object,
     world: World,
 ) -> Resumed:
-    """What an earlier start left in `out`, or the checkpoint that `resume` names.
+    """What an earlier start left in `out`, or the checkpoint that `resume` names: there is one of both.
 
     resume: auto, none, or a path. cfg: the recipe's settings, a dataclass, which are compared with those of
     the earlier start. A folder is continued only by the run that began it. Raises ConfigError on all ranks,
     naming the fields that differ.
     """
-    used = holds_run(out)
     with together(world):
         text = f"--resume none, but {out} holds a run (fix: another --output_dir)"
-        check(resume != "none" or not used, text)
-        finished = finished_at(out) if used else 0
+        check(resume != "none", text)
+        plan, finished = out / "plan.json", 0  # the steps after which the run ended
+        if plan.exists():
+            finished = json.loads(plan.read_text()).get("measured", {}).get("steps", 0)
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
             saved = load_config(type(cfg), newest)
@@ -67,8 +69,7 @@ def continue_run(
             changed = differences(asdict(saved), asdict(cfg), but=no_matter)
             text = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{text} (fix: another --output_dir)")
-    begins_anew = resume == "none" or (resume == "auto" and not used)
-    checkpoint = None if finished or begins_anew else find_checkpoint(resume, out, world)
+    checkpoint = None if finished else find_checkpoint(resume, out, world)
     if not checkpoint:
         return Resumed(finished=finished)
     with together(world):
@@ -149,7 +150,7 @@ def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
         expected = [(name, file["bytes"], file["sha256"]) for name, file in sorted(files.items())]
         if not {".metadata", "state.json"} <= files.keys() or any("/" in name for name in files):
             raise ValueError
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except Exception:  # it may be anything
         return f"{checkpoint}/manifest.json is damaged"
     for name, size, sha256 in expected[rank::ranks]:
         try:
@@ -162,14 +163,6 @@ def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
         except OSError as error:
             return f"{checkpoint}/{name}: {error.strerror}"
     return ""
-
-
-def finished_at(out: Path) -> int:
-    """The steps after which the run in `out` finished, 0 where it has not."""
-    path = out / "plan.json"
-    if not path.exists():
-        return 0
-    return json.loads(path.read_text()).get("measured", {}).get("steps", 0)
 
 
 def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool = False) -> None:
@@ -195,25 +188,46 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
     Every rank calls it, with the model sharded and allocated. Raises ConfigError on all ranks when names,
     shapes or dtypes differ, or files are damaged.
     """
-    tensors, reader = checkpoint_tensors(model, optimizer), Reader(path)
+    tensors = checkpoint_tensors(model, optimizer)
     with together(world):
-        state, saved = read_state(path), reader.read_metadata().state_dict_metadata
+        state = read_state(path)
         was, now = state.get("optimizer", "adamw"), getattr(optimizer, "kind", "adamw")
         check(
             was == now,
             f"{path} holds {was} state, not {now} (fix: --optimizer {was}, or --resume none)",
         )
-        old = {name: f"{entry.properties.dtype}{list(entry.size)}" for name, entry in saved.items()}
-        new = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
-        absent = dict.fromkeys(old | new, "absent")
-        changed = differences(absent | old, absent | new)
-        text = f"{path} is of another model, then -> now: {changed} (fix: --resume none)"
-        check(not changed, text)
-    try:
-        dcp.load(tensors, storage_reader=reader, process_group=world.group)
-    except CheckpointException as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}", agreed=True) from error
+        check_tensors(path, tensors, "--resume none")
+    read_tensors(path, tensors, world)
     return state
+
+
+def check_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], fix: str, dtypes: bool = True
+) -> None:
+    """Raise ConfigError where a checkpoint has other names, shapes or, if they matter, dtypes. tensors: of
+    checkpoint_tensors; without an optimizer's, those of the checkpoint do not count.
+    """
+    kinds = {name.partition(".")[0] for name in tensors}
+    old, new = {}, {}
+    for name, entry in Reader(path).read_metadata().state_dict_metadata.items():
+        if name.partition(".")[0] in kinds:
+            old[name] = f"{entry.properties.dtype if dtypes else ''}{list(entry.size)}"
+    for name, tensor in tensors.items():
+        new[name] = f"{tensor.dtype if dtypes else ''}{list(tensor.shape)}"
+    absent = dict.fromkeys(old | new, "absent")
+    changed = differences(absent | old, absent | new)
+    check(not changed, f"{path} is of another model, then -> now: {changed} (fix: {fix})")
+
+
+def read_tensors(path: Path, tensors: dict[str, torch.Tensor], world: World | None = None) -> None:
+    """Fill tensors, of any sharding, from a checkpoint. Every rank calls it."""
+    try:
+        group = world.group if world else None
+        dcp.load(tensors, storage_reader=Reader(path), process_group=group)
+    except CheckpointException as error:  # DCP raises it on all ranks
+        exists = (path / "manifest.json").is_file()
+        why = f"cannot be read: {reason_of(error)}" if exists else "was removed while it was read"
+        raise ConfigError(f"{path} {why} {REMOVED}", agreed=True) from error
 
 
 class Reader(dcp.FileSystemReader):

@@ -7,9 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -34,11 +32,9 @@ from ..model.sharding import (
     units,
 )
 from ..run.distributed import World, together
-from ..run.errors import ConfigError, check, first_five
-from .checkpoint import checkpoint_tensors, reason_of
-from .resume import Reader, damage, named_checkpoint, read_state
-
-REMOVED = "(fix: start again, if its run goes on and has removed it; else another checkpoint)"
+from ..run.errors import check
+from .checkpoint import checkpoint_tensors
+from .resume import REMOVED, check_tensors, damage, named_checkpoint, read_state, read_tensors
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,8 @@ def open_trained(
         elif run.get("train"):
             freeze_parts(built, parse_parts(run["train"]), dtype)
         if path:
-            check_weights(path, built)
+            fix = "the --model it was trained from"
+            check_tensors(path, checkpoint_tensors(built), fix, dtypes=False)
     tokenizer = (tokenizer_folder, run.get("chat_template", ""), trust_remote_code)
     return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names)
 
@@ -125,16 +122,6 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
 
             of_pictures = not is_of_text(Path(adapter))
     return "pictures" if of_pictures else "text"
-
-
-def check_weights(path: Path, model: nn.Module) -> None:
-    """Refuse a checkpoint that does not hold exactly what trains in the model."""
-    saved = Reader(path).read_metadata().state_dict_metadata
-    old = {name: entry.size for name, entry in saved.items() if name.startswith("model.")}
-    new = {name: tensor.shape for name, tensor in checkpoint_tensors(model).items()}
-    differ = sorted(name for name in old | new if old.get(name) != new.get(name))
-    fix = "the --model it was trained from"
-    check(not differ, f"{path} is of another model: {first_five(differ)} (fix: {fix})")
 
 
 def shard_model(
@@ -230,9 +217,4 @@ def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into a model that is allocated, for any sharding; no optimizer state."""
-    try:
-        dcp.load(checkpoint_tensors(model), storage_reader=Reader(path))
-    except CheckpointException as error:  # DCP raises it on all ranks
-        exists = (path / "manifest.json").is_file()
-        why = f"cannot be read: {reason_of(error)}" if exists else "was removed while it was read"
-        raise ConfigError(f"{path} {why} {REMOVED}", agreed=True) from error
+    read_tensors(path, checkpoint_tensors(model))
