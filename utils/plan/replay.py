@@ -21,9 +21,8 @@ class Unit:
     """Bytes of what FSDP2 gathers together. What one rank uses as it is stored only has gradients."""
 
     gathered: int = 0  # whole and padded, in the dtype that it is gathered in
-    copied: int = (
-        0  # this rank's share in that dtype, where it is stored in another, or on the host
-    )
+    # this rank's share in that dtype, where it is stored in another, or on the host
+    copied: int = 0
     grads: int = 0  # its whole gradients, in that dtype
     reduced: int = 0  # the same, padded, in fp32: what is reduced
     share: int = 0  # this rank's share of them, as it is kept
