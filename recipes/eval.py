@@ -259,7 +259,12 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         scores = [row["scores"] for row in answers]
         return means(scores, [reward.name for reward in rewards]) | {"longest_answers": cut}
 
-    return Task(questions.fingerprint, [[prompt] for prompt in prompts], questions.dropped, results)
+    data = hashlib.sha256(questions.fingerprint.encode())
+    for part in cfg.match.split(","):  # what judges the answers is part of them
+        file = Path(part.strip().partition(".py:")[0] + ".py")
+        if file.is_file():
+            data.update(file.read_bytes())
+    return Task(data.hexdigest(), [[prompt] for prompt in prompts], questions.dropped, results)
 
 
 def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:

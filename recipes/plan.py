@@ -256,10 +256,12 @@ def steps_alike(
 
 
 def fastest_traced(scaled: Setting, room: Room, **how: bool) -> Setting | None:
-    """What fits and costs least time, and fits when it is traced at its own size."""
+    """What fits and costs least time; near the limit, what fits when it is traced at its own size."""
     best = fastest(scaled, room, any_method=True, **how)
-    traced = best and replace(best, scaling=None)
-    if traced and answer_of(traced, need_of(traced), room) == TOO_LARGE:
+    if not best or need_of(best).device < 0.95 * room.device:
+        return best
+    traced = replace(best, scaling=None)
+    if answer_of(traced, need_of(traced), room) == TOO_LARGE:
         return fastest(replace(scaled, scaling=None), room, any_method=True, **how)
     return traced
 

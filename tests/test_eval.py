@@ -329,6 +329,18 @@ def test_an_adapter_is_part_of_what_the_answers_follow_from(folder, tmp_path):
         evaluated(tmp_path / "out", **flags, adapter=str(second))
 
 
+def test_what_judges_is_part_of_what_the_answers_follow_from(folder, tmp_path):
+    judge = tmp_path / "judge.py"
+    judge.write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
+    flags = {"model": str(folder), "dataset": questions(tmp_path / "rows.jsonl")}
+    flags |= {"match": f"exact,{judge}:right:2", "max_new_tokens": NEW}
+    results, _ = evaluated(tmp_path / "out", **flags)
+    assert results["right"] == 1
+    judge.write_text(judge.read_text().replace("1.0", "0.5"))
+    with pytest.raises(ConfigError, match="something else: data"):
+        evaluated(tmp_path / "out", **flags)
+
+
 # --- lm-eval: tests/record_lm_eval.py has asked its own model of transformers
 
 
