@@ -137,11 +137,13 @@ def calls_in_a_step(model, ids, extra) -> Counter:
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_recomputed_below_the_lowest_trained_layer(name, folders):
     """A frozen tower runs once in a step, though all layers are checkpointed; one that trains, twice."""
-    batch = pictures_of(folders(name)).batch(1)
+    batch = pictures_of(folders(name)).rows_of(1)
     for parts, most in (("language", 1), ("language,projector,vision", 2)):
         model = AutoModelForImageTextToText.from_pretrained(folders(name), dtype=torch.float32)
         freeze_parts(model, parse_parts(parts), torch.float32)
-        calls = calls_in_a_step(recompute_activations(model.train(), "full"), *batch)
+        calls = calls_in_a_step(
+            recompute_activations(model.train(), "full"), batch.ids, batch.extra
+        )
         assert max(calls[layer] for layer in decoder_layers(model)) == 2
         most = 1 if name == "mllama" else most  # its tower transformers never recomputes
         assert max(calls[layer] for layer in tower_layers(model)) == most
