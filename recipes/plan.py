@@ -200,7 +200,7 @@ def main(cfg: Config) -> dict:
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
-        scaled = asked if asked.pictures else scaled_of(asked)
+        scaled = scaled_of(asked)
         plan["strategies"] = strategies(scaled, room)
         best = fastest_traced(scaled, room)
         if best:

@@ -61,7 +61,11 @@ def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
     if getattr(model.config, "output_router_logits", False):
         family = inspect.getmodule(family_of(model))
         model.router_loss = getattr(family, "load_balancing_loss_func", None)
-    model.full_logits = bool(model.router_loss) and not _has_usual_router_loss(model)
+    model.full_logits = False
+    if model.router_loss:
+        parameters = list(inspect.signature(model.router_loss).parameters)
+        has_fields = all(hasattr(model, field) for field in ROUTER_LOSS_FIELDS)
+        model.full_logits = parameters != ROUTER_LOSS_PARAMETERS or not has_fields
     model.forward = MethodType(_model_forward, model)
     return model
 
@@ -87,12 +91,6 @@ def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 def _scaled(logits: torch.Tensor, factor: float) -> torch.Tensor:
     return logits if factor == 1 else logits * factor
-
-
-def _has_usual_router_loss(model: nn.Module) -> bool:
-    parameters = list(inspect.signature(model.router_loss).parameters)
-    has_fields = all(hasattr(model, field) for field in ROUTER_LOSS_FIELDS)
-    return parameters == ROUTER_LOSS_PARAMETERS and has_fields
 
 
 @torch.no_grad()

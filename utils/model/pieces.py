@@ -111,17 +111,12 @@ def lay_out(
             shape = list(tensors[name].shape)
             code = codes[tensors[name].dtype]
             entries[name] = {"dtype": code, "shape": shape, "data_offsets": offsets[name]}
-        header = headers[file] = _header(entries)
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        text += b" " * (-len(text) % 8)
+        header = headers[file] = len(text).to_bytes(8, "little") + text
         for name, (begin, end) in offsets.items():
             places[name] = Place(file, len(header) + begin, len(header) + end, tensors[name].dtype)
     return places, headers
-
-
-def _header(tensors: dict[str, dict]) -> bytes:
-    """The header of a safetensors file, with its length before it, padded to a multiple of 8 bytes."""
-    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def is_writer(parameter: torch.Tensor, world: World) -> bool:

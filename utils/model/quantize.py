@@ -65,7 +65,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = old.in_features, old.out_features
         self.dtype, self.mode, self.bias = dtype, mode, old.bias
-        codes, scale = self.quantize(torch.zeros(1, old.in_features, device="cpu"))
+        codes, scale = self.quantize(torch.empty(1, old.in_features, device="meta"))
         self.weight = _rows_like(codes, old)
         self.scale = _rows_like(scale.view(torch.int32), old)
 

@@ -118,7 +118,17 @@ def trace_of(setting: Setting) -> Trace:
         setting.activation_offload,
         setting.pictures,
     )
-    return record(scaled=scaled)
+    trace = record(scaled=scaled)
+    if setting.scaling and setting.pictures:
+        _, before = setting.pictures.trace(
+            planned_model(setting),
+            setting.dtype,
+            setting.batch_size,
+            setting.seq_len,
+            setting.activation_checkpointing,
+        )
+        trace = replace(trace, pictures=before)
+    return trace
 
 
 def need_of(setting: Setting) -> Need:

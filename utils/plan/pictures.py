@@ -65,9 +65,11 @@ class Pictures:
         """(what counts the operations of the language model, what comes before it). It grows with the rows in
         a straight line, of which two small micro-batches are two points.
         """
+        of_towers = nn.ModuleList(tower_layers(model)).parameters()
+        trains = any(p.requires_grad for p in of_towers)
         text = {*reads_text(model).parameters()}
         seen = [(p.dtype, p.requires_grad) for p in model.parameters() if p not in text]
-        key = (dtype, recompute, *seen)
+        key = (dtype, trains and recompute, *seen)
         if key not in self.known:
             tokens = self.rows_of(1).ids.shape[1]
             found = [tokens]

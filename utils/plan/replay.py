@@ -205,11 +205,6 @@ class Replay:
             # Where it became the gradient itself, that is nothing more.
             self.add("all-reduced", freed, REDUCE)
 
-    def end_backward(self) -> None:
-        self.free("reduced")
-        self.free("activations")
-        self.free("all-reduced", stream=REDUCE)
-
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward up to the head. trace: None for a few tokens, whose activations are next to nothing."""
@@ -267,7 +262,9 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
         replay.reduce(rest, sync)
         replay.reduce(embedding, sync)
-        replay.end_backward()
+        replay.free("reduced")
+        replay.free("activations")
+        replay.free("all-reduced", stream=REDUCE)
     replay.phase = "optimizer"  # fused, it needs nothing more
     replay.add("optimizer", 0)
     return replay.peak
