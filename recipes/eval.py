@@ -30,7 +30,7 @@ from utils.data.examples import Example, FormName, Rows, load_examples
 from utils.data.harness import harness_of
 from utils.data.pairs import sequences
 from utils.data.questions import load_questions
-from utils.data.rewards import check_columns, parse_rewards, score
+from utils.data.rewards import NEXT, PART, check_columns, parse_rewards, score
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
 from utils.model.loss import add_chunked_loss, check_chunked_loss
@@ -259,12 +259,11 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         scores = [row["scores"] for row in answers]
         return means(scores, [reward.name for reward in rewards]) | {"longest_answers": cut}
 
-    data = hashlib.sha256(questions.fingerprint.encode())
-    for part in cfg.match.split(","):  # what judges the answers is part of them
-        file = Path(part.strip().partition(".py:")[0] + ".py")
-        if file.is_file():
-            data.update(file.read_bytes())
-    return Task(data.hexdigest(), [[prompt] for prompt in prompts], questions.dropped, results)
+    data = questions.fingerprint
+    for part in NEXT.split(cfg.match):  # the files that judge the answers are part of them
+        if file := PART.fullmatch(part.strip())[2]:
+            data += hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return Task(data, [[prompt] for prompt in prompts], questions.dropped, results)
 
 
 def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:

@@ -106,13 +106,13 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
     import the main file of this process, as they would otherwise: a recipe takes seconds, and the function is
     all that they need.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
     count = len(os.sched_getaffinity(0))
     # A fork would copy the threads of torch and gloo in whatever state they are.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
     waiting = deque()
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         for item in work:
             waiting.append(pool.submit(_run, item))

@@ -112,7 +112,7 @@ class Examples:
 
     def of_rows(self, values: Tensor) -> Tensor:
         """Those of some values (n,) that belong to rows that count."""
-        return values[self.numbers]
+        return values if self.rows is None else values[self.rows]
 
     @cached_property
     def lengths(self) -> Tensor:

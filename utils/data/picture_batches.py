@@ -39,8 +39,8 @@ Work = tuple[list[int], bool]
 @dataclass(eq=False)
 class PictureBatches(GlobalBatches):
     """GlobalBatches with what the model takes of their pictures, as its own processor gives it: pixel_values
-    and what its family has beside them; {} of a family without token types, where no rank has a picture. They
-    are padded on the right. A row costs its tokens and its patches. Where `separates`, a step may have more
+    and what its family has beside them; {} of a family without token types, where no rank has a picture. Rows
+    are padded on the right, and cost their tokens and their patches. Where `separates`, a step may have more
     micro-batches.
 
     source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
