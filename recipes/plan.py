@@ -32,6 +32,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 
 import torch
 import transformers
+from torch.utils._pytree import tree_map
 
 from utils.model.attention import settle_attention
 from utils.model.folder import read_json
@@ -42,6 +43,7 @@ from utils.model.sharding import DTYPES
 from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
 from utils.plan.search import (
     RECOMPUTE,
+    TOKENS_STEP,
     fastest,
     flags_between,
     largest_batch,
@@ -49,6 +51,7 @@ from utils.plan.search import (
     longest_row,
 )
 from utils.plan.states import Setting, planned_model
+from utils.plan.trace import Trace
 from utils.run.errors import ConfigError, check, escaped, others_code, say
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors
@@ -86,6 +89,7 @@ HEAD = (
 # Of compute capability below 8: no bf16, and no flash attention.
 WITHOUT_BF16 = ("t4", "v100-16", "v100-32")
 ROWS = 1009  # a prime: see steps_alike
+SCALED_ERROR = 1e-3  # of what a rank needs, at most, where its trace is made from that of other steps
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 
@@ -220,39 +224,57 @@ def main(cfg: Config) -> dict:
 def scaled_of(asked: Setting) -> Setting:
     """The setting for the tables, whose many sizes are not each traced, where that comes to the same."""
     window = getattr(asked.config.get_text_config(), "sliding_window", None) or 0
-    scaling = partial(steps_alike, traced=asked.seq_len, window=window)
     # On the same side of the window; beyond it nothing is scaled.
     other = asked.seq_len // 2 if asked.seq_len <= window else 2 * asked.seq_len
-    for seq_len in (asked.seq_len, other):
-        longer = replace(asked, seq_len=seq_len)
-        error = need_of(replace(longer, scaling=scaling)).device / need_of(longer).device - 1
-        if abs(error) > 1e-4:
-            return asked
-    return replace(asked, scaling=scaling)
+    lengths = [replace(asked, seq_len=seq_len) for seq_len in (asked.seq_len, other)]
+    shortest = asked.pictures.rows_of(1).ids.shape[1] if asked.pictures else 0
+    for scaling in (
+        partial(steps_alike, near=asked.seq_len, window=window),
+        partial(steps_between, first=TOKENS_STEP * math.ceil(max(1024, shortest) / TOKENS_STEP)),
+    ):
+        for setting in lengths:
+            error = need_of(replace(setting, scaling=scaling)).device / need_of(setting).device - 1
+            if abs(error) > SCALED_ERROR:
+                break
+        else:
+            return replace(asked, scaling=scaling)
+    return asked
 
 
 def steps_alike(
-    batch: int, seq_len: int, traced: int, window: int
-) -> tuple[int, int, Callable[[int], int]]:
-    """(rows and tokens of a row of a step to trace, from its bytes to those of `batch` rows of `seq_len`).
-
-    The sizes are primes that no size of a model is likely to have: as often as they divide the bytes of a
-    tensor, it grows with the rows and the tokens.
+    trace: Callable[..., Trace], batch: int, seq_len: int, near: int, window: int
+) -> Trace:
+    """A step of `batch` rows of seq_len, from one of primes that no size of a model is likely to have: as
+    often as they divide the bytes of a tensor, it grows with the rows and the tokens.
     """
     # Other masks are made for rows that are longer than a window.
-    if (traced > window) != (seq_len > window):
-        return batch, seq_len, int
-    while any(traced % divisor == 0 for divisor in range(2, math.isqrt(traced) + 1)):
-        traced += 1
+    if (near > window) != (seq_len > window):
+        return trace(batch, seq_len)
+    while any(near % divisor == 0 for divisor in range(2, math.isqrt(near) + 1)):
+        near += 1
+    return trace(ROWS, near, cache(partial(grown, sizes=((ROWS, batch), (near, seq_len)))))
 
-    @cache
-    def scaled(size: int) -> int:
-        for prime, number in ((ROWS, batch), (traced, seq_len)):
-            while size and size % prime == 0:
-                size = size // prime * number
-        return size
 
-    return ROWS, traced, scaled
+def steps_between(trace: Callable[..., Trace], batch: int, seq_len: int, first: int) -> Trace:
+    """A step of `batch` rows of seq_len, on the line through those of `first` and twice as many tokens: for
+    families that loop over the tokens of a row (linear attention), with more tensors for more tokens.
+    """
+    scaled = cache(partial(grown, sizes=((ROWS, batch),)))
+    one, two = (vars(trace(ROWS, tokens, scaled)) for tokens in (first, 2 * first))
+
+    def on_line(of_one: int, of_two: int) -> int:
+        return round(of_one + (of_two - of_one) * (seq_len / first - 1))
+
+    without = {"pictures": ()}
+    return Trace(**tree_map(on_line, one | without, two | without))
+
+
+def grown(size: int, sizes: tuple[tuple[int, int], ...]) -> int:
+    """Bytes of a tensor, where the first numbers in `sizes`, primes, become the second."""
+    for prime, number in sizes:
+        while size and size % prime == 0:
+            size = size // prime * number
+    return size
 
 
 def fastest_traced(scaled: Setting, room: Room, **how: bool) -> Setting | None:

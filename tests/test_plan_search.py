@@ -124,10 +124,16 @@ def test_rows_within_a_window_are_compared_with_shorter_ones_and_longer_ones_are
         assert found == need_of(replace(setting, seq_len=tokens)).peak, tokens
 
 
-def test_sizes_that_are_no_multiple_of_the_row_are_not_scaled():
-    config = family_config("lfm2_moe")  # a convolution pads each row
-    setting = Setting(config, torch.float32, torch.bfloat16, 512)
-    assert plan.scaled_of(setting) == setting
+def test_where_a_layer_loops_over_a_row_the_plan_is_on_a_line_between_two_lengths():
+    config = family_config("qwen3_5_text")
+    config.vocab_size = 32000
+    setting = Setting(config, torch.float32, torch.bfloat16, 1024)
+    scaled = plan.scaled_of(setting)
+    assert scaled.scaling.func is plan.steps_between
+    for batch, tokens in [(1, 1600), (1, 4800), (3, 1536)]:
+        sizes = {"batch_size": batch, "rows": batch, "seq_len": tokens}
+        traced, found = need_of(replace(setting, **sizes)), need_of(replace(scaled, **sizes))
+        assert found.peak == traced.peak, (batch, tokens)
 
 
 def test_a_table_of_every_method_traces_each_once(capsys):

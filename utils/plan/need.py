@@ -104,22 +104,25 @@ def sizes_of(setting: Setting) -> Sizes:
 
 def trace_of(setting: Setting) -> Trace:
     """What the blocks of a setting hold."""
-    batch, seq_len, scaled = setting.batch_size, setting.seq_len, int
-    if setting.scaling:
-        batch, seq_len, scaled = setting.scaling(batch, seq_len)
-    record = cached_record(
-        planned_model(setting),
-        setting.dtype,
-        batch,
-        seq_len,
-        setting.masked,
-        setting.activation_checkpointing,
-        setting.repeats_keys,
-        setting.activation_offload,
-        setting.pictures,
-    )
-    trace = record(scaled=scaled)
-    if setting.scaling and setting.pictures:
+
+    def traced(batch: int, seq_len: int, scaled=int) -> Trace:
+        recorded = cached_record(
+            planned_model(setting),
+            setting.dtype,
+            batch,
+            seq_len,
+            setting.masked,
+            setting.activation_checkpointing,
+            setting.repeats_keys,
+            setting.activation_offload,
+            setting.pictures,
+        )
+        return recorded(scaled=scaled)
+
+    if not setting.scaling:
+        return traced(setting.batch_size, setting.seq_len)
+    trace = setting.scaling(traced, setting.batch_size, setting.seq_len)
+    if setting.pictures:
         _, before = setting.pictures.trace(
             planned_model(setting),
             setting.dtype,

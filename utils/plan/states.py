@@ -49,7 +49,7 @@ class Setting:
     async_save: bool = False  # checkpoints are written from a copy on the host
     compile: bool = False
     repeats_keys: bool = False  # see sharding.lacks_grouped_kernels
-    # a function: (rows, tokens of a row) -> those to trace in their place, and bytes of these -> of those
+    # a function: (what traces a step, rows, tokens of a row) -> its trace, made from that of other steps
     scaling: object = None
 
     @property
