@@ -89,7 +89,8 @@ HEAD = (
 # Of compute capability below 8: no bf16, and no flash attention.
 WITHOUT_BF16 = ("t4", "v100-16", "v100-32")
 ROWS = 1009  # a prime: see steps_alike
-SCALED_ERROR = 1e-3  # of what a rank needs, at most, where its trace is made from that of other steps
+# Of what a rank needs, at most, where its trace is made from that of other steps.
+SCALED_ERROR = 1e-3
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 
