@@ -28,6 +28,7 @@ from utils.data.questions import load_questions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
+from utils.run.help import described
 from utils.train.reward_model import open_reward_model
 from utils.train.rollout import Sampling, generate
 from utils.train.trained_run import frozen_copy
@@ -228,6 +229,11 @@ def test_ranks_that_only_draw_change_nothing(files, tmp_path, how):
         assert (again[1][name] - tensor).norm() <= 1e-3 * tensor.norm()
 
 
+def test_help_says_what_each_flag_means():
+    for group in described(grpo.Config).values():
+        assert all(group.values()), group
+
+
 def test_all_ranks_drawing_is_refused(files, tmp_path):
     with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: 1 to 1"):
         trained(2, tmp_path / "out", files, generate_ranks=2)
@@ -301,8 +307,8 @@ def test_a_reward_model_scores_as_plain_transformers_does(files, tmp_path, judge
         ids = tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")
         with torch.no_grad():
             score = 2 * model(**ids).logits.item()
-        assert sample["model"] == pytest.approx(score, abs=1e-4)
-        assert sample["reward"] == pytest.approx(score + sample["some_letters"], abs=1e-4)
+        assert sample["rewards/model"] == pytest.approx(score, abs=1e-4)
+        assert sample["reward"] == pytest.approx(score + sample["rewards/some_letters"], abs=1e-4)
 
 
 def test_models_that_do_not_train_hold_only_their_shards_between_two_uses(judge):

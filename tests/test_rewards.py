@@ -6,10 +6,20 @@ python -m pytest tests/test_rewards.py
 import math
 
 import pytest
+from tiny import tiny_tokenizer
 
 from utils.data.questions import Question
-from utils.data.rewards import check_columns, parse_rewards, score, weighted_sum
+from utils.data.rewards import (
+    check_columns,
+    parse_rewards,
+    reward_all,
+    reward_means,
+    score,
+    weighted_sum,
+)
+from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
+from utils.train.rollout import Completion
 
 RULES = """
 from dataclasses import dataclass
@@ -151,6 +161,19 @@ def test_functions_get_what_trl_gives_them_and_sums_leave_out_none(rules):
         "level": ["easy", "hard"],
         "completion_ids": [[*b"abc"], [*b"abcdef"]],
     }
+
+
+def test_rewards_may_be_called_reward_and_text(rules):
+    rules.write_text(
+        "def reward(completions, **columns):\n    return [1, 3]\ndef text(**columns):\n    return [None, 4]\n"
+    )
+    rewards = parse_rewards(f"{rules}:reward:2,{rules}:text")
+    asked = [Question([], "p", {}, "rows.jsonl:1")] * 2
+    completions = [Completion([5], []), Completion([6], [])]
+    found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None)
+    assert reward_means(found) == {"reward": 6, "rewards/reward": 2, "rewards/text": 4}
+    assert [one["text"] for one in found] == tiny_tokenizer().batch_decode([[5], [6]])
+    assert [one["rewards/text"] for one in found] == [None, 4]
 
 
 def test_messages_are_compared_by_their_text():

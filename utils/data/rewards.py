@@ -123,7 +123,8 @@ def reward_all(
     world: World,
     scores: Callable | None,
 ) -> list[dict]:
-    """For each completion its `text`, what each reward gives, and their weighted sum `reward`; on every rank.
+    """For each completion its `text`, `rewards/NAME` for each reward, and their weighted sum `reward`; on
+    every rank.
 
     asked: the question of each completion; those of a question are together, group_size of them. A rank
     scores those of some questions, each question's in one call. scores: (prompts, texts) -> the weighted
@@ -141,10 +142,11 @@ def reward_all(
         own |= of_rank
     found = []
     for i, text in enumerate(texts):
-        found.append({"text": text, **own[i], "reward": weighted_sum(rewards, own[i])})
+        values = {f"rewards/{name}": value for name, value in own[i].items()}
+        found.append({"text": text, **values, "reward": weighted_sum(rewards, own[i])})
     if scores:
         for one, value in zip(found, scores([q.content for q in asked], texts), strict=True):
-            one |= {"model": value, "reward": one["reward"] + value}
+            one |= {"rewards/model": value, "reward": one["reward"] + value}
     return found
 
 
@@ -153,9 +155,8 @@ def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
     means = {}
     for name in found[0].keys() - {"text"}:
         values = [one[name] for one in found if one[name] is not None]
-        key = name if name == "reward" else f"rewards/{name}"
         if values:
-            means[prefix + key] = sum(values) / len(values)
+            means[prefix + name] = sum(values) / len(values)
     return means
 
 
