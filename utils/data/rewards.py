@@ -37,7 +37,7 @@ class Reward(NamedTuple):
     name: str  # in metrics: rewards/exact
     function: Callable
     weight: float
-    flag: str = "--rewards"  # that names it
+    flag: str  # that names it
 
 
 def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
