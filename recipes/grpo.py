@@ -497,13 +497,13 @@ def main(cfg: Config) -> Path:
         pad_id=pad_id(tokenizer),
         batch_size=cfg.generate_batch_size,
     )
-    scores = judge and partial(judge.scores, cfg.batch_size, cfg.reward_model_weight, world)
     reward = partial(
         reward_all,
         rewards,
         tokenizer=tokenizer,
         world=world,
-        scores=scores,
+        scores=judge and partial(judge.scores, cfg.batch_size, world),
+        weight=cfg.reward_model_weight,
     )
     draw = partial(
         draw_all,

@@ -170,7 +170,7 @@ def test_rewards_may_be_called_reward_and_text(rules):
     rewards = parse_rewards(f"{rules}:reward:2,{rules}:text")
     asked = [Question([], "p", {}, "rows.jsonl:1")] * 2
     completions = [Completion([5], []), Completion([6], [])]
-    found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None)
+    found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
     assert reward_means(found) == {"reward": 6, "rewards/reward": 2, "rewards/text": 4}
     assert [one["text"] for one in found] == tiny_tokenizer().batch_decode([[5], [6]])
     assert [one["rewards/text"] for one in found] == [None, 4]

@@ -122,13 +122,14 @@ def reward_all(
     tokenizer,
     world: World,
     scores: Callable | None,
+    weight: float,
 ) -> list[dict]:
     """For each completion its `text`, `rewards/NAME` for each reward, and their weighted sum `reward`; on
     every rank.
 
     asked: the question of each completion; those of a question are together, group_size of them. A rank
-    scores those of some questions, each question's in one call. scores: (prompts, texts) -> the weighted
-    score of each by a reward model, for which all ranks work together.
+    scores those of some questions, each question's in one call. scores: (prompts, texts) -> the score of each
+    by a reward model, for which all ranks work together, and its weight in the sum.
     """
     ids = [completion.ids for completion in completions]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -146,7 +147,7 @@ def reward_all(
         found.append({"text": text, **values, "reward": weighted_sum(rewards, own[i])})
     if scores:
         for one, value in zip(found, scores([q.content for q in asked], texts), strict=True):
-            one |= {"rewards/model": value, "reward": one["reward"] + value}
+            one |= {"rewards/model": value, "reward": one["reward"] + weight * value}
     return found
 
 
