@@ -323,7 +323,7 @@ def kinds_of_parameters(world, folder):
     found.model = frozen_copy(
         found.model, found.pieces, mesh, torch.float32, world.device, cpu_offload=False
     )
-    assert len(found.scores(2, 1.0, world, ["a", "b", "c"], ["d", "e f", ""])) == 3
+    assert len(found.scores(2, world, ["a", "b", "c"], ["d", "e f", ""])) == 3
     return {type(p.data).__name__ for p in found.model.parameters()}
 
 
