@@ -95,7 +95,7 @@ def score(
     """What each reward gives, by its name, for each of n completions, of which texts and ids are known.
 
     asked: the question of each. Completions become messages where prompts are, as in TRL. ConfigError names
-    reward, row and completion where a function raises, or gives NaN or another number of values.
+    reward, row and completion where a function raises or gives NaN, or the wrong number of values.
     """
     given = {name: [question.columns[name] for question in asked] for name in asked[0].columns}
     given["prompts"] = [question.content for question in asked]
@@ -176,8 +176,6 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
     """What a reward gives for n completions."""
     try:
         values = [v if v is None else float(v) for v in reward.function(**given)]
-        if len(values) != len(where):
-            raise ValueError(f"{len(values)} values for {len(where)} completions")
         if not all(value is None or math.isfinite(value) for value in values):
             raise ValueError(f"not finite: {values}")
     except Exception as error:
@@ -189,6 +187,8 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
         shown = text_of(given["completions"][0])[:200]
         text = f"{reward.flag} {reward.name}: {fault}; {where[0]}, completion {shown!r}"
         raise ConfigError(text) from error
+    counts = f"{len(values)} values for {len(where)} completions"
+    check(len(values) == len(where), f"{reward.flag} {reward.name}: {counts} of {where[0]}")
     return values
 
 
