@@ -48,7 +48,7 @@ from utils.run.distributed import (
 )
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0
 from utils.run.folder import releases_output
-from utils.run.settings import parse_cli
+from utils.run.settings import check_least, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
@@ -83,10 +83,7 @@ class Config:
     output: str = ""  # .jsonl file for the answers; empty: the terminal
 
     def __post_init__(self):
-        check(
-            self.temperature >= 0,
-            f"--temperature {self.temperature} is below 0 (fix: 0, or 0.7)",
-        )
+        check_least(self, max_new_tokens=1, batch_size=1)
         check(
             0 < self.top_p <= 1,
             f"--top_p {self.top_p} is not a share (fix: above 0, at most 1)",
@@ -95,9 +92,6 @@ class Config:
             self.top_p == 1 or self.temperature > 0,
             f"--top_p {self.top_p}: at --temperature 0 nothing is drawn (fix: --temperature 0.7)",
         )
-        for name in ("max_new_tokens", "batch_size"):
-            value = getattr(self, name)
-            check(value > 0, f"--{name} {value} is too small (fix: at least 1)")
         check(
             self.chat != bool(self.prompts),
             "what is to be answered? (fix: either --prompts FILE, or --chat)",

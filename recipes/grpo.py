@@ -97,7 +97,6 @@ from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 from utils.train.rollout import (
-    Completion,
     Sampling,
     draw_all,
     log_probs_at_start,
@@ -147,9 +146,8 @@ class Config:
     max_new_tokens: int = 256  # longest completion
     temperature: float = 1.0  # of the draws; at 0 all completions of a prompt are alike
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # how tokens are weighed: see weight_of
-    scale_rewards: Literal["auto", "group", "none"] = (
-        "auto"  # by their deviation; auto: by the loss
-    )
+    # group: divide by their deviation; auto: none with dr_grpo
+    scale_rewards: Literal["auto", "group", "none"] = "auto"
     clip_low: float = 0.2  # a token's ratio to what it was drawn with counts from 1 - this
     clip_high: float = 0.28  # to 1 + this
     kl_beta: float = 0.0  # how strongly the model is held to what it was at the start
@@ -499,13 +497,13 @@ def main(cfg: Config) -> Path:
         pad_id=pad_id(tokenizer),
         batch_size=cfg.generate_batch_size,
     )
-    scores = judge and partial(judge.scores, cfg.batch_size, cfg.reward_model_weight, world)
     reward = partial(
         reward_all,
         rewards,
         tokenizer=tokenizer,
         world=world,
-        scores=scores,
+        scores=judge and partial(judge.scores, cfg.batch_size, world),
+        weight=cfg.reward_model_weight,
     )
     draw = partial(
         draw_all,
@@ -582,12 +580,11 @@ def main(cfg: Config) -> Path:
             keys = [(cfg.seed, step, *divmod(i, cfg.group_size)) for i in range(len(asked))]
             completions = draw([q.ids for q in asked], keys, sampling)
             drawn_at = time.monotonic()
+            lengths = [len(completion.ids) for completion in completions]
             rewarded = reward(asked, completions, group_size=cfg.group_size)
             advantages = advantages_of(cfg, [one["reward"] for one in rewarded])
             rollouts = [
-                Rollout(
-                    q.ids, c.ids, c.log_probs, a, weight_of(cfg, len(c.ids), completions), q.where
-                )
+                Rollout(q.ids, c.ids, c.log_probs, a, weight_of(cfg, len(c.ids), lengths), q.where)
                 for q, c, a in zip(asked, completions, advantages, strict=True)
                 if a or cfg.kl_beta  # where all are alike there is nothing to learn
             ]
@@ -648,7 +645,7 @@ def main(cfg: Config) -> Path:
                 lr=lr,
                 **reward_means(rewarded),
                 ties=advantages.count(0.0) / len(advantages),
-                completion_length=fmean(len(c.ids) for c in completions),
+                completion_length=fmean(lengths),
                 truncated=fmean(c.ids[-1] not in sampling.end_ids for c in completions),
                 trained_tokens=sum(len(rollout.ids) for rollout in rollouts),
                 seconds_drawing=drawn_at - begun_at,
@@ -720,15 +717,15 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
     return advantages.masked_fill(ties, 0.0).flatten().tolist()
 
 
-def weight_of(cfg: Config, length: int, completions: list[Completion]) -> float:
-    """Of each token of a completion of this length, in the loss of all completions."""
+def weight_of(cfg: Config, length: int, lengths: list[int]) -> float:
+    """Of each token of a completion of this length, in the loss of all completions of these lengths."""
     divisors = {
         # the mean over completions of their means: https://arxiv.org/abs/2402.03300
-        "grpo": length * len(completions),
+        "grpo": length * len(lengths),
         # no completion counts more for its length: https://arxiv.org/abs/2503.20783
-        "dr_grpo": cfg.max_new_tokens * len(completions),
+        "dr_grpo": cfg.max_new_tokens * len(lengths),
         # the mean over all tokens: https://arxiv.org/abs/2503.14476
-        "dapo": sum(len(completion.ids) for completion in completions),
+        "dapo": sum(lengths),
     }
     return 1 / divisors[cfg.loss]
 

@@ -257,7 +257,7 @@ MISTAKES = {
     "nothing to answer": ({"model": "m"}, "--prompts FILE, or --chat"),
     "temperature": (
         {"model": "m", "prompts": "p.txt", "temperature": -1.0},
-        "--temperature -1.0 is below 0",
+        "--temperature -1.0 is too small .fix: at least 0",
     ),
     "top_p": ({"model": "m", "prompts": "p.txt", "temperature": 1.0, "top_p": 0.0}, "--top_p 0.0"),
     "top_p when greedy": ({"model": "m", "prompts": "p.txt", "top_p": 0.5}, "at --temperature 0"),

@@ -28,6 +28,7 @@ from utils.data.questions import load_questions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
+from utils.run.help import described
 from utils.train.reward_model import open_reward_model
 from utils.train.rollout import Sampling, generate
 from utils.train.trained_run import frozen_copy
@@ -228,6 +229,11 @@ def test_ranks_that_only_draw_change_nothing(files, tmp_path, how):
         assert (again[1][name] - tensor).norm() <= 1e-3 * tensor.norm()
 
 
+def test_help_says_what_each_flag_means():
+    for group in described(grpo.Config).values():
+        assert all(group.values()), group
+
+
 def test_all_ranks_drawing_is_refused(files, tmp_path):
     with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: 1 to 1"):
         trained(2, tmp_path / "out", files, generate_ranks=2)
@@ -300,9 +306,10 @@ def test_a_reward_model_scores_as_plain_transformers_does(files, tmp_path, judge
         chat = [question, {"role": "assistant", "content": sample["text"]}]
         ids = tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")
         with torch.no_grad():
-            score = 2 * model(**ids).logits.item()
-        assert sample["model"] == pytest.approx(score, abs=1e-4)
-        assert sample["reward"] == pytest.approx(score + sample["some_letters"], abs=1e-4)
+            score = model(**ids).logits.item()
+        assert sample["rewards/model"] == pytest.approx(score, abs=1e-4)
+        total = 2 * score + sample["rewards/some_letters"]
+        assert sample["reward"] == pytest.approx(total, abs=1e-4)
 
 
 def test_models_that_do_not_train_hold_only_their_shards_between_two_uses(judge):
@@ -316,7 +323,7 @@ def kinds_of_parameters(world, folder):
     found.model = frozen_copy(
         found.model, found.pieces, mesh, torch.float32, world.device, cpu_offload=False
     )
-    assert len(found.scores(2, 1.0, world, ["a", "b", "c"], ["d", "e f", ""])) == 3
+    assert len(found.scores(2, world, ["a", "b", "c"], ["d", "e f", ""])) == 3
     return {type(p.data).__name__ for p in found.model.parameters()}
 
 

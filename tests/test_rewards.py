@@ -6,10 +6,20 @@ python -m pytest tests/test_rewards.py
 import math
 
 import pytest
+from tiny import tiny_tokenizer
 
 from utils.data.questions import Question
-from utils.data.rewards import check_columns, parse_rewards, score, weighted_sum
+from utils.data.rewards import (
+    check_columns,
+    parse_rewards,
+    reward_all,
+    reward_means,
+    score,
+    weighted_sum,
+)
+from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
+from utils.train.rollout import Completion
 
 RULES = """
 from dataclasses import dataclass
@@ -153,6 +163,19 @@ def test_functions_get_what_trl_gives_them_and_sums_leave_out_none(rules):
     }
 
 
+def test_rewards_may_be_called_reward_and_text(rules):
+    rules.write_text(
+        "def reward(completions, **columns):\n    return [1, 3]\ndef text(**columns):\n    return [None, 4]\n"
+    )
+    rewards = parse_rewards(f"{rules}:reward:2,{rules}:text")
+    asked = [Question([], "p", {}, "rows.jsonl:1")] * 2
+    completions = [Completion([5], []), Completion([6], [])]
+    found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
+    assert reward_means(found) == {"reward": 6, "rewards/reward": 2, "rewards/text": 4}
+    assert [one["text"] for one in found] == tiny_tokenizer().batch_decode([[5], [6]])
+    assert [one["rewards/text"] for one in found] == [None, 4]
+
+
 def test_messages_are_compared_by_their_text():
     prompt = [[{"role": "user", "content": "?"}]]
     for flag in ("exact", "number", "regex:(.*)"):
@@ -225,7 +248,7 @@ def test_a_fault_names_the_reward_the_row_and_the_completion(name, rules):
 
 
 def test_a_wrong_number_of_values_is_a_fault(rules):
-    with pytest.raises(ConfigError, match="3 values for 1 completions"):
+    with pytest.raises(ConfigError, match="too_few: 1 values for 2 completions of rows.jsonl:1"):
         scores(f"{rules}:too_few", ["one", "two"])
     with pytest.raises(ConfigError, match="one_number: TypeError: 'float' object is not iterable"):
         scores(f"{rules}:one_number", ["one", "two"])
@@ -235,7 +258,7 @@ def test_a_fault_that_only_all_together_have_is_named_too(rules):
     rules.write_text(
         "def odd(completions, **columns):\n    return [1.0] * (1 + len(completions) // 2)\n"
     )
-    with pytest.raises(ConfigError, match="odd: ValueError: 2 values for 3 .*rows.jsonl:1"):
+    with pytest.raises(ConfigError, match="odd: 2 values for 3 completions of rows.jsonl:1"):
         scores(f"{rules}:odd", ["one", "two", "three"])
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from utils.data.rollouts import Rollout, rollout_batch
 from utils.model.log_probs import token_log_probs
 from utils.model.loss import add_chunked_loss, check_chunked_loss
-from utils.train.rollout import Completion, token_means, token_sums
+from utils.train.rollout import token_means, token_sums
 
 RECORDED = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
 LOSSES = RECORDED["losses"]
@@ -56,8 +56,8 @@ def step(name: str, batch_size: int):
     clips = {"clip_low": rollouts.CLIP_LOW, "clip_high": rollouts.CLIP_HIGH}
     cfg = grpo.Config(loss=loss_name, kl_beta=beta, **sizes, **clips)
     rows = rollouts.completions()
-    all_of_step = [Completion(row.ids, []) for row in rows]
-    weights = [grpo.weight_of(cfg, len(row.ids), all_of_step) for row in rows]
+    lengths = [len(row.ids) for row in rows]
+    weights = [grpo.weight_of(cfg, length, lengths) for length in lengths]
     policy = ready(oracle.policy_and_reference()[0])
     old, start = RECORDED["log_probs"]["old"], RECORDED["log_probs"]["reference"]
     sums = torch.zeros(6)

@@ -28,9 +28,7 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             message.pop("weight", None)  # all is trained
         (chat,) = render_chats(tokenizer, messages, tools, "all", notes)
         ids = encode(tokenizer, chat.text).ids
-    is_text = kind == "text"
-    text = "".join(m["content"] for m in messages) if is_text else tokenizer.decode(ids)
-    size_bytes = len(text.encode())
+    text = "".join(m["content"] for m in messages) if kind == "text" else tokenizer.decode(ids)
     if not text.strip():
         part.dropped[EMPTY] += 1
         return form
@@ -43,7 +41,7 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         part.ids = array("H")
     part.add(ids, b"", where)
     part.trained_tokens[-1] = len(ids)
-    part.row_sizes.append(size_bytes)
+    part.row_sizes.append(len(text.encode()))
     return form
 
 

@@ -13,7 +13,8 @@ FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content":
 # Keys of a row that belong to its prompt, and those of pictures, which to_messages refuses.
 BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
 
-NO_COLUMNS = {"prompt", "messages", *BESIDE}
+PROMPTS = {"prompt", "messages", "conversations"}
+NO_COLUMNS = {*PROMPTS, *BESIDE}
 TOO_LONG = "longer than a prompt may be"
 
 
@@ -70,6 +71,8 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     """Add a row to `part`, an encode.Part; returns its form. rows: an encode.Rows. ValueError: what is wrong
     with the row.
     """
+    if not PROMPTS & row.keys():
+        raise ValueError(f"no prompt to answer; {FORMS} (fix: --columns prompt=THEIRS)")
     content, tools, answer = turns_of(row)
     if is_plain(content, tokenizer, rows):
         bos = [tokenizer.bos_token_id] * adds_bos(tokenizer)
@@ -78,12 +81,12 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         ids = prompt_ids(tokenizer, Prompt(where, content).messages, tools)
     if not ids:
         raise ValueError("the prompt has no tokens")
-    if len(ids) > rows.seq_len and rows.too_long != "drop":
+    if len(ids) > rows.seq_len:
+        if rows.too_long == "drop":
+            part.dropped[TOO_LONG] += 1
+            return "prompts"
         limit = f"a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
         raise ValueError(f"{len(ids):,} tokens, and {limit}")
-    if len(ids) > rows.seq_len:
-        part.dropped[TOO_LONG] += 1
-        return "prompts"
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
     if answer is not None:
         columns.setdefault("answer", answer)

@@ -37,7 +37,7 @@ class Reward(NamedTuple):
     name: str  # in metrics: rewards/exact
     function: Callable
     weight: float
-    flag: str = "--rewards"  # that names it
+    flag: str  # that names it
 
 
 def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
@@ -95,7 +95,7 @@ def score(
     """What each reward gives, by its name, for each of n completions, of which texts and ids are known.
 
     asked: the question of each. Completions become messages where prompts are, as in TRL. ConfigError names
-    reward, row and completion where a function raises, or gives NaN or another number of values.
+    reward, row and completion where a function raises or gives NaN, or the wrong number of values.
     """
     given = {name: [question.columns[name] for question in asked] for name in asked[0].columns}
     given["prompts"] = [question.content for question in asked]
@@ -122,12 +122,14 @@ def reward_all(
     tokenizer,
     world: World,
     scores: Callable | None,
+    weight: float,
 ) -> list[dict]:
-    """For each completion its `text`, what each reward gives, and their weighted sum `reward`; on every rank.
+    """For each completion its `text`, `rewards/NAME` for each reward, and their weighted sum `reward`; on
+    every rank.
 
     asked: the question of each completion; those of a question are together, group_size of them. A rank
-    scores those of some questions, each question's in one call. scores: (prompts, texts) -> the weighted
-    score of each by a reward model, for which all ranks work together.
+    scores those of some questions, each question's in one call. scores: (prompts, texts) -> the score of each
+    by a reward model, for which all ranks work together, and its weight in the sum.
     """
     ids = [completion.ids for completion in completions]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -141,10 +143,11 @@ def reward_all(
         own |= of_rank
     found = []
     for i, text in enumerate(texts):
-        found.append({"text": text, **own[i], "reward": weighted_sum(rewards, own[i])})
+        values = {f"rewards/{name}": value for name, value in own[i].items()}
+        found.append({"text": text, **values, "reward": weighted_sum(rewards, own[i])})
     if scores:
         for one, value in zip(found, scores([q.content for q in asked], texts), strict=True):
-            one |= {"model": value, "reward": one["reward"] + value}
+            one |= {"rewards/model": value, "reward": one["reward"] + weight * value}
     return found
 
 
@@ -153,9 +156,8 @@ def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
     means = {}
     for name in found[0].keys() - {"text"}:
         values = [one[name] for one in found if one[name] is not None]
-        key = name if name == "reward" else f"rewards/{name}"
         if values:
-            means[prefix + key] = sum(values) / len(values)
+            means[prefix + name] = sum(values) / len(values)
     return means
 
 
@@ -174,8 +176,6 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
     """What a reward gives for n completions."""
     try:
         values = [v if v is None else float(v) for v in reward.function(**given)]
-        if len(values) != len(where):
-            raise ValueError(f"{len(values)} values for {len(where)} completions")
         if not all(value is None or math.isfinite(value) for value in values):
             raise ValueError(f"not finite: {values}")
     except Exception as error:
@@ -187,6 +187,8 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
         shown = text_of(given["completions"][0])[:200]
         text = f"{reward.flag} {reward.name}: {fault}; {where[0]}, completion {shown!r}"
         raise ConfigError(text) from error
+    counts = f"{len(values)} values for {len(where)} completions"
+    check(len(values) == len(where), f"{reward.flag} {reward.name}: {counts} of {where[0]}")
     return values
 
 

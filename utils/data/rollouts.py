@@ -57,11 +57,9 @@ def rollout_batch(part: list[Rollout], pad_id: int, multiple: int) -> RolloutBat
     drawn = torch.zeros(batch.ids.shape)
     log_probs = [value for rollout in part for value in rollout.log_probs]
     drawn[batch.labels != IGNORE] = torch.tensor(log_probs)
-    advantages = torch.tensor([[rollout.advantage] for rollout in part])
-    weights = torch.tensor([[rollout.weight] for rollout in part])
     return RolloutBatch(
         **vars(batch),
-        advantages=advantages,
-        weights=weights,
+        advantages=torch.tensor([[rollout.advantage] for rollout in part]),
+        weights=torch.tensor([[rollout.weight] for rollout in part]),
         drawn=drawn,
     )

@@ -56,7 +56,8 @@ class Recorder(TorchDispatchMode):
         return function(*args, **options)
 
     def record(self, name, function, target, args, options) -> None:
-        by_element = kind_of(function) in FILLS | CHANGES and not any(map(is_meta, args))
+        on_meta = any(torch.is_tensor(value) and value.is_meta for value in args)
+        by_element = kind_of(function) in FILLS | CHANGES and not on_meta
         what = f"--init random: the rule for {name} is not one for each element"
         check(by_element and target.is_contiguous(), f"{what} (fix: {FIX})")
         arguments = []
@@ -71,10 +72,6 @@ class Recorder(TorchDispatchMode):
 def kind_of(function) -> str:
     """normal_ for aten::normal_"""
     return function._schema.name.removeprefix("aten::")
-
-
-def is_meta(value: object) -> bool:
-    return torch.is_tensor(value) and value.is_meta
 
 
 def open_config(name: str, shapes: Path, world: World, tokenizer: str, trust=False) -> Source:

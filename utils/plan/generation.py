@@ -91,7 +91,7 @@ def plan_rollout(
     prompt: int,
     new: int,
     force: bool,
-    generate_ranks: int = 0,
+    generate_ranks: int,
 ) -> tuple[bool, MemoryPlan]:
     """(whether the layers are gathered once for all tokens, else in each forward; the plan with a line more)
     for completions of at most `new` tokens of `rows` prompts at a time, beside the states of a training run,

@@ -25,11 +25,9 @@ class RewardModel:
     digest: str
 
     @torch.no_grad()
-    def scores(
-        self, batch_size: int, weight: float, world: World, prompts: list, texts: list[str]
-    ) -> list[float]:
-        """The weighted score of each text as the answer to its prompt, a text or messages; on every rank. All
-        ranks call it alike, and each scores a share, batch_size at a time.
+    def scores(self, batch_size: int, world: World, prompts: list, texts: list[str]) -> list[float]:
+        """The score of each text as the answer to its prompt, a text or messages; on every rank. All ranks
+        call it alike, and each scores a share, batch_size at a time.
         """
         count = len(texts)
         turns = math.ceil(count / world.size)  # equally many on each rank, some of them twice
@@ -42,7 +40,7 @@ class RewardModel:
             places = [k * ids.shape[1] + len(row) - 1 for k, row in enumerate(rows)]
             ends = torch.tensor(places, device=world.device)
             values = self.model(ids.to(world.device), ends=ends)
-            own |= zip(part, (weight * values).tolist(), strict=True)
+            own |= zip(part, values.tolist(), strict=True)
         reshard(self.model)  # no backward follows, which would free what it has gathered
         for of_rank in gather(world, own):
             own |= of_rank

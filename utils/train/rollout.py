@@ -242,5 +242,4 @@ def token_sums(
 def token_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
     """The means over the learned tokens by name, from the sums of token_sums over batches and ranks."""
     names = ("clip_share", "kl", "entropy", "mismatch")
-    tokens = sums[-1].clamp(min=1)
-    return {name: value / tokens for name, value in zip(names, sums[1:-1], strict=True)}
+    return dict(zip(names, sums[1:-1] / sums[-1].clamp(min=1), strict=True))
