@@ -249,7 +249,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     Raises ConfigError unless names and shapes are the model's; only base layers that peft stored along, as it
     does for embeddings, may be there too, and are loaded.
     """
-    file, names = Path(folder) / TENSORS, match_tensors(model, folder)
+    file, names = folder / TENSORS, match_tensors(model, folder)
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
