@@ -40,8 +40,7 @@ class Asker:
             sequences = []
             for i in own:
                 sequences += groups[i]
-            batch = self.batch_of(sequences)
-            batch = batch.to(self.world.device)
+            batch = self.batch_of(sequences).to(self.world.device)
             scores = iter(score_batch(self.model, batch))
             return [[next(scores) for _ in groups[i]] for i in own]
 
