@@ -348,10 +348,10 @@ def main(cfg: Config) -> Path:
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
-            at_once = max(2, cfg.batch_size * world.size)  # kto needs another answer
             if cfg.packing:
                 Batches, size = PairBatches, ()
-            eval_loader = Batches(held_out, cfg.seed, at_once, *shares, *size)
+            # As large as those of training: the KL of kto follows from them.
+            eval_loader = Batches(held_out, cfg.seed, global_batch, *shares, *size)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)

@@ -229,7 +229,7 @@ def test_answers_of_several_turns_are_trained_whole(tokenizer):
 WRONG = [
     ({"messages": [ASK, GOOD]}, "expected chosen and rejected, or a label"),
     ({"prompt": "a", "chosen": "b"}, "expected chosen and rejected, or a label"),
-    ({"prompt": "a", "completion": "b", "label": True}, "or a label with --loss kto"),
+    ({"prompt": "a", "completion": "b", "label": True}, "or a label with prefer.py --loss kto"),
     ({"chosen": "a", "rejected": "b"}, "prompt: missing; the row has 'chosen', 'rejected'"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "after 2 turns of the prompt"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, "after 2 turns of the prompt"),
