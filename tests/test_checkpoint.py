@@ -88,7 +88,7 @@ def test_resume_is_bitwise(tmp_path, kind):
     for same_losses, straight, resumed, state in run_ranks(straight_and_resumed, 2, tmp_path, kind):
         assert same_losses
         assert straight == resumed
-        assert state.items() >= {"step": 2, "epoch": 1, "optimizer": "adamw"}.items()
+        assert state.items() >= {"step": 2, "epoch": 1}.items()
         assert ("lm_head.weight" in straight) == (kind == "llama")  # a tied weight is there once
         assert "model.embed_tokens.weight.exp_avg_sq" in straight
 

@@ -233,11 +233,10 @@ def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_activations(model: nn.Module) -> nn.Module:
+def keep_activations(model: nn.Module) -> None:
     """Recompute nothing again, as a model does that recompute_activations has not met."""
     newer = hasattr(model, "activation_checkpointing_disable")
     (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
-    return model
 
 
 def settle_dtype(dtype: str, device: torch.device) -> str:

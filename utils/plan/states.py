@@ -137,10 +137,8 @@ def _planned_model(setting: Setting) -> nn.Module:
     return model if setting.kind == "scores" else add_chunked_loss(model)
 
 
-def estimate_states(
-    model: nn.Module, shards: int, rank: int = 0, optimizer: str = "adamw"
-) -> States:
-    """Bytes on rank `rank` when every parameter is cut along dim 0 over `shards` ranks, as FSDP2 cuts it.
+def estimate_states(model: nn.Module, shards: int, optimizer: str = "adamw") -> States:
+    """Bytes on the fullest rank when every parameter is cut along dim 0 over `shards` ranks, as FSDP2 does.
 
     They follow from the parameters' shapes and dtypes, so the model may be on meta, sharded or not. Rows
     are dealt as torch.chunk does, ceil(rows / shards) each until there are none left: rank 0 is the fullest,
@@ -153,14 +151,13 @@ def estimate_states(
     weights = gradients = moments = 0
     for parameter in model.parameters():
         share = share_numel(parameter, shards)
-        own = min(share, max(0, parameter.numel() - rank * share))
         share_bytes = share * parameter.element_size()
         weights += share_bytes
         if parameter.requires_grad:
             gradients += share_bytes
             # AdamW's two moments, and the count of steps, one fp32 per parameter.
-            adamw = 2 * own * parameter.element_size() + 4
-            moments += adamw if optimizer == "adamw" else state_bytes(parameter, own)
+            adamw = 2 * share_bytes + 4
+            moments += adamw if optimizer == "adamw" else state_bytes(parameter, share)
     return States(weights, gradients, moments)
 
 

@@ -32,25 +32,23 @@ LINE = {
 class RunLog:
     """Where the numbers of a run go: a line on stdout, folder/metrics.jsonl, and trackers on demand.
 
-    Without a folder, or as start 0 of the run, it does nothing: so on all ranks but rank 0. On a terminal
+    As start 0 of the run it does nothing: so on all ranks but rank 0. On a terminal
     there is a progress bar with the time left, in a log only whole lines. trackers: of profiling.py, which
     get the same numbers. done: the step that was resumed from; run: which start of the run this is. Lines of
     later steps that an earlier start wrote stay.
     """
 
-    def __init__(self, folder: Path | None, total_steps, log_every=1, trackers=(), done=0, run=1):
-        self.folder = folder if run else None
+    def __init__(self, folder: Path, total_steps, log_every=1, trackers=(), done=0, run=1):
+        self.folder = folder
         self.total_steps = total_steps
         self.log_every = log_every
         self.run = run
         self.trackers = trackers
-        silent = self.folder is None or not sys.stdout.isatty()
+        silent = not run or not sys.stdout.isatty()
         self.bar = tqdm(
             total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent
         )
-        if self.folder is None:
-            return
-        if (folder / "metrics.jsonl").exists():
+        if run and (folder / "metrics.jsonl").exists():
             # a last line that a kill cut would spoil the next
             with open(folder / "metrics.jsonl", "r+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
@@ -61,7 +59,7 @@ class RunLog:
         None is left out; NaN and infinity become null, since JSON has neither. Called again for the same step
         with an eval_loss, it adds another object and its line.
         """
-        if self.folder is None:
+        if not self.run:
             return
         numbers = {name: value for name, value in numbers.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}

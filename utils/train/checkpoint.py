@@ -78,7 +78,7 @@ class CheckpointSaver:
         """
         self.wait()
         final = self.folder / f"step_{step:08d}"
-        state = {**state, "step": step, "optimizer": getattr(optimizer, "kind", "adamw")}
+        state = state | {"step": step}
         tensors = checkpoint_tensors(model, optimizer)
         if not self.needed_bytes:
             self.needed_bytes = all_reduce_sum(
@@ -142,7 +142,9 @@ def checkpoint_tensors(
     once. AdamW's state that is not there yet is made, as its first step (fused) makes it.
     """
     tensors = {}
-    for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         tensors[f"model.{name}"] = parameter  # DCP detaches it
         if not optimizer:
             continue
@@ -188,7 +190,7 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(temporary)
         self.fs = _HashingFiles()
         self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
-        self.step, self.state_text = state["step"], json.dumps(state, indent=1, allow_nan=False)
+        self.state_text = json.dumps(state, indent=1, allow_nan=False)
         self.step_seconds = state.get("step_seconds", 0.0)
         self.started, self.seconds = time.monotonic(), 0.0
 
@@ -222,7 +224,7 @@ class _Writer(dcp.FileSystemWriter):
         with self.fs.create_stream(state, "wb") as file:
             file.write(self.state_text.encode())
         files |= self.fs.digests  # with those of .metadata and state.json
-        manifest.write_text(json.dumps({"step": self.step, "files": files}, indent=1))
+        manifest.write_text(json.dumps({"files": files}, indent=1))
         for path in (state, manifest, self.path):
             sync_path(path)
         os.rename(self.path, self.final)

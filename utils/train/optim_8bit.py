@@ -56,8 +56,6 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     Raises ConfigError where bitsandbytes is missing.
     """
 
-    # of the state, as checkpoints name it: paged or not makes no difference there
-    kind = "adamw_8bit"
     # (); 1: the next step changes nothing, as in torch's fused AdamW
     found_inf: torch.Tensor | None = None
 
