@@ -67,27 +67,27 @@ class Taken(str):
 
 
 TABLE = [  # number, file's name, its content, what is said: Taken(...), else the refusal
-    (1, "a.jsonl", lines(LINE, LINE) + '{"messages": [{"ro', "a.jsonl:3: Unterminated string"),
+    (1, "a.jsonl", lines(LINE, LINE) + '{"messages": [{"ro', "a.jsonl:3: not JSON in UTF-8: Unterminated string"),
     (
         2,
         "a.jsonl",
         lines(LINE, '{"messages": [],}'),
-        "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 17",
+        "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 17",
     ),
     (
         2,
         "a.jsonl",
         lines(LINE, "{'messages': []}"),
-        "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2",
+        "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 2",
     ),
     (
         2,
         "a.jsonl",
         lines(LINE, str(chat(USER, ANSWER, x=None))),
-        "a.jsonl:2: Expecting property name enclosed in double quotes: line 1 column 2",
+        "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 2",
     ),
-    (2, "a.jsonl", lines("// chats", LINE), "a.jsonl:1: Expecting value"),
-    (3, "a.jsonl", lines(LINE, LINE + LINE), "a.jsonl:2: Extra data"),
+    (2, "a.jsonl", lines("// chats", LINE), "a.jsonl:1: not JSON in UTF-8: Expecting value"),
+    (3, "a.jsonl", lines(LINE, LINE + LINE), "a.jsonl:2: not JSON in UTF-8: Extra data"),
     (
         4,
         "a.jsonl",
@@ -104,17 +104,27 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
     (7, "a.jsonl", f"\n{LINE}\r\n \n{LINE}", Taken(": 2 rows")),
     (7, "a.jsonl", f"\n{LINE}\r\n \n5", "a.jsonl:4: expected object, got number"),
     (10, "a.jsonl", "\ufeff" + lines(LINE), Taken(": 1 rows")),
-    (10, "a.jsonl", lines(LINE, "\ufeff" + LINE), "a.jsonl:2: Unexpected UTF-8 BOM"),
-    (11, "a.jsonl", LINE.encode("utf-16"), "a.jsonl:1: not UTF-8: "),
+    (
+        10,
+        "a.jsonl",
+        lines(LINE, "\ufeff" + LINE),
+        "a.jsonl:2: not JSON in UTF-8: Unexpected UTF-8 BOM",
+    ),
+    (11, "a.jsonl", LINE.encode("utf-16"), "a.jsonl:1: not JSON in UTF-8: "),
     (
         11,
         "a.jsonl",
         lines(LINE).encode() + b'{"x": "caf\xe9"}',
-        "a.jsonl:2: not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 10",
+        "a.jsonl:2: not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 10",
     ),
     (12, "a.jsonl", lines(LINE, '{"text": "\\ud800"}'), "a.jsonl:2: "),
     (13, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\0b"})), Taken(": 1 rows")),
-    (13, "a.jsonl", lines(LINE, '{"x": "a\0b"}'), "a.jsonl:2: Invalid control character"),
+    (
+        13,
+        "a.jsonl",
+        lines(LINE, '{"x": "a\0b"}'),
+        "a.jsonl:2: not JSON in UTF-8: Invalid control character",
+    ),
     (
         14,
         "a.jsonl",
@@ -569,7 +579,7 @@ def test_the_form_and_dropped_rows_are_told(said):
     assert "form      b.jsonl: alpaca (1 rows), 33.3% of rows, " in answer
     assert "2 dropped: bad rows" in answer
     assert (
-        "warning: 2 bad rows are left out; the first is a.jsonl:2: Expecting property name"
+        "warning: 2 bad rows are left out; the first is a.jsonl:2: not JSON in UTF-8: Expecting property name"
         in answer
     )
 
@@ -578,6 +588,10 @@ def test_columns_of_the_command_line(said):
     write("a.csv", "question,answer\n1 + 1?,2\n")
     assert "form      a.csv: completion" in said(
         "a.csv", columns="prompt=question,completion=answer"
+    )
+    columns = "prompt=question,completion=anser"
+    assert "a.csv row 2: completion: missing; the row has 'answer', 'prompt'" in said(
+        "a.csv", columns=columns
     )
     columns = "prompt=question,completion=answer,tools=tols"
     assert "--columns tools=tols: no row has 'tols'" in said("a.csv", columns=columns)

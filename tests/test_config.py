@@ -517,6 +517,7 @@ def test_llama_recipes_values_become_ours(argv, expected):
         ("--modle_name x", "unknown flag --modle_name"),
         ("--per_device_train_batch_size 4", "--batch_size here"),
         ("--max_length 4", "--max_length is --seq_len here (fix: write --seq_len)"),
+        ("--load_in_4bit true", "(fix: --quantization 4bit)"),
         ("--deepspeed ds.json", "--deepspeed: there is no DeepSpeed here (fix: "),
     ],
 )

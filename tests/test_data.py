@@ -344,7 +344,7 @@ def test_bad_rows_are_dropped_counted_and_listed_if_asked(write, tokenizer, tmp_
     assert [row["where"] for row in listed] == [f"chat.jsonl:{n}" for n in (1, 3, 4, 6)]
     assert [row["why"].split(":")[0].split(";")[0] for row in listed] == [
         "messages[1].role",
-        "Expecting property name enclosed in double quotes",
+        "not JSON in UTF-8",
         "its keys are 'txt'",
         "images",
     ]

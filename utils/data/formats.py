@@ -164,7 +164,7 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
 
 def read_completion(row: dict, notes: Counter) -> Read:
     """Two texts, or two lists of messages. The prompt is not trained."""
-    if isinstance(row["completion"], list):
+    if isinstance(row.get("completion"), list):
         turns = []
         for turn in typed(row, "prompt", list):
             turns.append(turn | {"weight": 0} if isinstance(turn, dict) else turn)

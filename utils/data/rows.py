@@ -55,8 +55,8 @@ def as_object(value: object) -> dict:
     if isinstance(value, bytes):
         try:
             value = json.loads(value.decode())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"not JSON in UTF-8: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected object, got {json_name(value)}")
     if None in value:  # by csv
