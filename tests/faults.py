@@ -44,13 +44,18 @@ def wrap(checkpoint, errors, batches) -> None:
     errors.print0 = announce
     before(batches.GlobalBatches, "batches", "step", lambda loader, step: step)
     before(checkpoint.CheckpointSaver, "save", "begin", lambda saver, step, *_, **__: step)
-    before(checkpoint._Writer, "finish", "metadata", lambda writer, *_, **__: writer.step)
+    before(
+        checkpoint._Writer,
+        "finish",
+        "metadata",
+        lambda writer, *_, **__: step_of_folder(str(writer.final)),
+    )
     before(checkpoint, "point_to", "pointer", lambda final: int(final.name[-8:]))
     before(os, "rename", "rename", lambda old, new, **_: step_of_folder(str(new)))
     write_data, write = checkpoint._Writer.write_data, checkpoint._HashingFile.write
 
     def note_step(writer, *args):
-        checkpoint._HashingFile.step = writer.step
+        checkpoint._HashingFile.step = step_of_folder(str(writer.final))
         return write_data(writer, *args)
 
     checkpoint._Writer.write_data = note_step
