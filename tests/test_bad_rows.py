@@ -67,7 +67,12 @@ class Taken(str):
 
 
 TABLE = [  # number, file's name, its content, what is said: Taken(...), else the refusal
-    (1, "a.jsonl", lines(LINE, LINE) + '{"messages": [{"ro', "a.jsonl:3: not JSON in UTF-8: Unterminated string"),
+    (
+        1,
+        "a.jsonl",
+        lines(LINE, LINE) + '{"messages": [{"ro',
+        "a.jsonl:3: not JSON in UTF-8: Unterminated string",
+    ),
     (
         2,
         "a.jsonl",

@@ -6,6 +6,8 @@ python -m pytest tests/test_export.py
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -106,6 +108,12 @@ def exported(out, ranks=1, **flags) -> Path:
 
 def on_rank(world, flags) -> Path:
     return export.main(export.Config(**flags))
+
+
+def test_packages_that_it_imports_are_silent():
+    """bitsandbytes, which peft imports, warns of an optional kernel."""
+    told = subprocess.run([sys.executable, export.__file__, "--help"], capture_output=True)
+    assert told.stderr == b""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,6 +7,7 @@ elsewhere) is refused in one line that names the file.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -22,6 +23,9 @@ from safetensors.torch import _TYPES as DTYPES  # {"BF16": torch.bfloat16, ...}
 from ..run.distributed import World, gather, host_name, together
 from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN, did_you_mean, file_inside, impostor
+
+# Whoever imports it later, peft too: it warns of an optional CPU kernel, on every rank.
+logging.getLogger("bitsandbytes").setLevel("ERROR")
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

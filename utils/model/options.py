@@ -3,15 +3,11 @@
 They stand apart from those two files, which import peft and bitsandbytes: 3 s and 85 MiB of each process.
 """
 
-import logging
 from dataclasses import dataclass, fields
 
 import torch
 
 from ..run.errors import check
-
-# Whoever imports it later, peft too: it warns of an optional CPU kernel, on every rank.
-logging.getLogger("bitsandbytes").setLevel("ERROR")
 
 
 @dataclass(frozen=True)
