@@ -323,7 +323,7 @@ def _sketch(tokenizer, template, messages, has_tools, prompt) -> Rendered:
     return render_marked(tokenizer, json.loads(messages), SCHEMA if has_tools else None, prompt)
 
 
-def render_marked(tokenizer, messages, tools=None, prompt=False) -> Rendered:
+def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
     """As render, with what is between marks."""
     template = tokenizer.get_chat_template(tools=tools)
     always = takes_parts(tokenizer, template)

@@ -106,7 +106,7 @@ class Source:
         return f"{(self.config.architectures or ['?'])[0]}, {len(self.weights)} tensors"
 
 
-def open_model(name: str, world: World, trust_remote_code: bool = False) -> Source:
+def open_model(name: str, world: World, trust_remote_code: bool) -> Source:
     """find_model, read_config and open_weights. An error of any rank ends all of them."""
     folder = find_model(name, world, trust_remote_code)
     with together(world):

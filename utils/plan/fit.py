@@ -163,9 +163,7 @@ def room_sentence(setting: Setting, need: Need, room: Room) -> str:
     )
 
 
-def estimate_disk(
-    weights: dict, steps: int, save_every: int, keep: int, optimizer: str = "adamw"
-) -> int:
+def estimate_disk(weights: dict, steps: int, save_every: int, keep: int, optimizer: str) -> int:
     """Bytes of the final model and of as many checkpoints as there are at a time.
 
     weights: of the folder that is trained, as open_weights gives them. A checkpoint has fp32 weights and two

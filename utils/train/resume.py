@@ -165,7 +165,7 @@ def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
     return ""
 
 
-def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool = False) -> None:
+def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool) -> None:
     """Raise ConfigError naming what is another run's, old -> new. state: of the checkpoint; facts: what must
     be as it was, by name; those that the checkpoint does not know are from a newer version, and not compared.
     """
