@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from shell import shell
 from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
-from tiny import build_optimizer, tiny_config, tiny_model_folder
+from tiny import build_optimizer, in_chunks, tiny_config, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.batches import Batch, GlobalBatches
@@ -178,13 +178,13 @@ def test_offloaded_shards_are_pinned_and_the_gpu_holds_no_weight_between_steps(s
 def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dtype):
     folder, _, _ = setting
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().train()
-    chunked = add_chunked_loss(copy.deepcopy(plain), chunk_tokens=64)
+    chunked = in_chunks(copy.deepcopy(plain), 64)
     assert check_chunked_loss(chunked, torch.device("cuda")) == ""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 271, (3, 100), generator=generator).cuda()
     logits = plain(ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
-    loss = chunked(ids, labels=ids)
+    loss = in_chunks(ids, labels=ids)
     expected.backward()
     loss.backward()
     rounding = 1e-5 if dtype == torch.float32 else 2e-2
@@ -341,7 +341,7 @@ def test_several_chunks_of_a_large_vocabulary_have_the_loss_of_full_logits(dtype
     mask = torch.ones_like(ids, dtype=torch.bool)
     found = token_log_probs(chunked, Batch(ids, ids, mask, ["", ""]))
     torch.testing.assert_close(found[:, 1:], expected, rtol=1e-2, atol=5e-2)
-    loss = chunked(ids, labels=ids)
+    loss = in_chunks(ids, labels=ids)
     torch.testing.assert_close(loss, -expected.sum(), rtol=1e-3, atol=0)
     (loss / ids.numel()).backward()
     (-expected.mean()).backward()

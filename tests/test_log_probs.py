@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from test_loss import Calls, some_batch
 from test_packing import documents
-from tiny import tiny_model
+from tiny import in_chunks, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.data.batches import Batch
@@ -108,7 +108,7 @@ def test_values_and_gradients_equal_those_of_full_logits(kind, change, chunk_tok
     reference, batch = tiny_model(kind), some_batch()
     if change:
         change(reference)
-    model = add_chunked_loss(copy.deepcopy(reference), chunk_tokens)
+    model = in_chunks(copy.deepcopy(reference), chunk_tokens)
     assert bool(check_chunked_loss(model, CPU)) == model.full_logits == (change is adapt_head)
     expected, factors = of_full_logits(reference, batch, temperature), factors_of(batch)
     (expected * factors).sum().backward()
@@ -124,7 +124,7 @@ def test_values_and_gradients_equal_those_of_full_logits(kind, change, chunk_tok
 
 def test_a_soft_cap_and_a_scale_stand_before_the_temperature():
     """Of any order that there could be, this one is that of the samplers."""
-    model = add_chunked_loss(tiny_model("gemma2"), 16)
+    model = in_chunks(tiny_model("gemma2"), 16)
     head, cap = model.get_output_embeddings(), model.get_output_embeddings().logits_to_loss
     head.logits_to_loss = lambda logits: cap(logits * 0.5)
     batch = some_batch()
@@ -142,7 +142,7 @@ def test_in_bf16_values_and_gradients_are_as_near_to_fp32_as_those_of_full_logit
     if change:
         change(exact)
     plain = copy.deepcopy(exact).bfloat16()
-    model = add_chunked_loss(copy.deepcopy(plain), 16)
+    model = in_chunks(copy.deepcopy(plain), 16)
     factors, found = factors_of(batch), []
     for of, log_probs in (
         (exact, of_full_logits(exact, batch)),
@@ -161,7 +161,7 @@ def test_a_router_has_no_loss_of_its_own_here():
     """Though the model trains with one, chunks and full logits give the same gradients, without it."""
     batch, found = some_batch(), []
     for full_logits, coefficient in ((False, 0.5), (True, 0.5), (False, 0.0)):
-        model = add_chunked_loss(tiny_model("mixtral", router_aux_loss_coef=coefficient), 16)
+        model = in_chunks(tiny_model("mixtral", router_aux_loss_coef=coefficient), 16)
         model.full_logits = full_logits
         (token_log_probs(model, batch) * factors_of(batch)).sum().backward()
         found.append(gradients(model))
@@ -173,9 +173,9 @@ def test_a_router_has_no_loss_of_its_own_here():
 def test_with_adapters_off_they_are_those_of_the_base(change):
     model, batch = tiny_model("llama"), some_batch()
     with torch.no_grad():
-        expected = token_log_probs(add_chunked_loss(copy.deepcopy(model), 16), batch)
+        expected = token_log_probs(in_chunks(copy.deepcopy(model), 16), batch)
         change(model)
-        check_chunked_loss(add_chunked_loss(model, 16), CPU)
+        check_chunked_loss(in_chunks(model, 16), CPU)
         assert (token_log_probs(model, batch) - expected).abs().max() > 1e-2
         with adapters_off(model):
             torch.testing.assert_close(token_log_probs(model, batch), expected, rtol=1e-6, atol=0)
@@ -199,7 +199,7 @@ def test_a_batch_that_trains_nothing_gives_zeros_and_zero_gradients(change, full
 @pytest.mark.parametrize("attn", ["sdpa", "varlen"])
 def test_documents_of_a_pack_have_the_log_probs_that_they_have_alone(attn):
     examples = documents([13, 5, 21, 8, 30, 3], vocab=V)
-    model, alone, seen = add_chunked_loss(tiny_model("llama"), 16), {}, []
+    model, alone, seen = in_chunks(tiny_model("llama"), 16), {}, []
     for example in examples:
         ids, labels = example.ids.long()[None], example.labels.long()[None]
         batch = Batch(ids, labels, torch.ones_like(ids, dtype=torch.bool), [])
@@ -236,7 +236,7 @@ class Logits(TorchDispatchMode):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("change", [None, freeze_head])
 def test_no_tensor_of_the_size_of_the_logits_is_ever_made(change, temperature):
-    model, batch = add_chunked_loss(tiny_model("gemma2"), 8), some_batch()
+    model, batch = in_chunks(tiny_model("gemma2"), 8), some_batch()
     if change:
         change(model)
     with Logits() as made:
@@ -270,7 +270,7 @@ def kept_bytes(model, batch):
 def test_the_head_keeps_a_row_of_hidden_size_for_each_trained_token():
     batch = some_batch()
     n = int((batch.labels != IGNORE).sum())
-    model = add_chunked_loss(tiny_model("llama"), 8)
+    model = in_chunks(tiny_model("llama"), 8)
     assert kept_bytes(model, batch) == n * 64 * 4 + n * 8  # hidden states, targets
     freeze_head(model)
     assert kept_bytes(model, batch) == n * 64 * 4  # gradients by them
@@ -281,7 +281,7 @@ def sharded_step(world, kind, change, ranks_share, temperature, dtype=torch.floa
     model = tiny_model(kind)
     if change:
         change(model)
-    add_chunked_loss(model, 8)
+    in_chunks(model, 8)
     if ranks_share:
         shard_model(model, build_mesh(world), dtype)
     check_chunked_loss(model, CPU)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from tiny import tiny_model
+from tiny import in_chunks, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.data.batches import Batch
@@ -46,7 +46,7 @@ def own_loss_and_gradients(model, batch, times=1):
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_loss_and_gradients_equal_the_models_own(kind, dtype):
     reference, batch = tiny_model(kind, dtype), some_batch()
-    model = add_chunked_loss(copy.deepcopy(reference), chunk_tokens=16)
+    model = in_chunks(copy.deepcopy(reference), 16)
     assert check_chunked_loss(model, CPU) == ""
     exact, trained = dtype == torch.float32, (batch.labels[:, 1:] != IGNORE).sum()
     # of the sum: the mean's factor rounds bf16 gradients once more, elsewhere
@@ -68,7 +68,7 @@ def smoothed(logits, targets):
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_another_loss_per_token_is_differentiated_within_the_chunks(kind, full_logits):
     reference, batch = tiny_model(kind), some_batch()
-    model = add_chunked_loss(copy.deepcopy(reference), chunk_tokens=16)
+    model = in_chunks(copy.deepcopy(reference), 16)
     model.full_logits = full_logits
     logits, targets = reference(batch.ids).logits[:, :-1], batch.labels[:, 1:]
     expected = smoothed(logits[targets != IGNORE], targets[targets != IGNORE]).sum()
@@ -93,7 +93,7 @@ def test_the_routers_loss_is_part_of_it():
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma2"])
 def test_full_logits_give_the_same_loss_and_gradients_router_included(kind):
     chunked, full = (
-        add_chunked_loss(tiny_model(kind), chunk_tokens=16),
+        in_chunks(tiny_model(kind), 16),
         add_chunked_loss(tiny_model(kind)),
     )
     full.full_logits = True
@@ -141,7 +141,7 @@ def test_a_batch_that_teaches_nothing_has_zero_loss_and_zero_gradients():
 
 
 def test_no_tensor_of_the_size_of_the_logits_is_ever_made():
-    model, batch = add_chunked_loss(tiny_model("llama"), chunk_tokens=8), some_batch()
+    model, batch = in_chunks(tiny_model("llama"), 8), some_batch()
     sizes = []
 
     class Watch(TorchDispatchMode):
@@ -178,7 +178,7 @@ class Calls(TorchDispatchMode):
 def collectives(world, kind, micro_batches):
     """(all-gathers, reduce-scatters) of one step."""
     model = tiny_model(kind)
-    add_chunked_loss(model, chunk_tokens=8)
+    in_chunks(model, 8)
     shard_model(model, build_mesh(world), torch.float32)
     batch = some_batch()
     with Calls() as calls:

@@ -10,11 +10,10 @@ import pytest
 import torch
 from families import family_config
 from shell import ROOT
-from tiny import tiny_config
+from tiny import in_chunks, tiny_config
 
 from utils.model import loss
 from utils.model.loading import build_model
-from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.plan import trace
 from utils.plan.need import Room, bytes_missing, cached_record, need_of
@@ -151,7 +150,7 @@ def test_a_table_of_every_method_traces_each_once(capsys):
 def test_the_parts_of_the_loss_that_are_traced_peak_as_all_do(part, whole, monkeypatch):
     sizes = SIZES | {"vocab_size": 2 * loss.ROWS + 300}
     model = build_model(tiny_config("llama", **sizes), torch.float32)
-    model = add_chunked_loss(model, chunk_tokens=64)
+    model = in_chunks(model, 64)
     for tokens in (64, 100, 128, 500, 512):
         few = trace.record_step(model, torch.bfloat16, 1, tokens)()
         with monkeypatch.context() as patch:

@@ -121,6 +121,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def in_chunks(model, chunk_tokens: int):
+    """The model with its chunked loss, in chunks of so many tokens; 0: of as many as a run takes."""
+    from utils.model.loss import add_chunked_loss
+
+    head = add_chunked_loss(model).get_output_embeddings()
+    head.chunk_tokens = chunk_tokens or head.chunk_tokens
+    return model
+
+
 def build_optimizer(model, lr: float, weight_decay: float, name: str = "adamw"):
     """The optimizer of recipes/finetune.py."""
     trained = [p for p in model.parameters() if p.requires_grad]

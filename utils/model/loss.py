@@ -44,17 +44,16 @@ ROUTER_LOSS_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask
 ROUTER_LOSS_FIELDS = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
 
 
-def add_chunked_loss(model: nn.Module, chunk_tokens: int = 0) -> nn.Module:
+def add_chunked_loss(model: nn.Module) -> nn.Module:
     """Make `model(ids, labels=labels)` return the summed cross-entropy of its trained tokens, a () fp32
     tensor, without full logits.
 
-    Without labels the model answers as before. chunk_tokens 0: see tokens_of_chunk. Call it on the
-    unsharded or the sharded model; nothing is computed here. `check_chunked_loss` should follow once the
-    weights are there.
+    Without labels the model answers as before. Call it on the unsharded or the sharded model; nothing is
+    computed here. `check_chunked_loss` should follow once the weights are there.
     """
     head = model.get_output_embeddings()
     head.logits_to_loss = known_transforms(model)[0]
-    head.chunk_tokens = chunk_tokens or tokens_of_chunk(head.weight.shape[0])
+    head.chunk_tokens = tokens_of_chunk(head.weight.shape[0])
     head.chunk_bounds = chunk_bounds  # a plan of memory runs fewer chunks
     head.forward = MethodType(_head_forward, head)
     model.router_loss = None
