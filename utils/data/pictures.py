@@ -70,15 +70,12 @@ def load_processor(folder: Path | str, tokenizer):
     # Imported here because they import torch.
     from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
-    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     with others_code(f"{folder}: its processor cannot be read", "a model that takes pictures"):
         kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
-        of_images = AutoImageProcessor
         if kind.__name__ == "SmolVLMProcessor":
             kind = Idefics3Processor  # the same for pictures
-            of_images = SmolVLMImageProcessorPil  # which 5.17 does not find without torchvision
-        images = of_images.from_pretrained(folder, local_files_only=True)
+        images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         words, _ = kind.get_processor_dict(folder, local_files_only=True)
 
         class Processor(kind):
@@ -406,27 +403,13 @@ def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
 
 
 def size_of(source: str, folder: str) -> Size:
-    """The size of a picture once it is turned as its EXIF says. Its file is whole: pixels are decoded only
-    where nothing else tells.
-    """
+    """The size of a picture once it is turned as its EXIF says. Its file is whole."""
     with open_picture(source, folder) as image:
-        width, height = image.size
-        # Pillow turns TIFF by itself, and decodes a PNG to look for EXIF behind its pixels.
-        has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
-        if has_exif and image.getexif().get(ORIENTATION) in TURNED:
-            width, height = height, width
-        if image.format == "PNG":
-            image.verify()  # every chunk
-        elif image.format != "WEBP" and not ends_as_jpeg(image):
-            image.load()
-    return width, height
-
-
-def ends_as_jpeg(image: Image.Image) -> bool:
-    """Whether a JPEG, just opened, has the marker of its end, which pixels never hold, in its last bytes."""
-    begin = image.fp.tell()  # of the pixels
-    image.fp.seek(max(begin, image.fp.seek(0, os.SEEK_END) - 2**16))
-    return image.format in ("JPEG", "MPO") and b"\xff\xd9" in image.fp.read()
+        width, height = image.size  # Pillow has turned a TIFF
+        image.draft("L", (1, 1))  # a JPEG is read to its end, and few of its pixels are made
+        image.load()
+        turned = image.getexif().get(ORIENTATION) in TURNED
+    return (height, width) if turned else (width, height)
 
 
 def fitted(size: Size, max_pixels: int) -> Size:
