@@ -199,10 +199,10 @@ def test_rows_of_the_cauldron_and_alpaca_show_pictures_before_the_first_text():
     assert read(alpaca, "alpaca") == (["|What?", "It."], ["a.png"])
 
 
-def test_image_without_a_picture_is_text():
-    assert (
-        read({"messages": [user("<image> is a tag"), ANSWER]}, "chat")[0][0] == "<image> is a tag"
-    )
+def test_rows_without_pictures_may_name_the_elements_of_html():
+    text = "Is <video> an element? And <img>?"
+    assert read({"messages": [user(text), ANSWER]}, "chat") == ([text, "A picture."], [])
+    assert read({"text": "<image>"})[0] == ["<image>"]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,7 @@ def test_image_without_a_picture_is_text():
         ({"messages": [user("<image> <image>"), ANSWER], "images": ["a.png"]}, "1 pictures for 2"),
         ({"messages": [user("none"), ANSWER], "images": ["a.png"]}, "1 pictures for 0 places"),
         ({"messages": [user({"type": "image"}), ANSWER]}, "0 pictures for 1"),
+        ({"messages": [user("<image>What?"), ANSWER], "img": "a.png"}, "0 pictures for 1"),
         ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),
         (
             {"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]},

@@ -288,23 +288,24 @@ def read_pictured(
         if isinstance(row.get(key), list):
             row[key] = [without_parts(turn, sources) for turn in row[key]]
     messages, tools = to_messages(row, form, notes)
-    if not given and not sources:
-        return messages, tools, [], form
     if messages[0]["role"] in ("text", "tokens"):
-        raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
+        if given:
+            raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
+        return messages, tools, [], form
     if not sources:  # places are written as tags
-        if (anywhere or form == "alpaca") and not any(TAG in m["content"] for m in messages):
+        before = given and (anywhere or form == "alpaca")
+        if before and not any(TAG in m["content"] for m in messages):
             first = next(message for message in messages if message["role"] == "user")
             first["content"] = TAG * len(given) + first["content"]
         for message in messages:
-            if "<video>" in message["content"]:
+            if given and "<video>" in message["content"]:
                 raise ValueError(f"<video>: videos are not trained ({REMEDY})")
             sources += [None] * message["content"].count(TAG)
             message["content"] = message["content"].replace(TAG, PLACE)
     if sources.count(None) != len(given):
         raise ValueError(
             f"{len(given)} pictures for {sources.count(None)} places in the texts"
-            ' (fix: one <image>, or one {"type": "image"}, for each)'
+            ' (fix: one <image>, or one {"type": "image"}, for each of "images")'
         )
     if any(m["role"] == "assistant" and PLACE in m["content"] for m in messages):
         raise ValueError("a picture in a turn of the assistant, which writes none")
@@ -368,10 +369,7 @@ def file_of(source: str, folder: str) -> str | io.BytesIO:
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(?://)?", source)
     scheme = url[1].lower() if url else ""
     if scheme == "data":
-        words, comma, content = source.partition(",")
-        if not comma or not words.endswith(";base64"):
-            raise ValueError("a data: URL without base64")
-        return io.BytesIO(base64.b64decode(content, validate=True))
+        return io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
     if scheme not in ("", "file"):
         raise ValueError(
             f"{scheme}: is not fetched while a model trains (fix: download the pictures)"
