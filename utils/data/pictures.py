@@ -146,9 +146,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     chats = render_chats(tokenizer, messages, tools, rows.train_on, notes)
     check_places(processor, chats[-1].text, pictures)
     for chat in chats:
-        own = pictures[
-            : chat.text.count(processor.image_token)
-        ]  # a sequence may end before the last
+        own = pictures[: chat.text.count(processor.image_token)]  # it may end before the last
         whole, end, patches = with_pictures(processor, tokenizer, chat, own)
         ids, mask = encode_chat(tokenizer, whole)
         cut = own and len(ids) > rows.seq_len and rows.too_long == "truncate"
