@@ -317,8 +317,6 @@ def alpaca_of(texts: list) -> dict:
     for i, turn in enumerate(texts):
         at = f"texts[{i}]."
         pairs.append([typed(turn, "user", str, at), typed(turn, "assistant", str, at)])
-    if not pairs:
-        raise ValueError("texts: no turns")
     *history, (question, answer) = pairs
     return {"instruction": question, "output": answer, "history": history}
 
@@ -346,7 +344,7 @@ def url_of(source: object) -> str:
         source = source.get("bytes") or source.get("path") or source.get("url")
     if isinstance(source, Image.Image):  # of datasets
         buffer = io.BytesIO()
-        source.save(buffer, "PNG")
+        source.save(buffer, "TIFF", compression="tiff_lzw")  # takes CMYK too, as PNG does not
         source = buffer.getvalue()
     if isinstance(source, bytes):
         return f"data:;base64,{base64.b64encode(source).decode()}"
