@@ -295,15 +295,17 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             residuals[row["document"]] += row["nats"] - mean * row["tokens"]
         n = len(residuals)
         squares = math.fsum(residual**2 for residual in residuals)
-        return {
+        found = {
             "nats_per_token": mean,
-            "nats_per_token_stderr": math.sqrt(squares * n / max(1, n - 1)) / tokens,
             "perplexity": math.exp(min(mean, 700)),
             "bits_per_byte": nats / math.log(2) / size_bytes,
             "documents": n,
             "tokens": tokens,
             "bytes": size_bytes,
         }
+        if n > 1:
+            found["nats_per_token_stderr"] = math.sqrt(squares * n / (n - 1)) / tokens
+        return found
 
     return Task(documents.fingerprint, groups, documents.dropped, results)
 
@@ -429,7 +431,7 @@ def ends_of(folder: Path, model, tokenizer) -> frozenset[int]:
 
 def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:
     """What the answers follow from, as JSON. Names of folders and files do not count."""
-    facts = run_facts(trained.source.config, trained.source.weights, data)
+    facts = run_facts(trained.source.config, trained.source.weights, "")
     digest = hashlib.sha256(json.dumps(facts).encode())
     if cfg.adapter:
         for file in sorted(Path(cfg.adapter).glob("adapter_*")):

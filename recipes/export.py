@@ -10,7 +10,6 @@ those of peft's merge_and_unload, bit for bit. A checkpoint is read and written 
 ranks. The checkpoint of a LoRA run holds only what trained, and becomes an adapter folder.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -27,7 +26,7 @@ from utils.model.folder import quiet_transformers, read_json
 from utils.model.loading import load_pieces
 from utils.model.lora import base_of, save_adapter
 from utils.model.merge import allocate, plan_merge, save_merged
-from utils.model.saving import save_model
+from utils.model.saving import save_model, write_generation_config
 from utils.model.sharding import DTYPES
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together
 from utils.run.errors import act, check, print0
@@ -173,11 +172,7 @@ def copy_companions(folder: Path, adapter: Path, temp: Path) -> None:
         return
     file = temp / "generation_config.json"
     settings = read_json(file) if file.exists() else {}
-    ends = settings.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    ends = dict.fromkeys([*ends, *end_of_turn_ids(load_tokenizer(temp))])  # each once, in order
-    settings["eos_token_id"] = [token for token in ends if token is not None]
-    file.write_text(json.dumps(settings, indent=2) + "\n")
+    write_generation_config(temp, settings, end_of_turn_ids(load_tokenizer(temp)))
 
 
 if __name__ == "__main__":

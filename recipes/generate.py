@@ -28,6 +28,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from utils.data.chats import prompt_ids
 from utils.data.encode import Rows
@@ -242,7 +243,7 @@ def answer(
         with torch.no_grad():
             model(torch.tensor([[pad_id(tokenizer)]], device=world.device))
     texts: dict[int, str] = {}  # number of a prompt -> its answer
-    for first, end in rounds:
+    for first, end in tqdm(rounds, unit=" batches", disable=None if world.rank == 0 else True):
         number = first + world.rank
         idle = number >= end
         batch = batches[first] if idle else batches[number]

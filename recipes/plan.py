@@ -123,8 +123,8 @@ class Config:
     quantization: Literal["none", "8bit", "4bit"] = "none"  # of what is frozen
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # inputs of recomputed layers wait on the host
-    cpu_offload: bool = False
-    reshard_after_forward: bool = True
+    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
     trust_remote_code: bool = False  # run Python code that comes with the model
 
     # Where

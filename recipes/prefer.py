@@ -222,10 +222,11 @@ class Config:
             self.activation_checkpointing != "none" or not self.activation_offload,
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
-        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
-        both = self.eval_dataset and self.eval_share
-        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
+        check(
+            self.eval_dataset or self.eval_share or not self.eval_every,
+            "--eval_every has no rows (fix: --eval_share 0.02)",
+        )
         given = (self.model and self.dataset) or (TINY / "config.json").exists()
         check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
 
@@ -348,10 +349,10 @@ def main(cfg: Config) -> Path:
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
-            at_once = max(2, cfg.batch_size * world.size)  # kto needs another answer
             if cfg.packing:
                 Batches, size = PairBatches, ()
-            eval_loader = Batches(held_out, cfg.seed, at_once, *shares, *size)
+            # As large as those of training: the KL of kto follows from them.
+            eval_loader = Batches(held_out, cfg.seed, global_batch, *shares, *size)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)

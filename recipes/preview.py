@@ -136,10 +136,7 @@ class Config:
         check(
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
-        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
-        both = self.eval_dataset and self.eval_share
-        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
 
 
 def main(cfg: Config) -> bool:

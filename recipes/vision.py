@@ -190,7 +190,6 @@ class Config:
             self.activation_checkpointing != "none" or not self.activation_offload,
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
-        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         lora = from_settings(Lora, self)
         check_adapter_flags(lora, from_settings(Quant, self), self.param_dtype)
         self.train = self.train or ("language" if lora else "language,projector")
@@ -200,8 +199,10 @@ class Config:
             not (lora and others),
             f"--train {self.train} beside --lora_rank: adapters go where --lora_targets says (fix: {fix})",
         )
-        both = self.eval_dataset and self.eval_share
-        check(not both, "--eval_dataset or --eval_share? (fix: give one)")
+        check(
+            self.eval_dataset or self.eval_share or not self.eval_every,
+            "--eval_every has no rows (fix: --eval_share 0.02)",
+        )
         given = (self.model and self.dataset) or (TINY / "config.json").exists()
         check(given, "recipes/tiny/vision is not here (fix: --model FOLDER --dataset FILE)")
 

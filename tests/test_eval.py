@@ -276,8 +276,10 @@ def test_a_finished_folder_is_read_and_one_of_other_facts_refused(alone, folder,
     changes = {"model": str(other), "dataset": str(tmp_path / "other.jsonl")}
     named = {"model": "model", "dataset": "data", "max_rows": "max_rows 0 -> 5"}
     for name, value in (changes | {"max_rows": 5}).items():
-        with pytest.raises(ConfigError, match=f"answers to something else: .*{named[name]}"):
+        with pytest.raises(ConfigError, match=f"something else: .*{named[name]}") as said:
             evaluated(out, **flags | {name: value})
+        changed = str(said.value).partition("else: ")[2]
+        assert ("model" in changed) == (name == "model")
 
 
 @pytest.mark.slow
@@ -421,6 +423,7 @@ def test_flags_that_cannot_work_are_refused_at_once(name):
 
 BAD = {
     "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected two"),
+    "numbers": ({"prompt": "a", "choices": [2, 3], "answer": 2}, "1: choices: expected two"),
     "no such choice": ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "'d' is no choice"),
     "a number too far": ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "2 is no choice"),
     "too long": ({"prompt": "a", "choices": ["b", "c " * 300], "answer": 0}, "--seq_len is 256"),
@@ -451,6 +454,12 @@ def test_one_item_has_a_figure_without_an_error(folder, tmp_path):
     results, _ = evaluated(tmp_path / "out", model=str(folder), task="choices", dataset=file)
     assert results["acc"] in (0.0, 1.0)
     assert "acc_stderr" not in results
+    file = write(tmp_path / "texts.jsonl", [{"text": "a b c " * 100}])  # one text, several windows
+    results, items = evaluated(
+        tmp_path / "text", model=str(folder), task="perplexity", dataset=file, seq_len=32
+    )
+    assert len(items) > 1
+    assert "nats_per_token_stderr" not in results
 
 
 def test_lm_eval_that_is_not_installed_is_one_line(folder, tmp_path):

@@ -175,12 +175,12 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.pop(NORM), f"lacks {NORM}"),
-        (lambda t: t.update(extra=torch.ones(3)), "has unknown extra"),
-        (lambda t: t.update({NORM: torch.ones(65)}), f"has misshapen {NORM}"),
+        (lambda t: t.pop(NORM), f"lack {NORM}"),
+        (lambda t: t.update(extra=torch.ones(3)), "have unknown extra"),
+        (lambda t: t.update({NORM: torch.ones(65)}), f"have misshapen {NORM}"),
         (
             lambda t: t.update({"model.norm.weighs": t.pop(NORM)}),
-            "lacks model.norm.weight; has unknown model.norm.weighs",
+            "lack model.norm.weight; have unknown model.norm.weighs",
         ),
         (lambda t: [t.pop(n) for n in list(t) if "layers.2." in n], "and 4 more"),
     ],
@@ -196,7 +196,7 @@ def test_one_more_layer_in_the_config_is_refused(tmp_path):
     folder = tiny_model_folder(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
-    with pytest.raises(ConfigError, match=r"lacks model\.layers\.3\."):
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.3\."):
         plan(folder)
 
 

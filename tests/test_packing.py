@@ -48,7 +48,7 @@ def lognormal(mean: float, count: int = 20000, seed: int = 0) -> torch.Tensor:
 
 def documents(lengths: list[int], vocab: int = 256, seed: int = 0):
     """Examples of random tokens; the first third of each is not trained."""
-    part, generator = Part(rows=len(lengths)), torch.Generator().manual_seed(seed)
+    part, generator = Part(), torch.Generator().manual_seed(seed)
     for i, length in enumerate(lengths):
         ids = torch.randint(1, vocab, (length,), generator=generator).tolist()
         part.add(ids, bytes(j >= length // 3 for j in range(length)), f"f:{i}")

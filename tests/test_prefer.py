@@ -209,6 +209,25 @@ def test_held_out_pairs_and_labels_have_their_loss_and_means(files, tmp_path):
         assert held_out[0]["eval_logps/chosen"] < 0
 
 
+def test_the_held_out_loss_of_kto_does_not_depend_on_the_ranks(files, tmp_path):
+    """Wanted answers gain, so that its KL is above 0 and follows from the batches."""
+    found = []
+    for ranks, batch_size in ((1, 2), (2, 3)):
+        flags = {"loss": "kto", "sft_weight": 1.0, "eval_share": 0.5, "batch_size": batch_size}
+        out = tmp_path / str(ranks)
+        trained(ranks, out, files, **flags)
+        last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        found.append([last["eval_loss"], last["eval_rewards/chosen"]])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert found[0][1] > 0
+
+
+def test_a_reference_of_few_steps_is_that_of_their_pairs(files, tmp_path):
+    trained(2, tmp_path / "out", files, loss="dpo", steps=1)
+    (file,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")
+    assert len(json.loads(file.read_text())) == 2 * 6  # of 15 pairs
+
+
 def test_one_warning_tells_that_wanted_answers_are_forgotten(files, tmp_path):
     flags = RUN | files | {"steps": 12, "lr": 3e-2, "beta": 5.0, "loss": "simpo", "save_every": 4}
     words = " ".join(f"--{name} {value}" for name, value in flags.items())

@@ -229,7 +229,7 @@ def test_answers_of_several_turns_are_trained_whole(tokenizer):
 WRONG = [
     ({"messages": [ASK, GOOD]}, "expected chosen and rejected, or a label"),
     ({"prompt": "a", "chosen": "b"}, "expected chosen and rejected, or a label"),
-    ({"prompt": "a", "completion": "b", "label": True}, "or a label with --loss kto"),
+    ({"prompt": "a", "completion": "b", "label": True}, "or a label with prefer.py --loss kto"),
     ({"chosen": "a", "rejected": "b"}, "prompt: missing; the row has 'chosen', 'rejected'"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "after 2 turns of the prompt"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, "after 2 turns of the prompt"),
@@ -380,7 +380,8 @@ def test_the_cache_holds_what_memory_would_hold(plain, tmp_path, monkeypatch):
 
 def numbered(count: int) -> Examples:
     """Pair i: the prompt [i, i], the chosen answer 1000 + i some times, the rejected one 2000 + i."""
-    part = Part(rows=count)
+    part = Part()
+    part.rows = count
     for i in range(count):
         chosen = [i, i] + [1000 + i] * (1 + 7 * i % 20)
         rejected = [i, i] + [2000 + i] * (1 + 3 * i % 11)
@@ -398,7 +399,8 @@ def with_rejected(part: Part) -> Examples:
 
 def labelled(count: int) -> Examples:
     """Row i: the prompt [i, i] and the answer 1000 + i some times; every third is desirable."""
-    part = Part(rows=count)
+    part = Part()
+    part.rows = count
     for i in range(count):
         ids = [i, i] + [1000 + i] * (1 + 7 * i % 20)
         part.add(ids, b"\0\0" + b"\1" * (len(ids) - 2), f"f:{i}")

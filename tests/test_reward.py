@@ -156,7 +156,7 @@ def test_a_checkpoint_that_lacks_more_than_the_score_is_refused(files, tmp_path)
     del weights["model.norm.weight"]
     save_file(weights | {"extra.weight": torch.ones(2)}, folder / "model.safetensors")
     model = scoring(folder)
-    said = r"lacks model.norm.weight; has unknown extra.weight"
+    said = r"lack model.norm.weight; have unknown extra.weight"
     with pytest.raises(ConfigError, match=said):
         plan_pieces(model, open_weights(folder), folder, SCORE)
 

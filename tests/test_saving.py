@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from utils.model import saving
 from utils.model.folder import TensorInfo, open_weights
 from utils.model.pieces import Piece, local_box
-from utils.model.saving import save_model
+from utils.model.saving import save_model, write_generation_config
 from utils.plan import fit
 from utils.plan.fit import room_here
 from utils.run.distributed import together
@@ -396,6 +396,13 @@ def test_folder_is_complete(tmp_path):
 def test_generation_config_comes_from_the_model_without_a_source(tmp_path):
     assert run_ranks(saved, 2, tmp_path / "model") == [None] * 2
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [2]
+
+
+def test_a_model_without_a_token_that_ends_an_answer_generates(tmp_path):
+    write_generation_config(tmp_path, {}, [])
+    model = tiny_model("llama")
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
 
 
 # --- complete or absent -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from .rows import as_object
 
 TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
-BAD = "bad rows"
 MOST_FAULTS = 10  # lines about rows that are wrong; of further ones the number
 ROWS, BYTES = 64, 2**20  # that are tokenized at a time
 
@@ -49,14 +48,21 @@ class Rows:
     image_dir: str = ""
     image_max_pixels: int = 0
 
+    def __post_init__(self):
+        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
+        check(
+            not (self.eval_dataset and self.eval_share),
+            "--eval_dataset or --eval_share? (fix: give one)",
+        )
+
 
 class Part:
     """Tokenized rows, and what the user should know about them. rows: read so far; source: the number of
     theirs.
     """
 
-    def __init__(self, rows: int = 0, source: int = 0):
-        self.rows, self.source = rows, source
+    def __init__(self, source: int = 0):
+        self.rows, self.source = 0, source
         self.ids = array("i")
         self.loss_mask = bytearray()
         # of each row; row_sizes and details: see examples.Examples
@@ -132,14 +138,12 @@ class Part:
             raise ConfigError(faults[:MOST_FAULTS] + [f"and {more:,} more"] * (more > 0))
         for ours, theirs in parse_columns(rows.columns).items():
             check(theirs in self.columns, f"--columns {ours}={theirs}: no row has {theirs!r}")
-        fix = "raise --seq_len" if self.dropped else "correct them"
         if self.bad:
-            self.dropped[BAD] = len(self.bad)
+            self.dropped["bad rows"] = len(self.bad)
         why = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
         first = f"; the first: {faults[0]}" if faults else ""
-        check(
-            self.lengths, f"{rows.dataset}: all {self.rows} rows were dropped: {why}{first}; {fix}"
-        )
+        text = f"{rows.dataset}: all {self.rows} rows were dropped: {why}{first}"
+        check(self.lengths, f"{text} (fix: other rows, or a larger --seq_len)")
 
 
 def encode_rows(work: tuple[int, list], tokenizer, rows: Rows) -> Part:

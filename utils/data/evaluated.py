@@ -47,14 +47,15 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[E
         choices = question.columns.get("choices")
         answer = question.columns.get("answer")
         try:
-            if not isinstance(choices, list) or len(choices) < 2 or not all(choices):
+            texts = isinstance(choices, list) and {*map(type, choices)} == {str} and all(choices)
+            if not texts or len(choices) < 2:
                 raise ValueError("choices: expected two texts or more")
             right = choices.index(answer) if answer in choices else answer
             if type(right) is not int or not 0 <= right < len(choices):
                 raise ValueError(
                     f"answer: {answer!r:.60} is no choice, nor the number of one, from 0"
                 )
-            sequences = [continued(question, str(choice), tokenizer, rows) for choice in choices]
+            sequences = [continued(question, choice, tokenizer, rows) for choice in choices]
             longest = max(len(sequence.ids) for sequence in sequences)
             if longest > rows.seq_len:
                 raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")

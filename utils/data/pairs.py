@@ -43,9 +43,8 @@ def sequences(examples: Examples) -> Examples:
     middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
     rows = examples.numbers
-    rows = torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten()
-    where = Twice(examples.where)
-    return replace(examples, bounds=bounds, rows=rows, where=where)
+    rows = (2 * rows[:, None] + torch.arange(2)).flatten()
+    return replace(examples, bounds=bounds, rows=rows, where=Twice(examples.where))
 
 
 class Pairs:
@@ -60,7 +59,7 @@ class Pairs:
 
     def every(self, steps: int) -> Iterator[PairBatch]:
         """This rank's micro-batches with all answers of so many steps."""
-        return chain.from_iterable(map(self.batches, range(self.per_epoch)))
+        return chain.from_iterable(map(self.batches, range(min(steps, self.per_epoch))))
 
     def desirable(self, rows: list[int]) -> Tensor:
         return torch.tensor([True, False] * len(rows), dtype=torch.bool)

@@ -99,8 +99,8 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
     label = row.get(key)
     if label is None or not prompt_key or task == "pairs":
         raise ValueError(
-            "expected chosen and rejected, or a label with --loss kto, and what they answer (fix: --columns"
-            " prompt=THEIRS,chosen=THEIRS,rejected=THEIRS)"
+            "expected chosen and rejected, or a label with prefer.py --loss kto, and what they answer (fix:"
+            " --columns prompt=THEIRS,chosen=THEIRS,rejected=THEIRS)"
         )
     if not isinstance(label, bool):
         raise ValueError(

@@ -117,7 +117,6 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     Raises ConfigError naming the file: no safetensors; a file that is missing, damaged or outside the folder;
     an index that does not agree with its files.
     """
-    folder = Path(folder)
     single, index = folder / SINGLE, folder / INDEX
     if not os.path.lexists(index):
         if not os.path.lexists(single):
@@ -191,9 +190,8 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
 
 def check_family(kind: str) -> None:
     """Refuse a type that transformers lists, but that is not trained as a causal language model here."""
-    why = NOT_CAUSAL.get(kind)
-    what = f"--model: {kind} is {why}"
-    check(not why, f"{what} (fix: another --model, a causal language model such as llama or qwen3)")
+    fix = "another --model, a causal language model such as llama or qwen3"
+    check(kind not in NOT_CAUSAL, f"--model: {kind} is {NOT_CAUSAL.get(kind)} (fix: {fix})")
 
 
 def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
@@ -229,7 +227,7 @@ def check_vocab(tokens: int, vocab_size: int) -> None:
 def read_config(folder: Path, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
     """The config of a model folder, checked before transformers sees it. ConfigError names the file."""
     check_model_config(folder, trust_remote_code)
-    file = Path(folder) / "config.json"
+    file = folder / "config.json"
     with others_code(str(file), "the config.json of a model that this transformers knows"):
         how = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         return transformers.AutoConfig.from_pretrained(folder, **how)

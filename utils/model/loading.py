@@ -151,10 +151,10 @@ def plan_pieces(
     missing = [name for name, tensor in state.items() if id(tensor) not in complete]
     repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
     wrong = {
-        "lacks": missing,
-        "has unknown": extra,
-        "has misshapen": misshapen,
-        "repeats": repeated,
+        "lack": missing,
+        "have unknown": extra,
+        "have misshapen": misshapen,
+        "repeat": repeated,
     }
     problems = [f"{verb} {first_five(names)}" for verb, names in wrong.items() if names]
     fix = "weights and config.json of one and the same model"

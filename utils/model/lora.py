@@ -23,9 +23,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from peft.utils.transformers_weight_conversion import (
-    convert_peft_config_for_transformers,
-)
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -192,7 +190,8 @@ def init_lora(model: nn.Module, seed: int) -> None:
     Each parameter has a generator of its own, seeded by its name, and each rank keeps its rows.
     """
     for key, name in adapter_names(model).items():
-        parameter, kind = model.get_parameter(name), name.partition(".lora_")[2]
+        parameter = model.get_parameter(name)
+        path, _, kind = name.partition(".lora_")
         full = torch.zeros(parameter.shape, dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if not kind:
@@ -202,7 +201,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
         elif kind.startswith("embedding_B."):
             full.normal_(generator=generator)
         elif kind.startswith("magnitude_vector."):
-            full = _magnitude(model.get_submodule(name.partition(".lora_")[0]).base_layer)
+            full = _magnitude(model.get_submodule(path).base_layer)
         if len(full) != len(parameter):  # the magnitudes of this rank's rows
             local(parameter).copy_(full)
         elif box := local_box(parameter, whole(key, parameter)):
@@ -249,13 +248,13 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     Raises ConfigError unless names and shapes are the model's; only base layers that peft stored along, as it
     does for embeddings, may be there too, and are loaded.
     """
-    file, names = Path(folder) / TENSORS, match_tensors(model, folder)
+    file, names = folder / TENSORS, match_tensors(model, folder)
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
             if box := local_box(parameter, whole(key, parameter)):
                 values = tensors.get_slice(key)[box[1]]
-                finite = bool(values.isfinite().all())
+                finite = values.isfinite().all()
                 check(finite, f"{file}: {key} holds numbers that are not finite (fix: {ANOTHER})")
                 local(parameter)[box[0]].copy_(values)
 
@@ -294,7 +293,7 @@ def save_adapter(
     pieces = [whole(key, state[name], name) for key, name in adapter_names(model).items()]
     config = copy.copy(config)
     here = Path(base_name).is_dir()  # a folder, else a Hugging Face id
-    config.base_model_name_or_path = os.path.abspath(base_name) if here else str(base_name)
+    config.base_model_name_or_path = os.path.abspath(base_name) if here else base_name
     config.inference_mode = True
     if not isinstance(config.target_modules, str):  # a regular expression stays one
         config.target_modules = sorted(config.target_modules)

@@ -210,19 +210,22 @@ def _write_configs(
     # Not save_pretrained, which validates the config and may refuse it, after the training.
     config.to_json_file(temp / "config.json")
 
-    generation = _generation_config(model, source)
-    own = generation.get("eos_token_id")
+    write_generation_config(temp, _generation_config(model, source), eos_ids)
+
+
+def write_generation_config(folder: Path, settings: dict, eos_ids: Iterable[int]) -> None:
+    """generation_config.json, in which these tokens end an answer too."""
+    own = settings.get("eos_token_id")
     own = own if isinstance(own, list) else [own]
-    ends = dict.fromkeys([*own, *eos_ids])
-    generation["eos_token_id"] = [token for token in ends if token is not None]
-    write_json(temp / "generation_config.json", generation)
+    settings["eos_token_id"] = sorted({*own, *eos_ids} - {None}) or None
+    write_json(folder / "generation_config.json", settings)
 
 
 def _generation_config(model: torch.nn.Module, source: Path | None) -> dict:
     """That of the source as it is: published sampling settings do not always pass transformers' check on
     saving. Else the model's own.
     """
-    if source and (Path(source) / "generation_config.json").exists():
+    if source and (source / "generation_config.json").exists():
         return read_json(file_inside(source, "generation_config.json"))
     generation = getattr(model, "generation_config", None)
     return json.loads(generation.to_json_string()) if generation else {}
@@ -235,7 +238,7 @@ def _write_companions(temp: Path, tokenizer, source: Path | None) -> None:
     if not source:
         return
     for pattern in COMPANIONS:
-        for path in Path(source).glob(pattern):
+        for path in source.glob(pattern):
             target = temp / path.name
             if not target.exists():
                 shutil.copyfile(file_inside(source, path.name), target)

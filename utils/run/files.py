@@ -43,7 +43,7 @@ def file_inside(folder: Path, name: str) -> Path:
     fix = "(fix: a copy inside it)"
     check(inside, f"{folder}: {name!r} leads out of the folder, and was not opened {fix}")
     check(real.is_file(), f"{folder}: {name} is missing, or not a regular file {AGAIN}")
-    return Path(folder) / name
+    return folder / name
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -128,7 +128,6 @@ def sums_of(
     of both, and how many pairs are in order.
     """
     wanted, others = batch.desirable, ~batch.desirable
-    pairs = rewards[: len(rewards) // 2 * 2].view(-1, 2)
     sums = [
         losses,
         policy * wanted,
@@ -138,7 +137,7 @@ def sums_of(
         others.float(),
         rewards * wanted,
         rewards * others,
-        (pairs[:, 0] > pairs[:, 1]).float(),
+        (rewards[:-1:2] > rewards[1::2]).float(),  # of labels it is not read
     ]
     return torch.stack([values.sum() for values in sums])
 

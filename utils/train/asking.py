@@ -136,8 +136,7 @@ def score_batch(model: nn.Module, batch) -> list[tuple[float, int, bool]]:
     tokens = (batch.labels != IGNORE).sum(1)
     likeliest = (values <= 0).all(1)
     sums = -values.abs().sum(1)
-    columns = (sums.tolist(), tokens.tolist(), likeliest.tolist())
-    return list(zip(*columns, strict=True))
+    return list(zip(sums.tolist(), tokens.tolist(), likeliest.tolist(), strict=True))
 
 
 def signed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
