@@ -109,9 +109,8 @@ class Config:
     batch_size: int = 1  # rows per rank and micro-batch
     grad_accum: int = 1  # micro-batches per step
     packing: bool = False  # rows hold several documents
-    images: str = (
-        ""  # sizes of a row's pictures in pixels, 1344x896,448x448: of a model that reads some
-    )
+    # sizes of a row's pictures in pixels, 1344x896,448x448: of a model that reads some
+    images: str = ""
     train: str = ""  # of such a model: language,projector,vision; empty: the first two
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # to compute in
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer

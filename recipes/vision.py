@@ -350,6 +350,12 @@ def main(cfg: Config) -> Path:
             adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
     else:
         freeze_parts(model, parse_parts(cfg.train), DTYPES[cfg.dtype])
+    rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}
+    with together(world):
+        for part, members in part_names(model).items():
+            trains = any(model.get_parameter(name).requires_grad for name in members)
+            fix = f"leave it out, or --train language,{part}; with LoRA see --lora_targets"
+            check(trains or not rates.get(part), f"--lr_{part}: nothing there trains (fix: {fix})")
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:
@@ -414,7 +420,6 @@ def main(cfg: Config) -> Path:
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
-    rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}
     groups = []
     for part, members in part_names(model).items():
         scale = (rates.get(part) or cfg.lr) / cfg.lr

@@ -24,6 +24,7 @@ from utils.data.pictures import (
     read_pictured,
     room_of,
     size_of,
+    url_of,
     with_room,
 )
 from utils.data.tokens import load_tokenizer, render
@@ -199,10 +200,10 @@ def test_rows_of_the_cauldron_and_alpaca_show_pictures_before_the_first_text():
     assert read(alpaca, "alpaca") == (["|What?", "It."], ["a.png"])
 
 
-def test_image_without_a_picture_is_text():
-    assert (
-        read({"messages": [user("<image> is a tag"), ANSWER]}, "chat")[0][0] == "<image> is a tag"
-    )
+def test_rows_without_pictures_may_name_the_elements_of_html():
+    text = "Is <video> an element? And <img>?"
+    assert read({"messages": [user(text), ANSWER]}, "chat") == ([text, "A picture."], [])
+    assert read({"text": "<image>"})[0] == ["<image>"]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,7 @@ def test_image_without_a_picture_is_text():
         ({"messages": [user("<image> <image>"), ANSWER], "images": ["a.png"]}, "1 pictures for 2"),
         ({"messages": [user("none"), ANSWER], "images": ["a.png"]}, "1 pictures for 0 places"),
         ({"messages": [user({"type": "image"}), ANSWER]}, "0 pictures for 1"),
+        ({"messages": [user("<image>What?"), ANSWER], "img": "a.png"}, "0 pictures for 1"),
         ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),
         (
             {"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]},
@@ -364,6 +366,17 @@ def test_every_mode_becomes_rgb_of_the_same_shade(mode, tmp_path):
     assert made.mode == "RGB"
     shade = 255 if mode == "1" else 128
     assert all(abs(value - shade) <= 1 for value in made.getpixel((3, 3)))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])
+def test_a_picture_that_datasets_has_decoded_keeps_its_pixels(mode, tmp_path):
+    image = Image.new("L", (8, 6), 128)
+    image = Image.new(mode, (8, 6), 128 * 256) if mode == "I;16" else image.convert(mode, dither=0)
+    save(image, tmp_path / "t")
+    source = url_of(image)
+    assert size_of(source, tmp_path) == (8, 6)
+    of_source, of_file = (decoded(s, tmp_path, (8, 6), 0) for s in (source, "t"))
+    assert of_source.tobytes() == of_file.tobytes()
 
 
 def test_a_picture_that_breaks_off_is_an_error_when_it_is_decoded(tmp_path):

@@ -363,6 +363,8 @@ def bad(rows: Path, name: str, **parts) -> str:
         ("--dataset {rows}/missing.jsonl", r"bad|missing.jsonl"),
         ("--train tower", "--train tower: tower is none of language, projector, vision"),
         ("--train vision --lora_rank 4", "--train vision beside --lora_rank"),
+        ("--lr_vision 1e-6", "--lr_vision: nothing there trains .*--train language,vision"),
+        ("--lora_rank 4 --lr_projector 1e-4", "--lr_projector: nothing there trains"),
         ("--model recipes/tiny", "llama is no model of pictures and text"),
         ("missing.png", r"bad.jsonl:1: picture 'missing.png': no such file"),
         ("https://x.org/a.png", r"bad.jsonl:1: picture 'https://x.org/a.png': https: is not"),

@@ -1,11 +1,12 @@
-"""Count where the steps of recipes/finetune.py would make the host wait for a GPU, rehearsed on a CPU:
-`python tests/waits.py FLAGS...` prints one JSON object, place in the code -> times.
+"""Count where the steps of a recipe would make the host wait for a GPU, rehearsed on a CPU:
+`python tests/waits.py RECIPE FLAGS...` prints one JSON object, place in the code -> times.
 
 What parameters, buffers and moved batches hold counts as memory of a GPU, and so does what is computed from
 it. An operation whose result the host has to know makes it wait.
 """
 
 import collections
+import importlib
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "recipes"))
-import finetune
+recipe = importlib.import_module(sys.argv.pop(1))
 
 from utils.data.batches import Batch
 from utils.run.settings import parse_cli
@@ -89,23 +90,19 @@ def place() -> types.CodeType:
 
 def main() -> None:
     waits = Waits()
-    add_chunked_loss, move, read, act = (
-        finetune.add_chunked_loss,
-        Batch.to,
-        UnreadSteps.read,
-        finetune.act,
-    )
+    adds = "add_scores" if hasattr(recipe, "add_scores") else "add_chunked_loss"
+    add, move, read, act = getattr(recipe, adds), Batch.to, UnreadSteps.read, recipe.act
     models = []
 
-    def remember(model):
+    def remember(model, *args):
         models.append(model)
-        return add_chunked_loss(model)
+        return add(model, *args)
 
     def moved(batch, device):
         with torch.utils._python_dispatch._disable_current_modes():
             copied = {name: copy_of(value) for name, value in vars(move(batch, device)).items()}
         waits.mark(tensors_of(list(copied.values())))
-        return Batch(**copied)
+        return type(batch)(**copied)
 
     def begin() -> None:
         waits.mark([*models[0].parameters(), *models[0].buffers()])
@@ -122,9 +119,10 @@ def main() -> None:
             waits.__exit__(None, None, None)
         act(name)
 
-    finetune.add_chunked_loss, Batch.to, UnreadSteps.read = remember, moved, counted
-    finetune.stop_after_step, finetune.act = begin, acts
-    finetune.main(parse_cli(finetune.Config))
+    setattr(recipe, adds, remember)
+    Batch.to, UnreadSteps.read = moved, counted
+    recipe.stop_after_step, recipe.act = begin, acts
+    recipe.main(parse_cli(recipe.Config))
     print(json.dumps(waits.found))
 
 

@@ -70,15 +70,12 @@ def load_processor(folder: Path | str, tokenizer):
     # Imported here because they import torch.
     from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
-    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     with others_code(f"{folder}: its processor cannot be read", "a model that takes pictures"):
         kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
-        of_images = AutoImageProcessor
         if kind.__name__ == "SmolVLMProcessor":
             kind = Idefics3Processor  # the same for pictures
-            of_images = SmolVLMImageProcessorPil  # which 5.17 does not find without torchvision
-        images = of_images.from_pretrained(folder, local_files_only=True)
+        images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         words, _ = kind.get_processor_dict(folder, local_files_only=True)
 
         class Processor(kind):
@@ -149,9 +146,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     chats = render_chats(tokenizer, messages, tools, rows.train_on, notes)
     check_places(processor, chats[-1].text, pictures)
     for chat in chats:
-        own = pictures[
-            : chat.text.count(processor.image_token)
-        ]  # a sequence may end before the last
+        own = pictures[: chat.text.count(processor.image_token)]  # it may end before the last
         whole, end, patches = with_pictures(processor, tokenizer, chat, own)
         ids, mask = encode_chat(tokenizer, whole)
         cut = own and len(ids) > rows.seq_len and rows.too_long == "truncate"
@@ -291,23 +286,24 @@ def read_pictured(
         if isinstance(row.get(key), list):
             row[key] = [without_parts(turn, sources) for turn in row[key]]
     messages, tools = to_messages(row, form, notes)
-    if not given and not sources:
-        return messages, tools, [], form
     if messages[0]["role"] in ("text", "tokens"):
-        raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
+        if given:
+            raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
+        return messages, tools, [], form
     if not sources:  # places are written as tags
-        if (anywhere or form == "alpaca") and not any(TAG in m["content"] for m in messages):
+        before = given and (anywhere or form == "alpaca")
+        if before and not any(TAG in m["content"] for m in messages):
             first = next(message for message in messages if message["role"] == "user")
             first["content"] = TAG * len(given) + first["content"]
         for message in messages:
-            if "<video>" in message["content"]:
+            if given and "<video>" in message["content"]:
                 raise ValueError(f"<video>: videos are not trained ({REMEDY})")
             sources += [None] * message["content"].count(TAG)
             message["content"] = message["content"].replace(TAG, PLACE)
     if sources.count(None) != len(given):
         raise ValueError(
             f"{len(given)} pictures for {sources.count(None)} places in the texts"
-            ' (fix: one <image>, or one {"type": "image"}, for each)'
+            ' (fix: one <image>, or one {"type": "image"}, for each of "images")'
         )
     if any(m["role"] == "assistant" and PLACE in m["content"] for m in messages):
         raise ValueError("a picture in a turn of the assistant, which writes none")
@@ -321,8 +317,6 @@ def alpaca_of(texts: list) -> dict:
     for i, turn in enumerate(texts):
         at = f"texts[{i}]."
         pairs.append([typed(turn, "user", str, at), typed(turn, "assistant", str, at)])
-    if not pairs:
-        raise ValueError("texts: no turns")
     *history, (question, answer) = pairs
     return {"instruction": question, "output": answer, "history": history}
 
@@ -350,7 +344,7 @@ def url_of(source: object) -> str:
         source = source.get("bytes") or source.get("path") or source.get("url")
     if isinstance(source, Image.Image):  # of datasets
         buffer = io.BytesIO()
-        source.save(buffer, "PNG")
+        source.save(buffer, "TIFF", compression="tiff_lzw")  # takes CMYK too, as PNG does not
         source = buffer.getvalue()
     if isinstance(source, bytes):
         return f"data:;base64,{base64.b64encode(source).decode()}"
@@ -371,10 +365,7 @@ def file_of(source: str, folder: str) -> str | io.BytesIO:
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(?://)?", source)
     scheme = url[1].lower() if url else ""
     if scheme == "data":
-        words, comma, content = source.partition(",")
-        if not comma or not words.endswith(";base64"):
-            raise ValueError("a data: URL without base64")
-        return io.BytesIO(base64.b64decode(content, validate=True))
+        return io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
     if scheme not in ("", "file"):
         raise ValueError(
             f"{scheme}: is not fetched while a model trains (fix: download the pictures)"
@@ -406,27 +397,13 @@ def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
 
 
 def size_of(source: str, folder: str) -> Size:
-    """The size of a picture once it is turned as its EXIF says. Its file is whole: pixels are decoded only
-    where nothing else tells.
-    """
+    """The size of a picture once it is turned as its EXIF says. Its file is whole."""
     with open_picture(source, folder) as image:
-        width, height = image.size
-        # Pillow turns TIFF by itself, and decodes a PNG to look for EXIF behind its pixels.
-        has_exif = image.format != "TIFF" and (image.format != "PNG" or "exif" in image.info)
-        if has_exif and image.getexif().get(ORIENTATION) in TURNED:
-            width, height = height, width
-        if image.format == "PNG":
-            image.verify()  # every chunk
-        elif image.format != "WEBP" and not ends_as_jpeg(image):
-            image.load()
-    return width, height
-
-
-def ends_as_jpeg(image: Image.Image) -> bool:
-    """Whether a JPEG, just opened, has the marker of its end, which pixels never hold, in its last bytes."""
-    begin = image.fp.tell()  # of the pixels
-    image.fp.seek(max(begin, image.fp.seek(0, os.SEEK_END) - 2**16))
-    return image.format in ("JPEG", "MPO") and b"\xff\xd9" in image.fp.read()
+        width, height = image.size  # Pillow has turned a TIFF
+        image.draft("L", (1, 1))  # a JPEG is read to its end, and few of its pixels are made
+        image.load()
+        turned = image.getexif().get(ORIENTATION) in TURNED
+    return (height, width) if turned else (width, height)
 
 
 def fitted(size: Size, max_pixels: int) -> Size:

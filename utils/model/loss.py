@@ -14,6 +14,7 @@ B batch, T tokens, D hidden, V vocabulary, n trained tokens, c tokens of a chunk
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from unittest.mock import patch
@@ -188,9 +189,7 @@ def _model_forward(
         places = (targets != IGNORE).nonzero().flatten()
     targets = targets[places]
     forward = partial(type(self).forward, self) if self.full_logits else backbone(self)
-    # transformers asks the device whether rows hold several documents, and waits for the answer.
-    known = documents if "position_ids" in kwargs else one_document
-    with patch.object(masking_utils, "find_packed_sequence_indices", known):
+    with documents_by(documents if "position_ids" in kwargs else one_document):
         output = forward(input_ids, use_cache=False, **kwargs)
     if self.full_logits:
         per_token = per_token or partial(F.cross_entropy, reduction="none")
@@ -213,6 +212,13 @@ def _model_forward(
         coefficient = self.router_aux_loss_coef if is_usual else self.aux_loss_coef
         loss = loss + coefficient * balance * len(places)
     return loss
+
+
+def documents_by(known: Callable) -> AbstractContextManager:
+    """Within it transformers takes documents from a function of the positions (B, T). Its own asks the device
+    whether there are several in a row, and waits for the answer.
+    """
+    return patch.object(masking_utils, "find_packed_sequence_indices", known)
 
 
 def documents(position_ids: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..run.errors import check
-from .loss import backbone
+from .loss import backbone, documents_by, one_document
 from .pieces import Piece, local
 from .sharding import plain_name
 
@@ -43,7 +43,8 @@ def sequence_scores(model: nn.Module, batch) -> torch.Tensor:
 def _scores_at(self, input_ids, ends=None, **kwargs):
     if ends is None:
         return type(self).forward(self, input_ids, **kwargs)
-    output = backbone(self)(input_ids, use_cache=False, **kwargs)
+    with documents_by(one_document):
+        output = backbone(self)(input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state.flatten(0, 1).index_select(0, ends)  # (S, D)
     return self.score(hidden).float().sum(1)  # of one label; FSDP2 warns of a view
 

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import masking_utils
 
 from ..model import loss
-from ..model.loss import backbone, chunk_bounds, one_document
+from ..model.loss import backbone, chunk_bounds, documents_by, one_document
 from ..model.sharding import (
     decoder_layers,
     fp32_modules,
@@ -56,9 +55,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.sizes: dict[int, int] = {}  # bytes of each storage that lives
+        self.sizes = {}  # bytes of each storage that lives
         # bytes that came, or went where negative; the names of segments, where they end
-        self.log: list[int | str] = []
+        self.log = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # most of the calls
@@ -182,9 +181,7 @@ def record_step(
             repeat_grouped_keys(True)
             stack.callback(repeat_grouped_keys, False)
         if not packed:
-            # transformers looks for documents in the positions, which have no values here.
-            name = "find_packed_sequence_indices"
-            stack.enter_context(patch.object(masking_utils, name, one_document))
+            stack.enter_context(documents_by(one_document))  # positions have no values here
         if recompute != "none":
             recompute_activations(model, recompute)
             stack.callback(keep_activations, model)
