@@ -6,12 +6,22 @@ from collections import Counter
 
 import pytest
 
-from utils.data.formats import IGNORED, LEADING, to_messages
+from utils.data.formats import IGNORED, LEADING, form_of, parse_columns, renamed, to_messages
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 SUM = {"name": "add", "arguments": {"a": 1, "b": 2}}
 CALL = {"id": "c1", "type": "function", "function": SUM}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def messages_of(row: dict, notes: Counter | None = None):
+    return to_messages(row, form_of(row), Counter() if notes is None else notes)
+
+
+def test_columns_of_pictures_have_any_name():
+    columns = parse_columns("images=pictures,messages=talk")
+    row, form = renamed({"talk": [user(), says()], "pictures": ["a.png"]}, columns)
+    assert (row["images"], form) == (["a.png"], "chat")
 
 
 def user(text="Hi", **more):
@@ -49,12 +59,12 @@ def calling(**changes):
 def test_alpaca_input_may_lack():
     want = [user("Add."), says("3")]
     for row in [{}, {"input": None}, {"input": ""}, {"id": 7}, {"history": []}, {"system": ""}]:
-        assert to_messages({"instruction": "Add.", "output": "3", **row}) == (want, None)
-    assert to_messages(ALPACA)[0][0]["content"] == "Add.\n\n1 and 2"
+        assert messages_of({"instruction": "Add.", "output": "3", **row}) == (want, None)
+    assert messages_of(ALPACA)[0][0]["content"] == "Add.\n\n1 and 2"
 
 
 def test_alpaca_with_a_system_text_and_a_history():
-    messages, _ = to_messages({**ALPACA, "system": "Be brief.", "history": [["Hi", "Hello"]]})
+    messages, _ = messages_of({**ALPACA, "system": "Be brief.", "history": [["Hi", "Hello"]]})
     system = {"role": "system", "content": "Be brief."}
     assert messages == [system, user(), says(), user("Add.\n\n1 and 2"), says("3")]
 
@@ -67,21 +77,21 @@ def test_sharegpt_in_the_words_of_everyone():
         ("user", "model"),
     ):
         row = shares(("system", "S"), (human, "Hi"), (model, "Hello"))
-        assert to_messages(row) == ([{"role": "system", "content": "S"}, user(), says()], None)
+        assert messages_of(row) == ([{"role": "system", "content": "S"}, user(), says()], None)
     row = shares(("human", "Hi"), ("gpt", "Hello"), system="S", id=3)
-    assert to_messages(row)[0][0] == {"role": "system", "content": "S"}
+    assert messages_of(row)[0][0] == {"role": "system", "content": "S"}
 
 
 @pytest.mark.parametrize("content", ["Adding.", [{"type": "text", "text": "Adding."}]])
 def test_text_beside_a_call_is_kept(content):
     row = {"messages": [user(), says(content, tool_calls=[CALL])]}
-    assert to_messages(row)[0] == [user(), says("Adding.", tool_calls=[CALL])]
+    assert messages_of(row)[0] == [user(), says("Adding.", tool_calls=[CALL])]
 
 
 @pytest.mark.parametrize("content", [None, "", " \n", [], [{"type": "text", "text": " "}]])
 def test_a_call_needs_no_text_beside_it(content):
     row = {"messages": [user(), says(content, tool_calls=[CALL])]}
-    assert to_messages(row)[0] == [user(), says("", tool_calls=[CALL])]
+    assert messages_of(row)[0] == [user(), says("", tool_calls=[CALL])]
 
 
 def test_sharegpt_with_calls_of_tools():
@@ -91,7 +101,7 @@ def test_sharegpt_with_calls_of_tools():
         ("observation", "3"),
         ("gpt", "Hello"),
     ]
-    messages, tools = to_messages(shares(*calls, tools=json.dumps(TOOLS)))
+    messages, tools = messages_of(shares(*calls, tools=json.dumps(TOOLS)))
     assert tools == TOOLS
     assert messages[1:3] == [
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": SUM}]},
@@ -100,7 +110,7 @@ def test_sharegpt_with_calls_of_tools():
 
 
 def test_openai_with_calls_parts_weights_and_a_developer():
-    messages, tools = to_messages(calling())
+    messages, tools = messages_of(calling())
     assert tools == TOOLS
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert messages[2] == {"role": "tool", "content": "3", "tool_call_id": "c1"}
@@ -114,30 +124,30 @@ def test_openai_with_calls_parts_weights_and_a_developer():
             says(),
         ]
     }
-    messages, _ = to_messages(row)
+    messages, _ = messages_of(row)
     assert messages[0] == {"role": "system", "content": "S"}
     assert messages[1:3] == [user("Hi, you"), says(weight=0)]
 
 
 def test_prompt_and_completion_as_texts_and_as_messages():
-    assert to_messages({"prompt": "a ", "completion": "b"})[0] == [
+    assert messages_of({"prompt": "a ", "completion": "b"})[0] == [
         {"role": "text", "content": "a ", "weight": 0},
         {"role": "text", "content": "b", "weight": 1},
     ]
     row = {"prompt": [user(), says(), user("Why?")], "completion": [says("So.")]}
-    assert to_messages(row)[0] == [user(), says(weight=0), user("Why?"), says("So.")]
+    assert messages_of(row)[0] == [user(), says(weight=0), user("Why?"), says("So.")]
 
 
 def test_plain_text_is_taught_as_it_stands():
-    assert to_messages({"text": " a\n"})[0] == [{"role": "text", "content": " a\n", "weight": 1}]
+    assert messages_of({"text": " a\n"})[0] == [{"role": "text", "content": " a\n", "weight": 1}]
 
 
 def test_the_assistants_turns_before_the_first_of_the_user_are_left_out_and_counted():
     notes = Counter()
     row = shares(("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Hello"))
-    assert to_messages(row, notes=notes)[0] == [user(), says()]
+    assert messages_of(row, notes=notes)[0] == [user(), says()]
     assert (
-        to_messages(turns("system", "assistant", "user", "assistant"), notes=notes)[0][1]["role"]
+        messages_of(turns("system", "assistant", "user", "assistant"), notes=notes)[0][1]["role"]
         == "user"
     )
     assert notes == {LEADING: 2}
@@ -145,48 +155,48 @@ def test_the_assistants_turns_before_the_first_of_the_user_are_left_out_and_coun
 
 def test_a_conversation_may_start_with_system_and_end_with_user():
     roles = ("system", "user", "assistant", "user", "assistant", "user")
-    assert [message["role"] for message in to_messages(turns(*roles))[0]] == list(roles)
+    assert [message["role"] for message in messages_of(turns(*roles))[0]] == list(roles)
 
 
 @pytest.mark.parametrize(("key", "off", "on"), [("weight", 0, 1.0), ("train", False, True)])
 def test_a_key_keeps_a_turn_out_of_the_loss(key, off, on):
     row = {"messages": [user(), says(**{key: off}), user("Why?"), says("So.", **{key: on})]}
-    assert to_messages(row)[0] == [user(), says(weight=0), user("Why?"), says("So.", weight=1)]
+    assert messages_of(row)[0] == [user(), says(weight=0), user("Why?"), says("So.", weight=1)]
     share = shares(("human", "Hi"), ("gpt", "Hello"))
     share["conversations"][1][key] = off
-    assert to_messages(share)[0] == [user(), says(weight=0)]
+    assert messages_of(share)[0] == [user(), says(weight=0)]
     both = {"messages": [user(), says(weight=1, train=False)]}
-    assert to_messages(both)[0] == [user(), says(weight=0)]
+    assert messages_of(both)[0] == [user(), says(weight=0)]
 
 
 def test_other_keys_are_ignored_by_name():
     notes = Counter()
     row = {"messages": [user(id=3, mood="good"), says(mood="bad")], "source": "x"}
-    assert to_messages(row, notes=notes)[0] == [user(), says()]
+    assert messages_of(row, notes=notes)[0] == [user(), says()]
     assert notes == {f"{IGNORED}'id'": 1, f"{IGNORED}'mood'": 2, f"{IGNORED}'source'": 1}
 
 
 def test_thoughts_reach_the_template_under_both_names():
     for key in ("reasoning_content", "thinking", "reasoning"):
-        messages, _ = to_messages({"messages": [user(), says(**{key: "Hm."})]})
+        messages, _ = messages_of({"messages": [user(), says(**{key: "Hm."})]})
         assert messages[1] == says(**{key: "Hm.", "reasoning_content": "Hm."}), key
-    assert to_messages({"messages": [user(), says(reasoning_content=None)]})[0] == [user(), says()]
+    assert messages_of({"messages": [user(), says(reasoning_content=None)]})[0] == [user(), says()]
     named = {"messages": [user(name="Ann"), says(name="Bob")]}
-    assert to_messages(named)[0] == named["messages"]
+    assert messages_of(named)[0] == named["messages"]
 
 
 def test_bare_tools_and_calls_are_wrapped():
     bare = {"name": "add", "parameters": {}}
     for tools in ([bare], json.dumps([bare]), TOOLS, json.dumps(TOOLS)):
-        assert to_messages({**calling(), "tools": tools})[1] == TOOLS
+        assert messages_of({**calling(), "tools": tools})[1] == TOOLS
     row = {"messages": [user(), {"role": "assistant", "tool_calls": [SUM]}]}
     called = says("", tool_calls=[{"type": "function", "function": SUM}])
-    assert to_messages(row) == ([user(), called], None)
+    assert messages_of(row) == ([user(), called], None)
 
 
 def test_tool_turns_of_trl_and_hermes():
     row = calling(tool_call_id=None, name="add")
-    assert to_messages(row)[0][2] == {"role": "tool", "content": "3", "name": "add"}
+    assert messages_of(row)[0][2] == {"role": "tool", "content": "3", "name": "add"}
     calls = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     row = shares(
         ("system", "S"),
@@ -196,26 +206,26 @@ def test_tool_turns_of_trl_and_hermes():
         ("gpt", "Hello"),
         category="x",
     )
-    assert [m["role"] for m in to_messages(row)[0]] == [
+    assert [m["role"] for m in messages_of(row)[0]] == [
         "system",
         "user",
         "assistant",
         "tool",
         "assistant",
     ]
-    assert to_messages(row)[0][2] == says(calls)
+    assert messages_of(row)[0][2] == says(calls)
     chat = {
         "messages": [user(), says(calls), {"role": "tool", "name": "add", "content": "3"}, says()]
     }
-    assert to_messages(chat)[0] == chat["messages"]
+    assert messages_of(chat)[0] == chat["messages"]
 
 
 def test_a_system_text_and_tools_beside_the_turns_are_not_lost():
-    assert to_messages({"messages": [user(), says()], "system": "S"})[0][0] == {
+    assert messages_of({"messages": [user(), says()], "system": "S"})[0][0] == {
         "role": "system",
         "content": "S",
     }
-    assert to_messages({**ALPACA, "tools": json.dumps(TOOLS)})[1] == TOOLS
+    assert messages_of({**ALPACA, "tools": json.dumps(TOOLS)})[1] == TOOLS
 
 
 def test_rows_that_only_look_like_others_are_taken():
@@ -228,9 +238,9 @@ def test_rows_that_only_look_like_others_are_taken():
         "source": "x",
         "score": 0.5,
     }
-    assert to_messages({"messages": [user(), says()], **nothing})[0] == [user(), says()]
+    assert messages_of({"messages": [user(), says()], **nothing})[0] == [user(), says()]
     notes = Counter()
-    assert to_messages({**ALPACA, "label": "sum", "weight": 1}, notes=notes)[0][1] == says("3")
+    assert messages_of({**ALPACA, "label": "sum", "weight": 1}, notes=notes)[0][1] == says("3")
     assert notes == {f"{IGNORED}'label'": 1, f"{IGNORED}'weight'": 1}
 
 
@@ -267,7 +277,7 @@ FORMS_OF_PICTURES = [
 @pytest.mark.parametrize("row", FORMS_OF_KTO + FORMS_OF_PICTURES)
 def test_labels_and_pictures_in_every_form_are_refused_by_name(row):
     with pytest.raises(ValueError, match="finetune.py trains one text answer a row") as refused:
-        to_messages(row)
+        messages_of(row)
     assert re.search("KTO|picture", str(refused.value))
 
 
@@ -403,7 +413,7 @@ BAD = [
 @pytest.mark.parametrize(("row", "message"), BAD)
 def test_a_bad_row_is_told_by_its_field(row, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT011
-        to_messages(row)
+        messages_of(row)
     assert message in str(refused.value)
 
 
@@ -412,16 +422,16 @@ def test_the_turns_of_both_dialects_are_read_under_either_key():
     openai = [user(), says(train=False), user("Why?"), says("So.")]
     share = shares(("human", "Hi"), ("gpt", "Hello"), ("human", "Why?"), ("gpt", "So."))
     share["conversations"][1]["train"] = False
-    assert to_messages({"conversations": openai}) == want
-    assert to_messages({"messages": share["conversations"]}) == want
+    assert messages_of({"conversations": openai}) == want
+    assert messages_of({"messages": share["conversations"]}) == want
     row = {"prompt": share["conversations"][:3], "completion": share["conversations"][3:]}
-    assert to_messages(row) == want
+    assert messages_of(row) == want
 
 
 def test_an_answer_under_another_name_is_hinted_at_and_pairs_are_sent_to_their_trainers():
     def refusal(row) -> str:
         with pytest.raises(ValueError) as refused:  # noqa: PT011
-            to_messages(row)
+            messages_of(row)
         return str(refused.value)
 
     assert "(fix: --columns completion=response)" in refusal({"prompt": "a", "response": "b"})
@@ -434,5 +444,5 @@ def test_an_answer_under_another_name_is_hinted_at_and_pairs_are_sent_to_their_t
 
 def test_forms_are_told_by_their_keys():
     # a class, which is no matter here
-    assert to_messages({"text": "a", "label": 1})[0][0]["content"] == "a"
-    assert to_messages({**ALPACA, "text": "all of it"})[0][1] == says("3")
+    assert messages_of({"text": "a", "label": 1})[0][0]["content"] == "a"
+    assert messages_of({**ALPACA, "text": "all of it"})[0][1] == says("3")

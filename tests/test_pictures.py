@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 from utils.data import examples as data
 from utils.data.chats import Chat
 from utils.data.encode import Rows
+from utils.data.formats import form_of
 from utils.data.pictures import (
     decoded,
     file_of,
@@ -88,7 +89,7 @@ def refusal(call, *args, **settings) -> str:
 
 def read(row: dict, form: str = "") -> tuple[list, list]:
     """([text of each message], sources); | where a picture stands."""
-    messages, _, sources, _ = read_pictured(row, form, Counter())
+    messages, _, sources, _ = read_pictured(row, form or form_of(row), Counter())
     return [m["content"].replace("\ue0f2", "|") for m in messages], sources
 
 

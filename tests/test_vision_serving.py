@@ -4,6 +4,7 @@ python -m pytest tests/test_vision_serving.py -m ""
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import export
@@ -21,6 +22,7 @@ from test_generate import answers, chatted, on_rank, user
 from test_vision import RUN, chat, train, write
 from transformers import AutoModelForImageTextToText
 
+from utils.data.formats import form_of
 from utils.data.pictures import load_processor, read_pictured
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError, escaped
@@ -98,7 +100,7 @@ def inputs_of(folder: Path, line: dict, where: Path) -> dict:
     """What the model's own processor makes of a row without its answer."""
     tokenizer = load_tokenizer(folder)
     processor = load_processor(folder, tokenizer)
-    messages, _, sources, _ = read_pictured(line, "", {})
+    messages, _, sources, _ = read_pictured(line, form_of(line), Counter())
     text = render(tokenizer, messages[:-1], prompt=True)
     pictures = [Image.open(where / name) for name in sources]
     return processor(

@@ -87,12 +87,13 @@ def form_of(row: dict) -> str:
 def parse_columns(text: str) -> dict[str, str]:
     """{our key: their column} of --columns prompt=question,completion=answer, or ConfigError."""
     columns: dict[str, str] = {}
+    known = COLUMNS | PREFERENCES | {"image", "images"}
     for pair in filter(None, text.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         check(
-            equals and theirs and ours in COLUMNS | PREFERENCES and ours not in columns,
+            equals and theirs and ours in known and ours not in columns,
             f"--columns {text!r}: {pair!r} is no KEY=COLUMN, its key given twice or none of"
-            f" {', '.join(sorted(COLUMNS | PREFERENCES))} (fix: --columns prompt=question,completion=answer)",
+            f" {', '.join(sorted(known))} (fix: --columns prompt=question,completion=answer)",
         )
         columns[ours] = theirs
     return columns
@@ -105,7 +106,7 @@ def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
     return row, form_of(columns) or form_of(row)
 
 
-def to_messages(row: dict, form: str = "", notes: Counter | None = None) -> Read:
+def to_messages(row: dict, form: str, notes: Counter) -> Read:
     """(messages, tools) of a row of any form. A message has role (system, user, assistant, tool; text and
     tokens for rows without turns) and content, and where the row has them: tool_calls; reasoning_content, the
     assistant's thoughts, also under the row's own key; name; tool_call_id; weight, 0 where the turn is not
@@ -114,8 +115,6 @@ def to_messages(row: dict, form: str = "", notes: Counter | None = None) -> Read
     notes: counts what was left out. ValueError names the first field that is wrong: "messages[2].content:
     expected text, got number".
     """
-    form = form or form_of(row)
-    notes = Counter() if notes is None else notes
     check_one_answer(row, form)
     for key in row.keys() - COLUMNS:
         notes[f"{IGNORED}{key[:40]!r}"] += 1

@@ -242,13 +242,13 @@ def picture_prompt(row: Row, rows) -> Prompt:
     """A row's prompt. rows: an encode.Rows, where its pictures are, and how large they may be. Where a text
     has no place for them, they stand before the first. ValueError: what is wrong.
     """
-    read = partial(read_pictured, notes=Counter(), anywhere=True)
+    read = partial(read_pictured, anywhere=True)
     data = row.data
     if isinstance(data.get("texts"), list):
         data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
     if "instruction" in data:
         words = {key: data[key] for key in OF_ALPACA if key in data}
-        (*messages, _), tools, sources, _ = read(words | {"output": "to come"}, "alpaca")
+        (*messages, _), tools, sources, _ = read(words | {"output": "to come"}, "alpaca", Counter())
     else:
         messages, tools, _, sources, _ = turns_of(data, read)
     content = [in_parts(message) for message in messages]

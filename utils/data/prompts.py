@@ -56,7 +56,7 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
         messages = [*messages, {"role": "assistant", "content": "to come"}]
     if len(messages) == 1:
         raise ValueError(f"no turn to answer; {FORMS}")
-    messages, tools, *others = read(beside | {"messages": messages}, "chat")
+    messages, tools, *others = read(beside | {"messages": messages}, "chat", Counter())
     answer = messages[-1]["content"] if is_answered else None
     return messages[:-1], tools, answer, *others
 
