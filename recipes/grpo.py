@@ -245,10 +245,6 @@ class Config:
             " export.py, and give the result as --model)",
         )
         check(
-            not (self.generate_ranks and self.replicate > 1),
-            "--replicate: learners beside generators share one copy (fix: leave it out)",
-        )
-        check(
             self.activation_checkpointing != "none" or not self.activation_offload,
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
@@ -272,6 +268,10 @@ def main(cfg: Config) -> Path:
     with together(world):
         learners = world.size - cfg.generate_ranks
         axes = mesh_axes(max(1, learners), cfg.replicate, cfg.shard)
+        check(
+            not (cfg.generate_ranks and "replicate" in axes),
+            "--replicate, --shard: learners beside generators share one copy (fix: leave both out)",
+        )
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
     everyone, roles, learns = world, None, True

@@ -239,6 +239,13 @@ def test_all_ranks_drawing_is_refused(files, tmp_path):
         trained(2, tmp_path / "out", files, generate_ranks=2)
 
 
+def test_copies_of_the_learners_are_refused(files, tmp_path):
+    for flag in ("shard", "replicate"):
+        how = {"generate_ranks": 1, flag: 1 + (flag == "replicate")}
+        with pytest.raises(AssertionError, match=f"--{flag}.*share one copy .fix: leave both out"):
+            trained(3, tmp_path / flag, files, **how)
+
+
 def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
     """Ranks without a completion to learn take part with fillers."""
     metrics, weights, _ = trained(
