@@ -34,7 +34,7 @@ from utils.data.rewards import NEXT, PART, check_columns, parse_rewards, score
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
 from utils.model.loss import add_chunked_loss, check_chunked_loss
-from utils.model.sharding import DTYPES, settle_dtype
+from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.generation import check_room, estimate_generation
 from utils.run.distributed import (
     agree,
@@ -185,6 +185,10 @@ def main(cfg: Config) -> Path:
         shard_model(model, build_mesh(world), DTYPES[dtype])
     else:
         compute_alone(model, DTYPES[dtype])
+    if lacks_grouped_kernels(world.device, DTYPES[dtype]):
+        from utils.model.attention import repeat_grouped_keys
+
+        repeat_grouped_keys(True)
 
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")

@@ -8,12 +8,15 @@ import pkgutil
 from dataclasses import replace
 from typing import NamedTuple
 
+import eval as evaluate
+import generate
 import pytest
 import torch
 import torch.distributed as dist
 from finetune import Config
 from ranks import run_ranks
 from tiny import tiny_model
+from transformers.integrations import sdpa_attention
 
 from utils.model.attention import repeat_grouped_keys
 from utils.model.sharding import lacks_grouped_kernels
@@ -98,6 +101,28 @@ def test_repeated_keys_give_the_logits_and_gradients_of_grouped_heads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_has_a_kernel_for_grouped_heads(dtype):
     assert not lacks_grouped_kernels(torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("recipe", [evaluate, generate])
+def test_a_model_that_serves_has_no_groups_either_where_they_have_no_kernel(
+    recipe, monkeypatch, tmp_path
+):
+    """The one that keeps fp32 probabilities (B, H, T, T) is in no plan."""
+    monkeypatch.setattr(recipe, "lacks_grouped_kernels", lambda *about: True)
+    flags = {"max_new_tokens": 1}
+    if recipe is generate:
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("Hello")
+        flags |= {"model": "recipes/tiny", "prompts": str(prompts)}
+    else:
+        flags |= {"max_rows": 1, "output_dir": str(tmp_path / "out")}
+    keys = torch.zeros(1, 2, 3, 4)
+    assert sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
+    try:
+        recipe.main(recipe.Config(**flags))
+        assert not sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
+    finally:
+        repeat_grouped_keys(False)
 
 
 @without_gpu
