@@ -402,6 +402,7 @@ def main(cfg: Config) -> Path:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on learners and generators are among themselves
         axes = axes if learns else mesh_axes(world.size)
+        micro_batches *= learns  # who only draws adds no gradients
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
