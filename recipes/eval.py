@@ -24,6 +24,8 @@ from typing import Literal, NamedTuple
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
+import torch
+
 from utils.data.batches import Batch, collate
 from utils.data.evaluated import choices_of, scored, windows
 from utils.data.examples import Example, FormName, Rows, load_examples
@@ -185,6 +187,8 @@ def main(cfg: Config) -> Path:
         shard_model(model, build_mesh(world), DTYPES[dtype])
     else:
         compute_alone(model, DTYPES[dtype])
+    # On Hopper and later cuDNN would come first, which makes a plan for each length: 20 ms or more a token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if lacks_grouped_kernels(world.device, DTYPES[dtype]):
         from utils.model.attention import repeat_grouped_keys
 

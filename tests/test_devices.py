@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import eval as evaluate
 import generate
+import grpo
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,6 +124,24 @@ def test_a_model_that_serves_has_no_groups_either_where_they_have_no_kernel(
         assert not sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
     finally:
         repeat_grouped_keys(False)
+
+
+@pytest.mark.parametrize("recipe", [evaluate, generate, grpo])
+def test_where_each_token_has_a_length_of_its_own_cudnn_makes_no_plan_for_it(recipe, tmp_path):
+    flags = {"max_new_tokens": 1, "model": "recipes/tiny/started"}
+    if recipe is generate:
+        (tmp_path / "prompts.txt").write_text("Hello")
+        flags |= {"prompts": str(tmp_path / "prompts.txt")}
+    else:
+        flags |= {"max_rows": 1, "output_dir": str(tmp_path / "out")}
+    if recipe is grpo:
+        flags |= {"dataset": "recipes/tiny/chat.jsonl", "save_model": False}
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        recipe.main(recipe.Config(**flags))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @without_gpu
