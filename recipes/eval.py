@@ -24,6 +24,8 @@ from typing import Literal, NamedTuple
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
+import torch
+
 from utils.data.batches import Batch, collate
 from utils.data.evaluated import choices_of, scored, windows
 from utils.data.examples import Example, FormName, Rows, load_examples
@@ -34,7 +36,7 @@ from utils.data.rewards import NEXT, PART, check_columns, parse_rewards, score
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
 from utils.model.loss import add_chunked_loss, check_chunked_loss
-from utils.model.sharding import DTYPES, settle_dtype
+from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.generation import check_room, estimate_generation
 from utils.run.distributed import (
     agree,
@@ -185,6 +187,12 @@ def main(cfg: Config) -> Path:
         shard_model(model, build_mesh(world), DTYPES[dtype])
     else:
         compute_alone(model, DTYPES[dtype])
+    # On Hopper and later cuDNN would come first, which makes a plan for each length: 20 ms or more a token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if lacks_grouped_kernels(world.device, DTYPES[dtype]):
+        from utils.model.attention import repeat_grouped_keys
+
+        repeat_grouped_keys(True)
 
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")

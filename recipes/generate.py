@@ -36,7 +36,7 @@ from utils.data.prompts import Prompt, turns_of
 from utils.data.rows import Row, read_rows
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
-from utils.model.sharding import DTYPES, settle_dtype
+from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.generation import check_room, estimate_generation
 from utils.run.distributed import (
     World,
@@ -168,6 +168,12 @@ def main(cfg: Config) -> None:
         shard_model(model, build_mesh(world), DTYPES[dtype])
     else:
         compute_alone(model, DTYPES[dtype])
+    # On Hopper and later cuDNN would come first, which makes a plan for each length: 20 ms or more a token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if lacks_grouped_kernels(world.device, DTYPES[dtype]):
+        from utils.model.attention import repeat_grouped_keys
+
+        repeat_grouped_keys(True)
 
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")

@@ -245,10 +245,6 @@ class Config:
             " export.py, and give the result as --model)",
         )
         check(
-            not (self.generate_ranks and self.replicate > 1),
-            "--replicate: learners beside generators share one copy (fix: leave it out)",
-        )
-        check(
             self.activation_checkpointing != "none" or not self.activation_offload,
             "--activation_offload has no inputs (fix: --activation_checkpointing full)",
         )
@@ -272,6 +268,10 @@ def main(cfg: Config) -> Path:
     with together(world):
         learners = world.size - cfg.generate_ranks
         axes = mesh_axes(max(1, learners), cfg.replicate, cfg.shard)
+        check(
+            not (cfg.generate_ranks and "replicate" in axes),
+            "--replicate, --shard: learners beside generators share one copy (fix: leave both out)",
+        )
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
     everyone, roles, learns = world, None, True
@@ -402,6 +402,7 @@ def main(cfg: Config) -> Path:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on learners and generators are among themselves
         axes = axes if learns else mesh_axes(world.size)
+        micro_batches *= learns  # who only draws adds no gradients
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
@@ -491,6 +492,8 @@ def main(cfg: Config) -> Path:
         judge.model = freeze(judge.model, judge.pieces)
     if cfg.kl_beta and not lora and learns:
         reference = freeze(build_model(source.config, DTYPES[cfg.dtype], attn, trust), pieces)
+    # On Hopper and later cuDNN would come first, which makes a plan for each length: 20 ms or more a token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     sampling = Sampling(
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,

@@ -8,12 +8,16 @@ import pkgutil
 from dataclasses import replace
 from typing import NamedTuple
 
+import eval as evaluate
+import generate
+import grpo
 import pytest
 import torch
 import torch.distributed as dist
 from finetune import Config
 from ranks import run_ranks
 from tiny import tiny_model
+from transformers.integrations import sdpa_attention
 
 from utils.model.attention import repeat_grouped_keys
 from utils.model.sharding import lacks_grouped_kernels
@@ -98,6 +102,46 @@ def test_repeated_keys_give_the_logits_and_gradients_of_grouped_heads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_has_a_kernel_for_grouped_heads(dtype):
     assert not lacks_grouped_kernels(torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("recipe", [evaluate, generate])
+def test_a_model_that_serves_has_no_groups_either_where_they_have_no_kernel(
+    recipe, monkeypatch, tmp_path
+):
+    """The one that keeps fp32 probabilities (B, H, T, T) is in no plan."""
+    monkeypatch.setattr(recipe, "lacks_grouped_kernels", lambda *about: True)
+    flags = {"max_new_tokens": 1}
+    if recipe is generate:
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("Hello")
+        flags |= {"model": "recipes/tiny", "prompts": str(prompts)}
+    else:
+        flags |= {"max_rows": 1, "output_dir": str(tmp_path / "out")}
+    keys = torch.zeros(1, 2, 3, 4)
+    assert sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
+    try:
+        recipe.main(recipe.Config(**flags))
+        assert not sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
+    finally:
+        repeat_grouped_keys(False)
+
+
+@pytest.mark.parametrize("recipe", [evaluate, generate, grpo])
+def test_where_each_token_has_a_length_of_its_own_cudnn_makes_no_plan_for_it(recipe, tmp_path):
+    flags = {"max_new_tokens": 1, "model": "recipes/tiny/started"}
+    if recipe is generate:
+        (tmp_path / "prompts.txt").write_text("Hello")
+        flags |= {"prompts": str(tmp_path / "prompts.txt")}
+    else:
+        flags |= {"max_rows": 1, "output_dir": str(tmp_path / "out")}
+    if recipe is grpo:
+        flags |= {"dataset": "recipes/tiny/chat.jsonl", "save_model": False}
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        recipe.main(recipe.Config(**flags))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @without_gpu

@@ -5,6 +5,7 @@ python -m pytest tests/test_grpo.py -m ""
 """
 
 import json
+import re
 import shutil
 
 import grpo
@@ -16,6 +17,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from shell import ROOT, shell
 from tiny import tiny_model_folder
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,6 +28,8 @@ from utils.data.batches import GlobalBatches
 from utils.data.examples import Rows
 from utils.data.questions import load_questions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
+from utils.model.loss import add_chunked_loss
+from utils.plan.generation import plan_rollout
 from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
 from utils.run.help import described
@@ -229,6 +233,37 @@ def test_ranks_that_only_draw_change_nothing(files, tmp_path, how):
         assert (again[1][name] - tensor).norm() <= 1e-3 * tensor.norm()
 
 
+def test_a_generator_alone_holds_each_weight_once(files, tmp_path):
+    """In 16 bit it gathers no copy of what it stores, nor is one planned."""
+    how = {"dtype": "bf16", "batch_size": 3, "generate_ranks": 1, "steps": 1}
+    flags = RUN | files | how | {"output_dir": str(tmp_path / "out")}
+    (learner, _), (generator, text) = run_ranks(cut_parameters, 2, flags)
+    assert learner > 0
+    assert generator == 0
+    (parts,) = re.findall(r"rollout +(.*) = ", text)
+    assert "weights" in parts
+    assert "gathered" not in parts
+
+
+def cut_parameters(world, flags):
+    """How many parameters of this rank FSDP2 has, and the plan."""
+    models, plans = [], []
+
+    def add(model):
+        models.append(model)
+        return add_chunked_loss(model)
+
+    def plan(*args):
+        plans.append(plan_rollout(*args))
+        return plans[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "add_chunked_loss", add)
+        patch.setattr(grpo, "plan_rollout", plan)
+        grpo.main(grpo.Config(**flags))
+    return sum(isinstance(p, DTensor) for p in models[0].parameters()), plans[0][1].text
+
+
 def test_help_says_what_each_flag_means():
     for group in described(grpo.Config).values():
         assert all(group.values()), group
@@ -237,6 +272,13 @@ def test_help_says_what_each_flag_means():
 def test_all_ranks_drawing_is_refused(files, tmp_path):
     with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: 1 to 1"):
         trained(2, tmp_path / "out", files, generate_ranks=2)
+
+
+def test_copies_of_the_learners_are_refused(files, tmp_path):
+    for flag in ("shard", "replicate"):
+        how = {"generate_ranks": 1, flag: 1 + (flag == "replicate")}
+        with pytest.raises(AssertionError, match=f"--{flag}.*share one copy .fix: leave both out"):
+            trained(3, tmp_path / flag, files, **how)
 
 
 def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):

@@ -1,5 +1,5 @@
 """The model's part of a step of each recipe, where parameters and batches are on a GPU: no tensor of the
-host meets them.
+host meets them, and no copy to the GPU makes the host wait.
 Rehearsed on a CPU, on fake tensors of a device of the name gpux, which have no memory.
 
 python -m pytest tests/test_second_device.py
@@ -17,6 +17,7 @@ from ranks import run_fresh_ranks
 from tiny import build_optimizer, tiny_config
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -30,7 +31,8 @@ from utils.model.lora import add_adapters, freeze_base
 from utils.model.loss import add_chunked_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant
 from utils.model.scores import add_scores, sequence_scores
-from utils.train.answers import log_probs_of, sums_of
+from utils.run.distributed import ALONE
+from utils.train.answers import Reference, log_probs_of, sums_of
 from utils.train.optim import clip_gradients
 from utils.train.rollout import token_sums
 
@@ -55,6 +57,23 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="gpux:0")
 
 
+class Copies(TorchDispatchMode):
+    """What says of copies from the host to the device that the host waits for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = set()
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default:
+            is_upward = (args[0].device.type, result.device.type) == ("cpu", "gpux")
+            if is_upward and not kwargs.get("non_blocking"):
+                self.waits.add(f"waits for {tuple(result.shape)} to be copied")
+        return result
+
+
 def loss_of(name: str, model, batch) -> torch.Tensor:
     """What a recipe differentiates: its formula on a batch. name: of a --loss, or of another recipe."""
     if name == "scores":
@@ -70,10 +89,14 @@ def loss_of(name: str, model, batch) -> torch.Tensor:
     if name in PREFERENCES:
         cfg = prefer.Config(loss=name, beta=0.1)
         policy = log_probs_of(model, batch)
-        found = prefer.preference_loss(cfg, batch, policy, policy.detach(), policy.detach().sum())
+        reference = Reference(model, ALONE)
+        reference.known = dict.fromkeys(batch.keys, -1.0)  # computed before the first step
+        start = reference.of(batch)
+        found = prefer.preference_loss(cfg, batch, policy, start, policy.detach().sum())
         sums = sums_of(batch, policy, *found)
         return sums[0] - sums[1]
-    return summed_cross_entropy(model, batch, weighted_on_the_host if name else None)
+    weighted = {"": None, "wrong": weighted_on_the_host, "waiting": weighted_from_the_host}
+    return summed_cross_entropy(model, batch, weighted[name])
 
 
 def batch_of(loss: str, packed: bool):
@@ -85,7 +108,7 @@ def batch_of(loss: str, packed: bool):
     if packed:
         batch = replace(batch, positions=torch.arange(16).remainder(8).repeat(2, 1))
         batch = replace(batch, where=[""] * 4)
-    if loss in ("", "wrong"):
+    if loss in ("", "wrong", "waiting"):
         return batch
     answers = len(batch.where)
     wanted = torch.arange(answers) % 2 == 0
@@ -109,7 +132,7 @@ def step(dtype=torch.bfloat16, lora=None, quant=None, packed=False, loss=""):
     model.train()
     batch = batch_of(loss, packed)
     batch = batch.to(torch.device("meta"))
-    with FakeTensorMode(allow_non_fake_inputs=False):
+    with FakeTensorMode(allow_non_fake_inputs=False), Copies() as copies:
         batch = type(batch)(**tree_map_only(torch.Tensor, on_gpu, vars(batch)))
         for module in model.modules():
             for name, tensor in module._parameters.items():
@@ -130,14 +153,14 @@ def step(dtype=torch.bfloat16, lora=None, quant=None, packed=False, loss=""):
         optimizer.found_inf = (~(total.detach() + grad_norm).isfinite()).float()
         scaler.step(optimizer)
         scaler.update()
-    return {tensor.device.type for tensor in (total, grad_norm)}
+    return {tensor.device.type for tensor in (total, grad_norm)} | copies.waits
 
 
 def steps(world) -> dict[str, object]:
     """What each step gives, or its error."""
     _setup_privateuseone_for_python_backend("gpux")
     found = {}
-    for name, how in {**STEPS, "wrong": {"loss": "wrong"}}.items():
+    for name, how in {**STEPS, **{loss: {"loss": loss} for loss in ("wrong", "waiting")}}.items():
         try:
             found[name] = step(**how)
         except Exception as error:
@@ -149,15 +172,21 @@ def weighted_on_the_host(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
     return F.cross_entropy(logits, targets, reduction="none") * torch.ones(len(targets))
 
 
+def weighted_from_the_host(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    weights = torch.ones(len(targets)).to(logits.device)
+    return F.cross_entropy(logits, targets, reduction="none") * weights
+
+
 @pytest.fixture(scope="module")
 def found():
     return run_fresh_ranks(steps, 1)[0]
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_in_no_step_a_tensor_of_the_host_meets_those_of_the_device(name, found):
+def test_in_no_step_a_tensor_of_the_host_meets_those_of_the_device_or_waits_for_it(name, found):
     assert found[name] == {"gpux"}
 
 
 def test_a_loss_that_makes_one_would_be_found(found):
     assert "gpux:0 and cpu" in found["wrong"]
+    assert "waits for (8,) to be copied" in found["waiting"]

@@ -6,7 +6,9 @@ python -m pytest tests/test_weight_sync.py
 
 import time
 import weakref
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from utils.model.options import Lora, Quant
 from utils.model.sharding import cast_to, units
 from utils.run.distributed import (
     ALONE,
+    START_SECONDS,
     agree,
     all_reduce_sum,
     broadcast,
@@ -46,8 +49,10 @@ from utils.train.resume import load_checkpoint
 from utils.train.rollout import gathered, generate
 from utils.train.trained_run import compute_alone, shard_model
 from utils.train.weight_sync import (
+    Weight,
     divide_world,
     load_weights,
+    move_rows,
     plan_weights,
     receive_weights,
     send_weights,
@@ -399,6 +404,30 @@ def wait_long(world):
 def test_a_generator_waits_as_long_as_set_timeout_says():
     sent, received = run_ranks(wait_long, 2)
     assert sent == received
+
+
+def wait_for(world, kind):
+    """With which timeout a rank waits for its transfers, which are none here, of tensors on such devices."""
+    timeouts = []
+
+    class Transfer:
+        def wait(self, timeout):
+            timeouts.append(timeout.total_seconds())
+
+    weight = Weight("w", torch.Size([1]), torch.float32, [slice(0, 1)] * 2)
+    joint = replace(world, device=torch.device(kind))
+    group = SimpleNamespace(_get_backend=lambda device: dist.group.WORLD._get_backend(world.device))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", lambda transfers: [Transfer()] * len(transfers))
+        patch.setattr(dist, "P2POp", lambda *args, **kwargs: None)
+        move_rows(dist.isend, torch.zeros(1), weight, [1 - world.rank], replace(joint, group=group))
+    return timeouts
+
+
+def test_no_host_waits_for_the_transfers_of_its_gpu():
+    """A work of NCCL with a timeout blocks the thread that calls wait, says torch; without one its stream."""
+    assert run_ranks(wait_for, 2, "cuda") == [[0], [0]]
+    assert run_ranks(wait_for, 2, "cpu") == [[START_SECONDS]] * 2
 
 
 @pytest.mark.parametrize("generators", [0, 1, 2])

@@ -105,7 +105,7 @@ def plan_rollout(
             setting,
             param_dtype=setting.dtype,
             shards=generate_ranks,
-            replicate=1,
+            rows=0,
             frozen_bytes=0,
         )
     model = planned_model(setting)

@@ -45,7 +45,8 @@ class Reference:
     def of(self, batch) -> torch.Tensor:
         """(S,) for a batch on the device."""
         if self.known:
-            return torch.tensor([self.known[key] for key in batch.keys]).to(batch.ids.device)
+            values = torch.tensor([self.known[key] for key in batch.keys])
+            return values.to(batch.ids.device, non_blocking=True)  # else the host waits for a GPU
         from ..model.lora import adapters_off
 
         with torch.no_grad(), adapters_off(self.model):
@@ -166,10 +167,10 @@ def means_of(sums: torch.Tensor, of_pairs: bool, sft_weight: float) -> dict[str,
 def mean_of_wanted(model: nn.Module, batches: list, world: World) -> float:
     """Mean log-probability of the wanted answers of all ranks' batches, in nats an answer."""
     model.eval()
-    total = torch.zeros((), dtype=torch.float64)
+    total = 0.0
     for batch in batches:
         batch = batch.to(world.device)
-        total += (log_probs_of(model, batch) * batch.desirable).sum().cpu()
+        total += (log_probs_of(model, batch) * batch.desirable).sum().double()
     model.train()
     reshard(model)
     count = sum(int(batch.desirable.sum()) for batch in batches)

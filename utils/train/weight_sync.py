@@ -70,12 +70,11 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group cannot move tensors of GPUs
         world = replace(world, group=dist.new_group(backend=backend))
-    kinds = [[*range(learners)], [*range(learners, world.size)]]
+    kinds = [range(learners), range(learners, world.size)]
     group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
     set_timeout()  # torch gives new groups 30 minutes
     learns = world.rank < learners
-    size = learners if learns else generate_ranks
-    own = replace(world, rank=dist.get_rank(group), size=size, group=group)
+    own = replace(world, rank=group.rank(), size=group.size(), group=group)
     return Roles(learns, own, world, learners)
 
 
@@ -158,8 +157,10 @@ def move_rows(
             part = tensor[begin - own.start : end - own.start]
             transfers.append(dist.P2POp(operation, part, group=joint.group, group_peer=peer))
     backend = (joint.group or dist.group.WORLD)._get_backend(joint.device)
+    # NCCL heeds set_timeout by itself. Given a timeout, it makes the host wait for each transfer.
+    timeout = backend.options._timeout * (joint.device.type == "cpu")
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
-        work.wait(backend.options._timeout)
+        work.wait(timeout)
 
 
 def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list[Completion]:
