@@ -148,7 +148,7 @@ def test_names_with_commas_and_weights_are_understood_or_refused():
             LINES,
             "plain.jsonl.gz: cannot be read: BadGzipFile: Not a gzipped file",
         ),
-        ("bad.jsonl.gz", gzip.compress(b'{"a": 1}\n{', mtime=0), "bad.jsonl.gz:2: Expecting"),
+        ("bad.jsonl.gz", gzip.compress(b'{"a": 1}\n{', mtime=0), "bad.jsonl.gz:2: not JSON"),
         (
             "ragged.csv",
             "a,b\n1,2\n3,4,5\n",

@@ -14,7 +14,7 @@ import reward
 import torch
 import torch.nn.functional as F
 from ranks import run_fresh_ranks
-from tiny import build_optimizer, tiny_config
+from tiny import build_optimizer, in_chunks, tiny_config
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,7 @@ from utils.data.rollouts import Rollout, rollout_batch
 from utils.model.loading import build_model
 from utils.model.log_probs import token_log_probs
 from utils.model.lora import add_adapters, freeze_base
-from utils.model.loss import add_chunked_loss, summed_cross_entropy
+from utils.model.loss import summed_cross_entropy
 from utils.model.options import Lora, Quant
 from utils.model.scores import add_scores, sequence_scores
 from utils.run.distributed import ALONE
@@ -128,7 +128,7 @@ def step(dtype=torch.bfloat16, lora=None, quant=None, packed=False, loss=""):
     if kind == "scores":
         add_scores(model, 0)
     else:
-        add_chunked_loss(model, chunk_tokens=8)
+        in_chunks(model, 8)
     model.train()
     batch = batch_of(loss, packed)
     batch = batch.to(torch.device("meta"))

@@ -13,11 +13,12 @@ import preference_oracle as oracle
 import pytest
 import rollout_oracle as rollouts
 import torch
+from tiny import in_chunks
 from torch.nn.utils.rnn import pad_sequence
 
 from utils.data.rollouts import Rollout, rollout_batch
 from utils.model.log_probs import token_log_probs
-from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.loss import check_chunked_loss
 from utils.train.rollout import token_means, token_sums
 
 RECORDED = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
@@ -36,7 +37,7 @@ def recorded(name: str) -> torch.Tensor:
 
 def ready(model):
     """A model whose log-probabilities are taken in chunks."""
-    add_chunked_loss(model, 16)
+    in_chunks(model, 16)
     assert check_chunked_loss(model, torch.device("cpu")) == ""
     return model
 

@@ -13,10 +13,11 @@ import preference_oracle as oracle
 import pytest
 import reward
 import torch
+from tiny import in_chunks
 from torch import Tensor
 
 from utils.data.pairs import PairBatch
-from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.loss import check_chunked_loss
 from utils.model.scores import add_scores, sequence_scores
 from utils.train.answers import log_probs_of, means_of, sums_of
 
@@ -29,7 +30,7 @@ NAMES = [name for name in LOSSES if not name.startswith("reward") and name not i
 
 def ready(model):
     """A model whose log-probabilities are taken in chunks."""
-    add_chunked_loss(model, 16)
+    in_chunks(model, 16)
     assert check_chunked_loss(model, torch.device("cpu")) == ""
     return model
 
