@@ -89,8 +89,6 @@ HEAD = (
 # Of compute capability below 8: no bf16, and no flash attention.
 WITHOUT_BF16 = ("t4", "v100-16", "v100-32")
 ROWS = 1009  # a prime: see steps_alike
-# Of what a rank needs, at most, where its trace is made from that of other steps.
-SCALED_ERROR = 1e-3
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 
 
@@ -228,15 +226,17 @@ def scaled_of(asked: Setting) -> Setting:
     other = asked.seq_len // 2 if asked.seq_len <= window else 2 * asked.seq_len
     lengths = [replace(asked, seq_len=seq_len) for seq_len in (asked.seq_len, other)]
     shortest = asked.pictures.rows_of(1).ids.shape[1] if asked.pictures else 0
-    for scaling in (
-        partial(steps_alike, near=asked.seq_len, window=window),
-        partial(steps_between, first=TOKENS_STEP * math.ceil(max(1024, shortest) / TOKENS_STEP)),
+    first = TOKENS_STEP * math.ceil(max(1024, shortest) / TOKENS_STEP)
+    # The loops pad a row to 64 tokens: of other lengths the line is less exact.
+    for scaling, most in (
+        (partial(steps_alike, near=asked.seq_len, window=window), 1e-4),
+        (partial(steps_between, first=first), 1e-3),
     ):
+        errors = []
         for setting in lengths:
-            error = need_of(replace(setting, scaling=scaling)).device / need_of(setting).device - 1
-            if abs(error) > SCALED_ERROR:
-                break
-        else:
+            found = need_of(replace(setting, scaling=scaling)).device
+            errors.append(abs(found / need_of(setting).device - 1))
+        if max(errors) <= most:
             return replace(asked, scaling=scaling)
     return asked
 

@@ -123,8 +123,9 @@ def test_rows_within_a_window_are_compared_with_shorter_ones_and_longer_ones_are
         assert found == need_of(replace(setting, seq_len=tokens)).peak, tokens
 
 
-def test_where_a_layer_loops_over_a_row_the_plan_is_on_a_line_between_two_lengths():
-    config = family_config("qwen3_5_text")
+@pytest.mark.parametrize("kind", ["lfm2_moe", "qwen3_5_text"])
+def test_where_a_row_is_padded_or_looped_over_the_plan_is_on_a_line_between_two_lengths(kind):
+    config = family_config(kind)
     config.vocab_size = 32000
     setting = Setting(config, torch.float32, torch.bfloat16, 1024)
     scaled = plan.scaled_of(setting)

@@ -32,10 +32,10 @@ LINE = {
 class RunLog:
     """Where the numbers of a run go: a line on stdout, folder/metrics.jsonl, and trackers on demand.
 
-    As start 0 of the run it does nothing: so on all ranks but rank 0. On a terminal
-    there is a progress bar with the time left, in a log only whole lines. trackers: of profiling.py, which
-    get the same numbers. done: the step that was resumed from; run: which start of the run this is. Lines of
-    later steps that an earlier start wrote stay.
+    As start 0 of the run it does nothing: so on all ranks but rank 0. On a terminal there is a progress bar
+    with the time left, in a log only whole lines. trackers: of profiling.py, which get the same numbers.
+    done: the step that was resumed from; run: which start of the run this is. Lines of later steps that an
+    earlier start wrote stay.
     """
 
     def __init__(self, folder: Path, total_steps, log_every=1, trackers=(), done=0, run=1):
