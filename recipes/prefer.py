@@ -78,7 +78,6 @@ from utils.run.folder import (
     holds_run,
     releases_output,
     start_run,
-    write_plan,
 )
 from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
@@ -503,12 +502,10 @@ def main(cfg: Config) -> Path:
     write_bad_rows(out, world.rank, examples, held_out)
     profiler, trackers = None, []
     if cfg.profile or cfg.tensorboard or cfg.wandb:
-        from utils.train.profiling import start_profiler, start_trackers
+        from utils.train.profiling import start_recording
 
-        if world.rank == 0:
-            trackers = start_trackers(out, cfg.tensorboard, cfg.wandb, first)
-        if cfg.profile:
-            profiler = start_profiler(out / "profile", world, first, steps)
+        wanted = (cfg.profile, cfg.tensorboard, cfg.wandb)
+        profiler, trackers = start_recording(out, world, first, steps, *wanted)
     stop, fallen = "", False
     with (
         CheckpointSaver(
@@ -627,8 +624,7 @@ def main(cfg: Config) -> Path:
             source=source.folder,
             eos_ids=end_of_turn_ids(tokenizer),
         )
-    measured = plan.compare(world) | {"steps": steps, "global_batch_size": global_batch}
-    write_plan(out, plan.planned, measured, world)
+    plan.finish(out, world, steps=steps, global_batch_size=global_batch)
     print0(f"finished  {steps} steps; {result if cfg.save_model else out}")
     return out
 

@@ -2,7 +2,7 @@
 
 point: an act (step 0); `step`, before the batches of optimizer step `step` (from 0) are read; or one of a
 save after `step` steps: `begin`, `data` (some tensors are written), `metadata` (all are), `rename`,
-`pointer`. action: a kill, where it is left out; `exit` leaves with 0; `memory` runs out of memory; a number
+`published`. action: a kill, where it is left out; `exit` leaves with 0; `memory` runs out of memory; a number
 of seconds is slept. Not after an elastic restart. conftest.py puts tests/site on PYTHONPATH, which calls it.
 """
 
@@ -50,7 +50,7 @@ def wrap(checkpoint, errors, batches) -> None:
         "metadata",
         lambda writer, *_, **__: step_of_folder(str(writer.final)),
     )
-    before(checkpoint, "point_to", "pointer", lambda final: int(final.name[-8:]))
+    before(checkpoint, "_retire", "published", lambda final, keep: int(final.name[-8:]))
     before(os, "rename", "rename", lambda old, new, **_: step_of_folder(str(new)))
     write_data, write = checkpoint._Writer.write_data, checkpoint._HashingFile.write
 

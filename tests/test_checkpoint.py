@@ -235,13 +235,13 @@ def test_leftovers_and_odd_names_are_not_checkpoints(tmp_path):
 def test_the_newest_are_kept_and_killed_saves_are_cleared(tmp_path):
     (tmp_path / ".tmp_step_00000001_dead").mkdir()
     run_ranks(save_many, 1, tmp_path, [1, 2, 3, 4], 2)
-    assert names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
+    assert names(tmp_path) == ["step_00000003", "step_00000004"]
     run_ranks(save_many, 1, tmp_path, [5], 4)
-    assert names(tmp_path) == ["latest", "step_00000003", "step_00000004", "step_00000005"]
+    assert names(tmp_path) == ["step_00000003", "step_00000004", "step_00000005"]
     # after resuming from an early one: what comes later is not its
     run_ranks(save_many, 1, tmp_path, [2], 1)
     later = ["step_00000003", "step_00000004", "step_00000005"]
-    assert names(tmp_path) == ["latest", "step_00000002", *later]
+    assert names(tmp_path) == ["step_00000002", *later]
 
 
 def save_with_a_full_disk_on(world, folder, full_rank):
@@ -268,7 +268,7 @@ def test_a_failed_save_is_one_line_and_leaves_the_previous_checkpoint(tmp_path, 
         assert text.endswith("File too large (fix: make room, or another --output_dir)")
         assert "\n" not in text
         assert agreed
-    assert names(tmp_path) == ["latest", "step_00000002"]
+    assert names(tmp_path) == ["step_00000002"]
 
 
 def save_twice(world, folder):

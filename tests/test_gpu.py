@@ -17,7 +17,7 @@ from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
 from tiny import build_optimizer, in_chunks, tiny_config, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from utils.data.batches import Batch, GlobalBatches
+from utils.data.batches import Batch, GlobalBatches, copy_stream
 from utils.data.examples import Rows, load_data
 from utils.data.tokens import load_tokenizer
 from utils.model.folder import open_weights
@@ -303,11 +303,23 @@ def test_the_held_out_loss_is_that_of_the_cpu(setting, tmp_path):
     assert found[-1] == pytest.approx(total / trained_tokens, rel=1e-4)
 
 
+def test_a_batch_arrives_while_the_gpu_computes():
+    ids = torch.arange(2**16).view(8, -1)
+    batch = Batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), [""] * 8)
+    batch.to(DEVICE)  # the first one has memory to find
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2**30)  # cycles: about half a second
+    moved = batch.to(DEVICE)
+    copy_stream(DEVICE).synchronize()
+    assert not torch.cuda.current_stream().query(), "the copy waited for what was issued before"
+    assert torch.equal(moved.ids.cpu(), ids)
+
+
 def test_a_profile_has_the_trace_and_the_memory_of_two_steps(setting, tmp_path):
     trained(setting, tmp_path, dtype="bf16", profile=True)
     written = {path.name.partition("step")[0] for path in (tmp_path / "profile").iterdir()}
     assert written == {"rank0_from_"}
-    assert len(list((tmp_path / "profile").glob("*_memory.pickle"))) == 1
+    assert len(list((tmp_path / "profile").glob("*.memory.pickle"))) == 1
 
 
 def test_answers_are_those_of_transformers(setting, tmp_path):

@@ -135,7 +135,7 @@ def stopped(flags, out, send, code=None, launch=Launch) -> int:
     (again,) = run.lines("to go on  torchrun --nproc_per_node=3 ")
     assert "--generate_ranks 1" in again
     assert f"--output_dir {out}" in again
-    assert names(out / "checkpoints") == ["latest", path.name]
+    assert names(out / "checkpoints") == [path.name]
     assert [x["step"] for x in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 1))
     return step
 

@@ -30,7 +30,7 @@ from utils.train.profiling import (
     flops_per_token,
     matmul_parameters,
     peak_flops,
-    start_trackers,
+    start_recording,
 )
 from utils.train.trained_run import shard_model
 
@@ -141,7 +141,8 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 def test_tensorboard_gets_every_number(tmp_path):
     check_packages(Config(tensorboard=True), "")
-    log = RunLog(tmp_path, total_steps=2, trackers=start_trackers(tmp_path, True, False, 0))
+    _, trackers = start_recording(tmp_path, ALONE, 0, 2, False, True, False)
+    log = RunLog(tmp_path, total_steps=2, trackers=trackers)
     log.step(step=1, **NUMBERS)
     log.__exit__()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -154,7 +155,7 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
     for run, done, loss in ((1, 0, 1.0), (2, 2, 2.0)):
-        trackers = start_trackers(tmp_path, True, False, done)
+        _, trackers = start_recording(tmp_path, ALONE, done, 4, False, True, False)
         log = RunLog(tmp_path, 4, trackers=trackers, done=done, run=run)
         for step in range(done + 1, 5):
             log.step(step=step, loss=loss)

@@ -3,8 +3,6 @@
 python -m pytest tests/test_optim_8bit.py
 """
 
-import sys
-
 import pytest
 import torch
 from ranks import run_ranks
@@ -346,14 +344,6 @@ def test_the_estimate_is_what_the_state_takes(ranks):
             (measured, estimated), *others = run_ranks(measured_and_estimated, ranks, name, dtype)
             assert measured == estimated, (name, dtype)
             assert all(other <= measured for other, _ in others), (name, dtype)
-
-
-def test_without_bitsandbytes_the_fix_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
-    with pytest.raises(
-        ConfigError, match=r"--optimizer adamw_8bit: .*\(fix: pip install bitsandbytes\)"
-    ):
-        build_optimizer(Shapes(), lr=1e-2, weight_decay=0.1, name="adamw_8bit")
 
 
 def test_what_an_8_bit_optimizer_does_not_do_is_told(capfd):

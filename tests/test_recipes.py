@@ -173,7 +173,7 @@ def test_the_run_folder_holds_what_the_house_says(files, tmp_path):
         "model",
         "plan.json",
     }
-    assert {p.name for p in (out / "checkpoints").iterdir()} == {"latest", "step_00000002"}
+    assert {p.name for p in (out / "checkpoints").iterdir()} == {"step_00000002"}
     assert load_config(finetune.Config, out / "config.yaml").model == str(files[0])
     plan = json.loads((out / "plan.json").read_text())
     assert plan["planned"]["weights"] > 0

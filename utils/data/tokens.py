@@ -16,7 +16,7 @@ from typing import NamedTuple
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..run.errors import check, others_code, print0
-from ..run.files import file_inside, impostor
+from ..run.files import file_inside
 from .formats import Messages
 
 # A folder without any of these has no tokenizer.
@@ -155,10 +155,6 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         for path in folder.glob(pattern):
             file_inside(folder, str(path.relative_to(folder)))
     what = f"{folder}: {', '.join(file.name for file in files)} cannot be read"
-    for file in files:
-        with open(file, "rb") as opened:
-            if reason := impostor(opened.read(100)):
-                what = f"{file}: {reason}"
     # Imported here because it imports torch, which the processes that tokenize do not need.
     from transformers import AutoTokenizer
 

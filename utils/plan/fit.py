@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
 from ..run.distributed import World, gather
 from ..run.errors import ConfigError, advise_on_memory, end_act, print0
+from ..run.folder import write_plan
 from ..run.memory import host_memory, memory_bytes, peaks, reserved_peaks
 from ..run.units import GIB
 from .need import (
@@ -51,9 +53,9 @@ class MemoryPlan:
     planned: dict[str, object] = field(default_factory=dict)
     base: int = 0
 
-    def compare(self, world: World) -> dict:
-        """What plan.json keeps of the measured peaks; prints those of the fullest rank beside the plan. All
-        ranks call it, in the last act.
+    def finish(self, out: Path, world: World, **facts: object) -> None:
+        """Print the measured peaks of the fullest rank beside the plan, and write both and other facts to
+        plan.json, which marks the run as finished. All ranks call it, in the last act.
         """
         end_act()
         ranks, reserved = zip(*gather(world, (peaks, reserved_peaks)), strict=True)
@@ -71,8 +73,10 @@ class MemoryPlan:
                 f"; glibc keeps what is freed, so up to {HOST_SLACK - 1:+.0%} is planned for"
             )
         print0(f"memory    GiB on the fullest rank: {', '.join(texts)}")
-        facts = {"peak_memory_bytes": [max(rank.values()) for rank in ranks], "acts": acts}
-        return facts | compare_reserved(reserved, self.planned["comfortable_bytes"])
+        measured = {"peak_memory_bytes": [max(rank.values()) for rank in ranks], "acts": acts}
+        measured |= compare_reserved(reserved, self.planned["comfortable_bytes"])
+        if world.rank == 0:
+            write_plan(out, self.planned, measured | facts)
 
 
 def compare_reserved(ranks: tuple[dict[str, int], ...], comfortable: int) -> dict:

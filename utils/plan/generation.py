@@ -116,10 +116,11 @@ def plan_rollout(
     parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
     rest, embedding, blocks, head, _ = units_of(model, setting)
     gathered = sum(unit.gathered for unit in (rest, embedding, *blocks, head) if unit)
-    alive = sum(parts.values()) - parts["gathered"] + gathered
-    whole = must_be_there(alive, world.size, setting.gpu) <= room.device
+    once = parts | {"gathered": gathered}
+    needed = must_be_there(sum(once.values()), world.size, setting.gpu)
+    whole = needed <= room.device
     if whole:
-        parts["gathered"] = gathered
+        parts = once
     alive = sum(parts.values())
     needed = must_be_there(alive, world.size, setting.gpu)
     how = "gathered once" if whole else "gathered in each forward"

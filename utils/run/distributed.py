@@ -176,7 +176,7 @@ def _set_timeouts(seconds: float) -> None:
 def gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
-    if world.size > 1 and dist.is_initialized():
+    if world.size > 1:
         dist.all_gather_object(values, value, world.group)
     return values
 
@@ -184,7 +184,7 @@ def gather(world: World, value: object) -> list:
 def broadcast(world: World, value: object, source: int = 0) -> object:
     """`value` of rank `source`, on every rank."""
     box = [value if world.rank == source else None]
-    if world.size > 1 and dist.is_initialized():
+    if world.size > 1:
         dist.broadcast_object_list(box, group=world.group, group_src=source)
     return box[0]
 
@@ -223,11 +223,12 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
             said.setdefault(line, []).append(str(rank))
     if patient:
         _set_timeouts(START_SECONDS)
-    whose = {
-        line: f"rank {','.join(r)}: " if len(r) < world.size else "" for line, r in said.items()
-    }
     if said:
-        raise ConfigError([whose[line] + line for line in said], agreed=True)
+        lines = [
+            line if len(ranks) == world.size else f"rank {','.join(ranks)}: {line}"
+            for line, ranks in said.items()
+        ]
+        raise ConfigError(lines, agreed=True)
 
 
 def agree(world: World, values: dict, what: str) -> None:

@@ -102,12 +102,8 @@ def start_run(out: Path, cfg: object, planned: dict) -> int:
     return run
 
 
-def write_plan(
-    out: Path, planned: dict, measured: dict | None = None, world: World = ALONE
-) -> None:
-    """Write plan.json on rank 0 in one go; `measured` marks the run as finished."""
-    if world.rank:
-        return
+def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
+    """Write plan.json in one go; `measured` marks the run as finished."""
     content = {"planned": planned} | ({"measured": measured} if measured else {})
     replace_file(out / "plan.json", json.dumps(content, indent=2) + "\n")
 

@@ -3,7 +3,7 @@
 OUT/checkpoints/step_00000100/ holds what torch's DCP writes (one file of tensors per rank, and `.metadata`:
 which rows are where), state.json, and manifest.json: size and SHA-256 of each file. All of it is written into
 a fresh folder under another name, synced to the disk, and renamed at the end, so a checkpoint is complete or
-absent; then OUT/checkpoints/latest names it. DCP reads any sharding back into any other.
+absent. DCP reads any sharding back into any other.
 
 Only tensors go through DCP: it unpickles everything else, and a pickle may run what it likes.
 """
@@ -32,7 +32,7 @@ from torch.utils.serialization import config as serialization
 from ..model.pieces import local
 from ..run.distributed import World, all_reduce_sum, broadcast
 from ..run.errors import ConfigError, check, print0
-from ..run.files import replace_file, sync_path
+from ..run.files import sync_path
 from ..run.folder import check_space
 
 Optimizer = torch.optim.Optimizer
@@ -171,12 +171,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(manifest.parent for manifest in published)
 
 
-def point_to(final: Path) -> None:
-    """Let folder/latest name a checkpoint: for people and scripts, since a resume looks for itself."""
-    # a link in its place goes; what it means stays
-    replace_file(final.with_name("latest"), final.name + "\n")
-
-
 def reason_of(error: dcp.api.CheckpointException) -> str:
     """One line of the first rank's failure that DCP collected."""
     rank, (cause, _) = next(iter(error.failures.items()))
@@ -228,7 +222,6 @@ class _Writer(dcp.FileSystemWriter):
         for path in (state, manifest, self.path):
             sync_path(path)
         os.rename(self.path, self.final)
-        point_to(self.final)
         sync_path(self.final.parent)
         self.seconds = time.monotonic() - self.started
         self.removal = threading.Thread(target=_retire, args=(self.final, self.keep), daemon=True)

@@ -128,7 +128,3 @@ def check_packages(cfg: object, gpu: str) -> None:
         check(gpu and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
         fix = "(fix: pip install flash-attn)"
         check(is_flash_attn_2_available(), f"--attn {cfg.attn}: the package is missing {fix}")
-    if cfg.optimizer != "adamw":
-        from .optim_8bit import import_bitsandbytes
-
-        import_bitsandbytes(cfg.optimizer)

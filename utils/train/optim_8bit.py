@@ -8,27 +8,17 @@ tensor, bit for bit, on any number of ranks. Other parameters, and those with fe
 moments in fp32, as bitsandbytes does for small ones.
 """
 
-from types import ModuleType
-
+import bitsandbytes
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..model.pieces import local
-from ..run.errors import ConfigError, print0
+from ..run.errors import print0
 
 BLOCK = 256  # elements with one scale
 LEAST_8BIT = 4096  # parameters with fewer elements keep fp32 moments
-
-
-def import_bitsandbytes(name: str) -> ModuleType:
-    """The package that `--optimizer name` needs; raises ConfigError where it is missing."""
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ConfigError(f"--optimizer {name}: {error} (fix: pip install bitsandbytes)") from None
-    return bitsandbytes
 
 
 def is_8bit(parameter: nn.Parameter) -> bool:
@@ -53,14 +43,12 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         absmax1, absmax2  of codes: fp32 scales, (rows, blocks of a row), sharded likewise
     groups: dicts of params and weight_decay; the weights must be in memory, cut along dim 0 if at all.
     paged: on a GPU, large moments live in memory that the driver moves between GPU and host.
-    Raises ConfigError where bitsandbytes is missing.
     """
 
     # (); 1: the next step changes nothing, as in torch's fused AdamW
     found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
-        bitsandbytes = import_bitsandbytes("adamw_8bit")
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8})
         # this rank's rows of each parameter, and what updates them
         self.parts: dict[nn.Parameter, torch.Tensor] = {}
@@ -84,12 +72,15 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
                     self._step(parameter, group)
 
     def _step(self, parameter: nn.Parameter, group: dict) -> None:
-        state, part = self.state[parameter], self.parts[parameter]
+        state = self.state[parameter]
+        part = self.parts[parameter]
         state["step"] += 1
         if not part.numel():
             return
-        part.data, part.grad = local(parameter).detach(), local(parameter.grad)
-        self.kernels.state[part]["step"] = int(state["step"]) - 1  # which it adds
+        part.data = local(parameter).detach()
+        part.grad = local(parameter.grad)
+        steps_before = int(state["step"]) - 1  # the kernels add one
+        self.kernels.state[part]["step"] = steps_before
         self.kernels.prefetch_state(part)
         # The kernels do not ask found_inf; and to read it here the host would wait for the device.
         written = []
@@ -108,7 +99,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
 
     def _add_state(self, parameter: nn.Parameter) -> None:
         """Zeros, in the memory that the kernels write."""
-        part, blocks = self.parts[parameter], parameter.shape[1:].numel() // BLOCK
+        part = self.parts[parameter]
+        blocks = parameter.shape[1:].numel() // BLOCK
         self.kernels.args.optim_bits = 8 if is_8bit(parameter) else 32
         self.kernels.init_state(self.kernels.param_groups[0], part, 0, 0)
         state = self.state[parameter]

@@ -1,7 +1,7 @@
 """What may be recorded beside the log: torch's profiler; TensorBoard and Weights & Biases; MFU of GPUs."""
 
-import os
 import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,17 +28,15 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     active = max(1, min(PROFILED, steps_to_run))
     skipped = max(0, min(SKIPPED, steps_to_run - active))
     name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
-    while os.path.lexists(folder / f"{name}.json.gz"):  # of an earlier start
-        name += "_again"
-    trace = folder / f"{name}.json.gz"
-    snapshot = folder / f"{name}_memory.pickle"
+    # It adds the time to the name.
+    write_trace = torch.profiler.tensorboard_trace_handler(str(folder), name, use_gzip=True)
     on_gpu = world.device.type == "cuda"
 
     def write(profiler: torch.profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(trace))
-        print0(f"profile   {trace}: open it at https://ui.perfetto.dev")
+        write_trace(profiler)
+        print0(f"profile   {folder}: open its traces at https://ui.perfetto.dev")
         if on_gpu:
+            snapshot = folder / f"{name}.{time.time_ns()}.memory.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             print0(f"profile   {snapshot}: drop it on https://docs.pytorch.org/memory_viz")
@@ -100,14 +98,16 @@ def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
     return lambda numbers, step: run.log(numbers, step=step), run.finish
 
 
-def start_trackers(folder: Path, tensorboard: bool, wandb: bool, done: int) -> list[Tracker]:
-    """Those that are wanted. done: the step that was resumed from."""
-    found = []
-    if tensorboard:
-        found.append(Tracker("TensorBoard", start_tensorboard, folder, done))
-    if wandb:
-        found.append(Tracker("Weights & Biases", start_wandb, folder, done))
-    return found
+def start_recording(
+    out: Path, world: World, done: int, steps: int, profile: bool, tensorboard: bool, wandb: bool
+) -> tuple[torch.profiler.profile | None, list[Tracker]]:
+    """What is wanted of a profiler and, on rank 0, of trackers. done: the step that was resumed from."""
+    trackers = []
+    if tensorboard and world.rank == 0:
+        trackers.append(Tracker("TensorBoard", start_tensorboard, out, done))
+    if wandb and world.rank == 0:
+        trackers.append(Tracker("Weights & Biases", start_wandb, out, done))
+    return start_profiler(out / "profile", world, done, steps) if profile else None, trackers
 
 
 # Name of a device, as a regular expression -> TFLOP/s. Dense bf16 products summed in fp32, from NVIDIA's data
