@@ -7,18 +7,18 @@ Answer prompts from a file, or chat in the terminal. One process, or the model c
 
 Prompts are the lines of a .txt file, or the rows of a .jsonl file: {"prompt": "..."} or {"messages": [...]}.
 Where the last message is the assistant's, it is left out. For a model that reads pictures, rows have them in
-the forms that vision.py trains. The answers do not depend on the number of ranks,
-as neither batches nor their random numbers do.
+the forms that vision.py trains. The answers do not depend on the number of ranks, as neither batches nor
+their random numbers do. They are kept as they come: after a kill the same command goes on.
 """
 
+import hashlib
 import json
 import math
 import os
-import secrets
 import select
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -48,11 +48,15 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0
+from utils.run.files import replace_file
 from utils.run.folder import releases_output
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
+
+KEPT_BATCHES = 64  # of which the answers are kept at a time
+FREE = ("output", "force")  # settings on which no answer depends
 
 
 @dataclass
@@ -152,13 +156,16 @@ def main(cfg: Config) -> None:
             prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read)
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         positions = positions_of(model)
+        unfinished, done = unfinished_file(cfg), 0
+        if world.rank == 0:
+            done = count_kept(unfinished, prompts)
         new = cfg.max_new_tokens
         encoded = [encode_prompt(tokenizer, p, cfg.raw, new, positions, ids_of) for p in prompts]
         if cfg.adapter:
             from utils.model.lora import load_adapter
 
             load_adapter(model, Path(cfg.adapter))  # on meta this only checks names and shapes
-    encoded = broadcast(world, encoded)
+    encoded, done = broadcast(world, (encoded, done))
     with together(world):
         plan_memory(cfg, model, DTYPES[dtype], encoded, world, pictures)
 
@@ -189,20 +196,33 @@ def main(cfg: Config) -> None:
         from utils.data.picture_batches import picture_inputs
 
         beside = partial(picture_inputs, processor, rows=rows)
-    answers = answer(cfg, model, tokenizer, prompts, encoded, settings, world, beside)
-    with together(world):
-        if world.rank == 0:
-            lines = []
-            for prompt, text in zip(prompts, answers, strict=True):
-                row = {"prompt": prompt.content, "answer": text}
-                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-            text = "".join(lines)
-            if cfg.output:
-                write_new(Path(cfg.output), text)
-            else:
-                print0(escaped(text[:-1], keep="\n"), ready=True)
+    bar = tqdm(
+        total=len(prompts),
+        initial=done,
+        unit=" answers",
+        disable=True if world.rank else None,  # None: where it is no terminal
+    )
+    while done < len(prompts):
+        # Some batches at a time: their answers are kept before the next ones are made.
+        asked = range(done, min(done + KEPT_BATCHES * cfg.batch_size, len(prompts)))
+        texts = answer(cfg, model, tokenizer, prompts, encoded, asked, settings, world, beside)
+        lines = []
+        for i, text in zip(asked, texts, strict=True):
+            row = {"prompt": prompts[i].content, "answer": text}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        with together(world):
+            if world.rank == 0:
+                keep("".join(lines), unfinished)
+        done = asked.stop
+        bar.update(len(asked))
+    bar.close()
+    if unfinished:
+        with together(world):
+            if world.rank == 0:
+                check_output(Path(cfg.output))  # perhaps it was made meanwhile
+                os.rename(unfinished, cfg.output)
     place = f" in {cfg.output}" if cfg.output else ""
-    print0(f"finished  {len(answers)} answers{place}")
+    print0(f"finished  {len(prompts)} answers{place}")
 
 
 def plan_memory(
@@ -222,12 +242,13 @@ def answer(
     tokenizer,
     prompts: list[Prompt],
     encoded: list,
+    asked: range,
     settings: dict,
     world: World,
     beside: Callable | None,
 ) -> list[str]:
-    """The answers, in the order of the prompts, on every rank. A batch holds prompts of similar lengths, and
-    of equally many pictures.
+    """The answers to some of the prompts, in their order, on every rank. A batch holds prompts of similar
+    lengths, and of equally many pictures.
 
     Every rank takes part in every forward: one that has no batch left repeats another's, for one token.
     """
@@ -235,7 +256,7 @@ def answer(
     def pictures(i: int) -> int:
         return len(prompts[i].pictures)
 
-    order = sorted(range(len(encoded)), key=lambda i: (pictures(i), len(encoded[i])))
+    order = sorted(asked, key=lambda i: (pictures(i), len(encoded[i])))
     batches = []
     for _, alike in groupby(order, pictures):
         alike = list(alike)
@@ -249,7 +270,7 @@ def answer(
         with torch.no_grad():
             model(torch.tensor([[pad_id(tokenizer)]], device=world.device))
     texts: dict[int, str] = {}  # number of a prompt -> its answer
-    for first, end in tqdm(rounds, unit=" batches", disable=None if world.rank == 0 else True):
+    for first, end in rounds:
         number = first + world.rank
         idle = number >= end
         batch = batches[first] if idle else batches[number]
@@ -259,7 +280,7 @@ def answer(
         with together(world):
             if beside:
                 extra = beside([prompts[i] for i in batch], ids)
-        torch.manual_seed(cfg.seed + number)
+        torch.manual_seed(cfg.seed + asked.start + number)
         output = model.generate(
             input_ids=ids.to(world.device),
             attention_mask=mask.to(world.device),
@@ -272,7 +293,7 @@ def answer(
             texts |= zip(batch, decoded, strict=True)
     for part in gather(world, texts):
         texts |= part
-    answers = [texts[i] for i in range(len(encoded))]
+    answers = [texts[i] for i in asked]
     return answers if cfg.raw else [text.strip() for text in answers]
 
 
@@ -444,19 +465,41 @@ def check_output(path: Path) -> None:
     check(writable, f"--output {path}: no folder {parent} to write to (fix: another folder)")
 
 
-def write_new(path: Path, text: str) -> None:
-    """A file that is complete or absent, and never replaces another one."""
-    temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
+def unfinished_file(cfg: Config) -> Path | None:
+    """Where answers are kept until all are there. Its name says by which settings they were made."""
+    if not cfg.output:
+        return None
+    settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    return Path(f"{cfg.output}.{digest[:8]}.unfinished")
+
+
+def count_kept(file: Path | None, prompts: list[Prompt]) -> int:
+    """How many answers an earlier start has kept, those to the first prompts. A kill may have cut the last,
+    which is removed. ConfigError where they answer something else.
+    """
+    if not file or not file.exists():
+        return 0
+    *lines, _ = file.read_text("utf-8").split("\n")
+    replace_file(file, "".join(line + "\n" for line in lines))
+    for line, prompt in zip(lines, prompts, strict=False):
+        same = json.loads(line)["prompt"] == prompt.content
+        check(same, f"{file} has answers to other prompts than {prompt.where} (fix: remove it)")
+    print0(f"to go on  after {len(lines):,} answers in {file} (other weights now? remove it)")
+    return len(lines)
+
+
+def keep(lines: str, file: Path | None) -> None:
+    """Add answers to a file, or print them."""
+    if not file:
+        print0(escaped(lines[:-1], keep="\n"), ready=True)
+        return
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-        exists = os.path.lexists(path)
-        check(not exists, f"--output {path} was created meanwhile; the answers are in {temporary}")
-        os.replace(temporary, path)
+        with open(file, "a", encoding="utf-8") as kept:
+            kept.write(lines)
     except OSError as error:
-        raise ConfigError(
-            f"--output {path}: {error.strerror}; what was written is in {temporary}"
-        ) from None
+        fix = "make room; the same command goes on"
+        raise ConfigError(f"--output: {file}: {error.strerror} (fix: {fix})") from None
 
 
 if __name__ == "__main__":

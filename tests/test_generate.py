@@ -252,6 +252,35 @@ def test_an_output_is_never_overwritten_and_never_half(llama, prompts, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "prompts.jsonl"]
 
 
+def test_a_start_that_was_killed_goes_on_after_the_answers_that_are_kept(llama, tmp_path):
+    path, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    count = generate.KEPT_BATCHES + 6
+    path.write_text("".join(f"{number} and {PROMPTS[number % 5]}\n" for number in range(count)))
+    flags = {"model": str(llama), "prompts": str(path), "output": str(output), "batch_size": 1}
+    flags |= {"max_new_tokens": 3, "temperature": 2.0}
+    on_rank(None, flags)
+    whole = output.read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in whole] == path.read_text().splitlines()
+    output.unlink()
+
+    kept = generate.unfinished_file(generate.Config(**flags))
+    marked = []
+    for line in whole[: generate.KEPT_BATCHES]:
+        marked.append(json.dumps(json.loads(line) | {"answer": "kept"}))
+    kept.write_text("".join(line + "\n" for line in marked) + whole[-1][:7])  # cut by the kill
+    on_rank(None, flags)
+    assert output.read_text().splitlines() == marked + whole[generate.KEPT_BATCHES :]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "prompts.txt"]
+
+    output.unlink()
+    kept.write_text(whole[1] + "\n")
+    with pytest.raises(ConfigError, match=r"answers to other prompts than .*txt:1 \(fix: remove"):
+        on_rank(None, flags)
+    on_rank(None, {**flags, "seed": 1})  # other settings have another file
+    assert kept.read_text() == whole[1] + "\n"
+    assert output.read_text().splitlines() != whole
+
+
 MISTAKES = {
     "no model": ({"prompts": "p.txt"}, "no --model given"),
     "nothing to answer": ({"model": "m"}, "--prompts FILE, or --chat"),
