@@ -122,6 +122,7 @@ for number, missing.name in enumerate({names!r}):
 """
 
 
+@pytest.mark.slow
 def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
     """As in test_a_renamed_folder..., one file at a time, and all in one process."""
     model, dataset = re.findall(r"--(?:model|dataset) (\S+)", flags)

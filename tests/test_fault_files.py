@@ -131,6 +131,7 @@ def same_tensors(one, other) -> bool:
 # --- rows 20, 21, 23: the disk
 
 
+@slow
 @root_only
 def test_a_disk_that_fills_during_a_run_ends_it_in_one_line_and_it_goes_on_when_there_is_room(
     whole, tmp_path

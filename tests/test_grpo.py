@@ -179,7 +179,7 @@ def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
             assert (weights[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("quantization", ["none", "8bit"])
+@pytest.mark.parametrize("quantization", [pytest.param("none", marks=slow), "8bit"])
 def test_adapters_learn_from_rewards_with_their_base_as_the_start(files, tmp_path, quantization):
     lora = {"lora_rank": 4, "quantization": quantization, "kl_beta": 0.05, "lr": 1e-3}
     one = trained(1, tmp_path / "one", files, **lora, batch_size=12)
@@ -209,7 +209,9 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
     [
         {"ranks": 2, "generate_ranks": 1},
         {"ranks": 3, "generate_ranks": 1, "kl_beta": 0.05, "epochs_per_rollout": 2},
-        {"ranks": 3, "generate_ranks": 2, "lora_rank": 4, "quantization": "8bit"},
+        pytest.param(
+            {"ranks": 3, "generate_ranks": 2, "lora_rank": 4, "quantization": "8bit"}, marks=slow
+        ),
         pytest.param({"ranks": 4, "generate_ranks": 2, "cpu_offload": True}, marks=slow),
     ],
     ids=str,
@@ -333,7 +335,11 @@ def train_reward_model(world, flags):
     return reward.main(reward.Config(**flags))
 
 
-@pytest.mark.parametrize("how", [{"ranks": 2}, {"ranks": 3, "generate_ranks": 1}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"ranks": 2}, pytest.param({"ranks": 3, "generate_ranks": 1}, marks=slow)],
+    ids=str,
+)
 def test_a_reward_model_scores_as_plain_transformers_does(files, tmp_path, judge, how):
     flags = {"reward_model": judge, "reward_model_weight": 2.0, "eval_dataset": files["dataset"]}
     one = trained(1, tmp_path / "one", files, batch_size=12, **flags)

@@ -239,8 +239,10 @@ def finetuned(world, flags):
     [
         {"ranks": 2},
         {"ranks": 1, "param_dtype": "bf16", "dtype": "bf16"},
-        {"ranks": 2, "replicate": 2, "activation_checkpointing": "full"},
-        {"ranks": 2, "optimizer": "adamw_8bit"},
+        pytest.param(
+            {"ranks": 2, "replicate": 2, "activation_checkpointing": "full"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"ranks": 2, "optimizer": "adamw_8bit"}, marks=pytest.mark.slow),
         {"ranks": 2, "lora_rank": 4},
     ],
     ids=lambda how: "-".join(map(str, how)),
@@ -306,7 +308,15 @@ def train_alone(world, flags, copies):
         finetune.stored_as_computed, finetune.check_chunked_loss = chosen, loaded
 
 
-@pytest.mark.parametrize("how", WITHOUT_COPIES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=pytest.mark.slow)
+        if how in ("dora", "8bit", "4bit", "fp32_sums")
+        else how
+        for how in WITHOUT_COPIES
+    ],
+)
 def test_one_rank_trains_without_copies_bit_for_bit_and_a_run_with_them_goes_on(
     setting, tmp_path, how
 ):

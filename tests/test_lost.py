@@ -60,7 +60,13 @@ def said_by_rank_0(ends: str, waits: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("waits", WAITS)
+@pytest.mark.parametrize(
+    "waits",
+    [
+        pytest.param(waits, marks=slow) if waits in ("in a new group", "at work") else waits
+        for waits in WAITS
+    ],
+)
 def test_a_killed_rank_is_one_line_that_names_it_wherever_the_others_are(waits):
     (line,) = said_by_rank_0(DIES, WAITS[waits]).splitlines()
     assert line.startswith("error: rank 1 is gone in act 'load'")

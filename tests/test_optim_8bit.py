@@ -249,7 +249,9 @@ def straight_and_resumed(world, folder, name):
     return straight == resumed, fingerprint(model, optimizer), fingerprint(second, second_optimizer)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+)
 def test_resume_on_the_same_number_of_ranks_is_bitwise(tmp_path, name):
     """8-bit state also with another --optimizer, where only paging differs."""
     for same_losses, straight, resumed in run_ranks(straight_and_resumed, 3, tmp_path, name):

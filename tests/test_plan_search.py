@@ -96,7 +96,9 @@ def test_the_printed_rows_and_tokens_fit_and_two_per_cent_more_do_not(
     assert misses(of_shape(name, gpus, seq_len, **how), gib) == []
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=slow) for kind in ("gemma2", "mixtral"))]
+)
 def test_none_is_too_large_for_tiny_models_with_short_rows(kind):
     window = {"sliding_window": 96} if kind == "gemma2" else {}
     assert not [miss for miss in misses(of_tiny(kind, 64, **window), 4) if "not fit" in miss]
@@ -123,7 +125,7 @@ def test_rows_within_a_window_are_compared_with_shorter_ones_and_longer_ones_are
         assert found == need_of(replace(setting, seq_len=tokens)).peak, tokens
 
 
-@pytest.mark.parametrize("kind", ["lfm2_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["lfm2_moe", pytest.param("qwen3_5_text", marks=slow)])
 def test_where_a_row_is_padded_or_looped_over_the_plan_is_on_a_line_between_two_lengths(kind):
     config = family_config(kind)
     config.vocab_size = 32000

@@ -146,9 +146,16 @@ def prefer_rate(step):
     return RUN["lr"] * min(1.0, (step + 1) / RUN["warmup"]) * cosine
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
+QUANTIZED = {"quantization": "8bit", "activation_checkpointing": "full"}
+
+
 @pytest.mark.parametrize(
-    "how", [{}, {"quantization": "8bit", "activation_checkpointing": "full"}], ids=str
+    ("loss", "how"),
+    [
+        ("dpo", {}),
+        ("kto", QUANTIZED),
+        *(pytest.param(*case, marks=slow) for case in (("kto", {}), ("dpo", QUANTIZED))),
+    ],
 )
 def test_adapters_learn_from_the_base_as_their_reference(files, tmp_path, loss, how):
     lora = {"lora_rank": 4, "loss": loss, **how}

@@ -82,8 +82,10 @@ AT_ONCE = "--low_cpu_fsdp"  # the command that ends so is in `make test`
 
 
 def firsts() -> set[str]:
-    """The first command of each recipe, which is started as a user would; the others are forked."""
-    found = {}
+    """The first command of each recipe, which is started as a user would; the others are forked, and so are
+    those of recipes of which test_tiny.py and others start the bare command.
+    """
+    found = dict.fromkeys(("prefer", "reward", "grpo", "vision", "pretrain"), "")
     for command in readme_commands():
         found.setdefault(re.search(r"recipes/(\w+)\.py", command)[1], command)
     return set(found.values())

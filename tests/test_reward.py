@@ -213,7 +213,9 @@ def test_where_every_special_token_ends_a_sequence_no_pad_is_left():
         settle_pad(tokenizer, set(range(5)))
 
 
-@pytest.mark.parametrize("quantization", ["none", "8bit", "4bit"])
+@pytest.mark.parametrize(
+    "quantization", [*(pytest.param(q, marks=slow) for q in ("none", "8bit")), "4bit"]
+)
 def test_adapters_and_the_whole_score_train_and_load_with_peft(files, tmp_path, quantization):
     flags = {"lora_rank": 4, "quantization": quantization, "eval_dataset": files["dataset"]}
     one = trained(1, tmp_path / "one", files, **flags)

@@ -255,10 +255,8 @@ def test_any_ranks_and_micro_batches_learn_the_same(name, how, folder_of, rows, 
     assert_alike((many, one), weights, expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["minicpmv4_6", *(pytest.param(n, marks=slow) for n in NAMES if n != "minicpmv4_6")],
-)
+@slow
+@pytest.mark.parametrize("name", NAMES)
 def test_in_16_bit_two_ranks_and_micro_batches_learn_the_same(name, folder_of, rows, tmp_path):
     """FSDP2 refuses gradients in two dtypes, and gloo ranks that call a unit of theirs another time."""
     how = {"train": ALL, "dtype": "bf16", "lr": 1e-3}
@@ -415,6 +413,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(folder_of, rows, tmp_path):
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+@slow
 def test_the_death_of_a_worker_ends_no_run(folder_of, rows, tmp_path):
     with endless(folder_of("llava"), rows, tmp_path / "out", steps=60) as run:
         run.until("step 3/")
