@@ -117,7 +117,7 @@ def test_adapters_of_peft_give_pefts_logits_and_are_saved_as_they_were(base, tmp
     load_pieces(model, pieces, world.device, names=base_names(model))
     load_adapter(model, tmp_path / "theirs")
     assert torch.equal(answers(model), expected)
-    save_adapter(tmp_path / "ours", model, config, base, world)
+    save_adapter(tmp_path / "ours", model, config, base, world, None)
     again = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert torch.equal(answers(PeftModel.from_pretrained(again, tmp_path / "ours")), expected)
 

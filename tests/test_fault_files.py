@@ -147,7 +147,7 @@ def test_a_disk_that_fills_during_a_run_ends_it_in_one_line_and_it_goes_on_when_
             "error: no space left: need 0.001 GiB, have 0.000 GiB at " + str(out)
         )
         assert names(out / "checkpoints") == ["step_00000002"]
-        assert damage(out / "checkpoints" / "step_00000002") == ""
+        assert damage(out / "checkpoints" / "step_00000002", 0, 1) == ""
         (disk / "filler").unlink()
         train(None, flags, out)
         train(None, flags, tmp_path / "alone")
@@ -170,7 +170,7 @@ def test_a_disk_without_inodes_is_one_line_and_every_checkpoint_on_it_is_sound(w
             assert "no space left" in said.lower()
             assert str(disk) in said
             left = list(disk.glob("out/checkpoints/step_*"))
-            assert [damage(path) for path in left] == [""] * len(left)
+            assert [damage(path, 0, 1) for path in left] == [""] * len(left)
             assert not list(disk.glob("out/**/.tmp*"))
             sound += len(left)
     assert sound > 2  # with more inodes there are checkpoints to look at
@@ -287,7 +287,7 @@ def poison(checkpoint, mark, where):
         data = (checkpoint / name).read_bytes()
         manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    assert damage(checkpoint) == ""
+    assert damage(checkpoint, 0, 1) == ""
 
 
 @pytest.mark.parametrize(
@@ -544,7 +544,7 @@ def test_a_killed_save_of_adapters_is_absent_and_the_run_goes_on_to_the_same_bit
         run_ranks(train_and_die, 2, flags, out, point)
     found = sorted((out / "checkpoints").glob("step_*"))
     assert found[-1].name == f"step_{newest:08d}"
-    assert [damage(path) for path in found] == [""] * len(found)
+    assert [damage(path, 0, 1) for path in found] == [""] * len(found)
     assert not (out / "adapter").exists()
     run_ranks(train, 2, flags, out)
     ours, theirs = (

@@ -255,7 +255,7 @@ def test_offline_uses_the_cache_and_asks_nobody(answers, hub):
 
 
 def _fetch_folder(world, name):
-    return find_model(name, world)
+    return find_model(name, world, False)
 
 
 def test_a_folder_is_returned_as_it_is(tmp_path):
@@ -264,7 +264,7 @@ def test_a_folder_is_returned_as_it_is(tmp_path):
 
 def _fetch_own_folder(world, names):
     try:
-        return find_model(names[world.rank], world)
+        return find_model(names[world.rank], world, False)
     except ConfigError as error:
         return str(error), error.agreed
 

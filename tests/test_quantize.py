@@ -79,13 +79,13 @@ def shard_and_quantize(world, kind):
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             plain = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
-            layer = KINDS[kind](plain, torch.float32)
+            layer = KINDS[kind](plain, torch.float32, "dequant")
             fully_shard(layer, mesh=mesh)
             layer.to_empty(device="cpu")
             mine = torch.chunk(weight_of(shape, dtype), world.size)
             mine = mine[world.rank] if world.rank < len(mine) else weight_of(shape, dtype)[:0]
             for first in range(0, len(mine), 2):  # a few rows at a time, as they are read
-                layer.copy_rows(first, mine[first : first + 2])
+                layer.copy_rows(first, mine[first : first + 2], "")
             found.append(
                 (layer.weight.full_tensor(), layer.scale.full_tensor().view(torch.float32))
             )
@@ -121,7 +121,7 @@ def made(kind, mode="dequant"):
     """A quantized layer with a bias, and its input with one column of outliers."""
     layer = KINDS[kind](torch.nn.Linear(64, 48).requires_grad_(False), torch.float32, mode)
     torch.manual_seed(0)
-    layer.copy_rows(0, torch.randn(48, 64))
+    layer.copy_rows(0, torch.randn(48, 64), "")
     layer.bias.data.normal_()
     x = torch.randn(4, 5, 64)
     x[0, 0, 3] = 40.0
@@ -172,7 +172,7 @@ def test_a_compiled_layer_has_no_graph_break_and_the_same_gradient(kind):
 def test_weights_that_have_no_scale_are_refused():
     layer, _ = made("8bit")
     with pytest.raises(ConfigError, match="too large for 8bit"):
-        layer.copy_rows(0, torch.full((1, 64), 1e5))  # not finite in fp16
+        layer.copy_rows(0, torch.full((1, 64), 1e5), "")  # not finite in fp16
 
 
 @pytest.mark.parametrize("value", [1e5, float("nan")])

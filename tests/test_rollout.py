@@ -225,10 +225,10 @@ def on_ranks(world, *folder):
     items = [Example(torch.tensor(ids), torch.tensor(ids), "") for ids in prompts[:2]]
     batch = collate(items, 0, 8)
     kinds = [(type(p), p.requires_grad) for p in model.parameters()]
-    with gathered(found), Calls() as in_gathered:
+    with gathered(found, True), Calls() as in_gathered:
         drawn = generate(model, prompts, keys, SAMPLING, world)
     before = gradients(model, batch)
-    with gathered(found):
+    with gathered(found, True):
         assert generate(model, prompts, keys, SAMPLING, world) == drawn
     assert [(type(p), p.requires_grad) for p in model.parameters()] == kinds
     with Calls() as in_lockstep:

@@ -143,7 +143,7 @@ def test_text_that_spells_a_special_token_stays_text_in_prompts_and_calls(tokeni
     ]
     ids, _ = encode_all(tokenizer, rows)[-1]
     assert ids.count(end) == 4  # one a turn
-    prompt = prompt_ids(tokenizer, rows[:1])
+    prompt = prompt_ids(tokenizer, rows[:1], None)
     assert prompt.count(end) == 1
     assert ids[: len(prompt)] == prompt
 

@@ -150,7 +150,7 @@ def travel(world, generate_ranks, layout, kind, dtype):
         with wire:
             load_weights(model, receive_weights(weights, roles))
         facts["weights"] = {n: full(p.detach()) for n, p in model.named_parameters()}
-        with gathered(found):
+        with gathered(found, True):
             drawn = generate(model, prompts, keys, SAMPLING, roles.own)
         if layout == "sharded":
             lockstep = generate(model, prompts, keys, SAMPLING, roles.own, lockstep=True)

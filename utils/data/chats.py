@@ -254,7 +254,7 @@ def divided(text: str, turns: list[Chat]) -> list[Chat]:
     return chats[::-1] or [Chat(text, [])]
 
 
-def prompt_of(tokenizer, messages: Messages, tools: list | None = None) -> str:
+def prompt_of(tokenizer, messages: Messages, tools: list | None) -> str:
     """The generation prompt: the conversation up to an answer, as inference asks for it. Text in a message
     that spells a special token stays text.
     """
@@ -262,7 +262,7 @@ def prompt_of(tokenizer, messages: Messages, tools: list | None = None) -> str:
     return render(tokenizer, messages, tools, prompt=True)
 
 
-def prompt_ids(tokenizer, messages: Messages, tools: list | None = None) -> list[int]:
+def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
     """The ids of the generation prompt."""
     return encode(tokenizer, prompt_of(tokenizer, messages, tools)).ids
 

@@ -65,7 +65,7 @@ class TensorInfo:
     begin: int
 
 
-def find_model(name: str, world: World, trust_remote_code: bool = False) -> Path:
+def find_model(name: str, world: World, trust_remote_code: bool) -> Path:
     """The folder of model `name`: a local folder as it is; anything else is a Hugging Face id, which the
     first rank of each machine fetches: safetensors, tokenizer and configuration, and *.py if trusted.
 

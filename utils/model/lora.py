@@ -281,7 +281,7 @@ def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
 
 
 def save_adapter(
-    out: Path, model: nn.Module, config: LoraConfig, base_name: str, world: World, tokenizer=None
+    out: Path, model: nn.Module, config: LoraConfig, base_name: str, world: World, tokenizer
 ) -> str:
     """Write `out` as a peft folder for PeftModel.from_pretrained, in place of an older one; returns in words
     what is in it.

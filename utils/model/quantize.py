@@ -61,7 +61,7 @@ class QuantizedLinear(nn.Module):
 
     W_q = True  # by this peft (DoRA) knows that dequantize() gives the weight
 
-    def __init__(self, old: nn.Linear, dtype: torch.dtype, mode: str = "dequant"):
+    def __init__(self, old: nn.Linear, dtype: torch.dtype, mode: str):
         super().__init__()
         self.in_features, self.out_features = old.in_features, old.out_features
         self.dtype, self.mode, self.bias = dtype, mode, old.bias
@@ -77,7 +77,7 @@ class QuantizedLinear(nn.Module):
         return dequantize(local(self.weight), local(self.scale), self.dtype)
 
     @torch.no_grad()
-    def copy_rows(self, first: int, rows: torch.Tensor, name: str = "a weight") -> None:
+    def copy_rows(self, first: int, rows: torch.Tensor, name: str) -> None:
         """Quantize rows (n, in_features), as the checkpoint has them, into local rows first ... first + n.
 
         They may be on another device than the shards. name: of the tensor, for the message. Raises

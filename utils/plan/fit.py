@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from ..run.distributed import World, gather
-from ..run.errors import ConfigError, advise_on_memory, end_act, print0
+from ..run.errors import ConfigError, advise_on_memory, print0, story
 from ..run.folder import write_plan
-from ..run.memory import host_memory, memory_bytes, peaks, reserved_peaks
+from ..run.memory import host_memory, memory_bytes, note_peak, peaks, reserved_peaks
 from ..run.units import GIB
 from .need import (
     COMPILED,
@@ -57,7 +57,7 @@ class MemoryPlan:
         """Print the measured peaks of the fullest rank beside the plan, and write both and other facts to
         plan.json, which marks the run as finished. All ranks call it, in the last act.
         """
-        end_act()
+        note_peak(story.act)  # which goes on
         ranks, reserved = zip(*gather(world, (peaks, reserved_peaks)), strict=True)
         acts = {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]}
         texts = []

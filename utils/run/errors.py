@@ -77,11 +77,6 @@ def act(name: str) -> None:
     print0(f"--- {name}")
 
 
-def end_act() -> None:
-    """The peak of the act that goes on is known so far."""
-    note_peak(story.act)
-
-
 def advise_on_memory(planned: str, less: Callable[[], str]) -> None:
     """What errors say where memory ran out or a rank was killed: what was planned, and what needs less."""
     story.planned, story.less_memory = f"; {planned}", less

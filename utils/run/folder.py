@@ -56,10 +56,8 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
 
 def check_seen(out: Path, who: str) -> None:
     """Raise ConfigError unless this rank sees the folder that `who` has locked."""
-    try:
-        seen = (out / ".lock").read_text(errors="replace") == who
-    except FileNotFoundError:
-        seen = False
+    lock = out / ".lock"
+    seen = lock.exists() and lock.read_text(errors="replace") == who
     fix = "(fix: an --output_dir that all machines share)"
     check(seen, f"{out} on {host_name()} is not the folder that rank 0 sees {fix}")
 

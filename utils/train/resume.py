@@ -143,7 +143,7 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
     return checkpoint
 
 
-def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> str:
+def damage(checkpoint: Path, rank: int, ranks: int) -> str:
     """What is wrong with this rank's share of a checkpoint's files; "" where all is as it was written."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]

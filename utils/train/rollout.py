@@ -46,7 +46,7 @@ class Completion(NamedTuple):
 
 
 @contextmanager
-def gathered(found: list[Unit], reshard_after_forward: bool = True) -> Iterator[None]:
+def gathered(found: list[Unit], reshard_after_forward: bool) -> Iterator[None]:
     """Gather every unit of a model that fully_shard cut, and keep all gathered within the block: a forward
     then has no collective, and ranks may have different numbers of them. Costs the whole model in the dtype
     of compute.
