@@ -668,7 +668,7 @@ def preference_loss(
 def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> dict[str, float]:
     """The held-out loss and means. All ranks call it: every batch is a collective."""
     model.eval()
-    sums = torch.zeros(9, dtype=torch.float64)
+    sums = torch.zeros(9, dtype=torch.float64, device=world.device)
     for step in range(loader.per_epoch):
         batches = loader.batches(step)
         kl = 0.0
@@ -680,7 +680,7 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
             start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
             policy = log_probs_of(model, batch)
             found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
-            sums += found.cpu()
+            sums += found
     model.train()
     reshard(model)
     sums = torch.tensor([all_reduce_sum(value, world) for value in sums])

@@ -561,11 +561,11 @@ def score_sums(scores: torch.Tensor, center_weight: float) -> torch.Tensor:
 def evaluate(model, loader, center_weight: float, world) -> dict[str, float]:
     """The held-out loss and means. All ranks call it: every batch is a collective."""
     model.eval()
-    sums, pairs = torch.zeros(4, dtype=torch.float64), 0
+    sums, pairs = torch.zeros(4, dtype=torch.float64, device=world.device), 0
     for step in range(loader.per_epoch):
         for batch in loader.batches(step):
             scores = sequence_scores(model, batch.to(world.device))
-            sums += score_sums(scores, center_weight).cpu()
+            sums += score_sums(scores, center_weight)
             pairs += batch.pairs
     model.train()
     reshard(model)

@@ -342,10 +342,6 @@ def url_of(source: object) -> str:
     """The source of a picture as text: bytes as a data: URL."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url")
-    if isinstance(source, Image.Image):  # of datasets
-        buffer = io.BytesIO()
-        source.save(buffer, "TIFF", compression="tiff_lzw")  # takes CMYK too, as PNG does not
-        source = buffer.getvalue()
     if isinstance(source, bytes):
         return f"data:;base64,{base64.b64encode(source).decode()}"
     if not isinstance(source, str) or not source:
