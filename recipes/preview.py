@@ -148,8 +148,8 @@ def main(cfg: Config) -> bool:
     if env_int("RANK"):  # torchrun has started more
         sys.exit(0)
     ranks = cfg.ranks or env_int("WORLD_SIZE", 1)
-    world = World(0, ranks, 0, ranks, device_of(0, 1))
-    axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
+    world = World(0, 1, 0, ranks, device_of(0, 1))
+    axes = mesh_axes(ranks, cfg.replicate, cfg.shard)
     model_name = cfg.model or str(TINY)
     dtype = settle_dtype(cfg.dtype, world.device)
     tiny_rows = TINY / ("pairs.jsonl" if cfg.loss else "chat.jsonl")
@@ -228,10 +228,10 @@ def main(cfg: Config) -> bool:
             seq_len=longest_row(cfg.seq_len, cfg.packing, *parts)
             * (1 + (cfg.loss not in ("", "kto"))),
             shards=axes["shard"],
-            replicate=world.size // axes["shard"],
-            local_ranks=world.local_size,
+            replicate=ranks // axes["shard"],
+            local_ranks=ranks,
             gpu=world.device.type == "cuda",
-            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
             lora=lora,
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -241,9 +241,9 @@ def main(cfg: Config) -> bool:
         )
         plan = plan_memory(setting, world, force=True)
     global_batch, micro_batches = divide_batch(
-        cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, world.size
+        cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, ranks
     )
-    shares = (cfg.batch_size, 0, world.size, pad_id(tokenizer))
+    shares = (cfg.batch_size, 0, ranks, pad_id(tokenizer))
     if cfg.loss == "kto":
         loader = LabelBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
     elif cfg.loss and cfg.packing:
@@ -267,8 +267,8 @@ def main(cfg: Config) -> bool:
     if pictured:
         adapters = " by adapters" if lora else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
-    print0(f"ranks     {mesh_sentence(world, axes)}")
-    text = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
+    print0(f"ranks     {mesh_sentence(replace(world, size=ranks), axes)}")
+    text = f"{cfg.batch_size} rows x {ranks} ranks x {micro_batches} micro-batches"
     print0(
         f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
