@@ -140,8 +140,7 @@ def check_own_gpus(world: World, gpu: str) -> None:
 
 
 def use_all_cores(world: World) -> None:
-    """Divide the machine's cores among its ranks, for CPU work beside a GPU: torchrun sets one thread each.
-    """
+    """Divide the machine's cores among its ranks, for CPU work beside a GPU: torchrun sets 1 thread each."""
     if torch.get_num_threads() == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
