@@ -26,8 +26,8 @@ from .states import Setting
 
 
 def room_here(world: World) -> Room:
-    """The memory of this machine. All ranks return the same values and text: those of the rank with the
-    least.
+    """The memory of this machine. All ranks return the same values and text: those of the
+    rank with the least.
     """
     used, limit = host_memory()
     host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_size)))

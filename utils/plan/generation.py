@@ -24,8 +24,8 @@ def estimate_generation(
     new: int,
     pictures: object = None,
 ) -> dict[str, int]:
-    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new`
-    tokens.
+    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens
+    with `new` tokens.
 
     Weights and gathered layers are exact. The cache is an upper bound: keys and values of every layer, as in
     plain attention. Activations are the largest of one block, in its feed-forward part, and the mask of

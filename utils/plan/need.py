@@ -4,10 +4,10 @@ Nothing is allocated and nothing is read: models are on meta. For a model that c
 gradients and optimizer states are estimated.
 
 A GPU has two figures. *Must* is the least memory with which a step can finish. *Comfortable* is what the
-caching allocator reserves when nothing limits it: each CUDA stream has its own pool, and no other stream uses
-the freed blocks in it, so the peaks of the pools add up, although they occur at different times. Between the
-two figures a run fits tightly: in every step the allocator has to give cached blocks back, and to wait for
-the device.
+caching allocator reserves when nothing limits it: each CUDA stream has its own pool, and no other stream
+uses the freed blocks in it, so the peaks of the pools add up, although they occur at different times.
+Between the two figures a run fits tightly: in every step the allocator has to give cached blocks back, and
+to wait for the device.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -225,8 +225,8 @@ def must_be_there(alive: int, ranks: int, gpu: bool) -> int:
 
 
 def comfortable_of(pools: int, steady: int) -> int:
-    """Comfortable bytes of a GPU. pools: the sum of the pools' peaks; steady: bytes in it that are never
-    freed.
+    """Comfortable bytes of a GPU. pools: the sum of the pools' peaks; steady: bytes in it that
+    are never freed.
     """
     return steady + int((pools - steady) * POOLS_SLACK) + POOLS_BYTES
 

@@ -91,9 +91,9 @@ class Pictures:
 
 
 def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
-    """A number of bytes or a tensor for `rows` rows of `seq_len` tokens, from its values for micro-batches
-    (1, tokens) and (2, tokens + MORE). Integer tensors of at most 2**26 elements are real, other tensors on
-    meta.
+    """A number of bytes or a tensor for `rows` rows of `seq_len` tokens, from its values for
+    micro-batches (1, tokens) and (2, tokens + MORE). Integer tensors of at most 2**26 elements are real,
+    other tensors on meta.
     """
 
     def of_rows(of_one: int, of_two: int) -> int:
@@ -207,8 +207,8 @@ class PictureTrace:
 
     @contextmanager
     def on_zeros(self) -> Iterator[None]:
-        """Within it small modules run on real zeros, large ones through `run`, and the language model raises
-        Reached.
+        """Within it small modules run on real zeros, large ones through `run`, and the language
+        model raises Reached.
         """
         decoder = reads_text(self.model)
         heavy = [*self.large, decoder, self.model.get_output_embeddings()]
@@ -337,8 +337,8 @@ def description(value: object) -> object:
 
 
 def fake_like(value: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the same shape, for a FakeTensorMode. Real integers, such as sizes of pictures, keep
-    their values.
+    """A new tensor of the same shape, for a FakeTensorMode. Real integers, such as sizes of pictures,
+    keep their values.
     """
     if not (value.is_floating_point() or value.is_meta):
         return value

@@ -126,8 +126,7 @@ class Replay:
         self.add(part, -size, stream)
 
     def compute(self, segment: Segment, without: int = 0, part="activations") -> None:
-        """Run a segment. without: bytes of whole gradients in its rest; they are counted as their own part.
-        """
+        """Run a segment. without: bytes of whole gradients in its rest, counted as a part of their own."""
         self.add(part, segment.peak)
         self.free(part, segment.peak)
         self.add("activations", segment.rest - without)

@@ -44,8 +44,8 @@ def flags_between(before: Setting, after: Setting) -> str:
 
 
 def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
-    """The first setting that fits. If none does, the first that fits tightly, else the first that may not
-    fit.
+    """The first setting that fits. If none does, the first that fits tightly, else the first
+    that may not fit.
     """
     second_best: dict[str, Setting] = {}
     for setting in settings:
@@ -140,8 +140,8 @@ def largest_batch(setting: Setting, room: Room) -> int:
 
 
 def longest_row(setting: Setting, room: Room) -> int:
-    """The longest row that fits in a micro-batch of one row, in steps of 64 tokens and to 1 %; 0 if none
-    fits.
+    """The longest row that fits in a micro-batch of one row, in steps of 64 tokens and to 1
+    %; 0 if none fits.
     """
 
     def missing(steps: int) -> float:

@@ -75,8 +75,8 @@ class States:
 class Peak:
     """The peak of live bytes on the fullest rank: the phase of the step, and bytes by part.
 
-    pools: the peak bytes of each CUDA stream's pool, each at its own time. A caching allocator reserves them
-    all.
+    pools: the peak bytes of each CUDA stream's pool, each at its own time. A caching allocator
+    reserves them all.
     """
 
     phase: str
@@ -98,8 +98,8 @@ def sum_of(parts: dict[str, int]) -> str:
 
 
 def planned_model(setting: Setting) -> nn.Module:
-    """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses it; it is
-    cached.
+    """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses
+    it; it is cached.
     """
     quant = setting.quant
     if quant.quantization != "8bit":

@@ -164,8 +164,8 @@ def record_step(
     offload: bool = False,
     pictures=None,
 ) -> Callable[..., Trace]:
-    """Run a step on fake tensors. Returns a function that makes its Trace, with the argument `scaled` of
-    trace_of_log.
+    """Run a step on fake tensors. Returns a function that makes its Trace, with the argument `scaled`
+    of trace_of_log.
 
     model: on meta, with adapters and chunked loss, as it will be sharded. packed: a mask keeps documents
     apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys: see

@@ -23,8 +23,8 @@ def did_you_mean(path: Path) -> str:
 
 
 def impostor(start: bytes) -> str:
-    """What a download left in place of a file, judged by its first bytes: a git-lfs pointer or an HTML page.
-    "" if neither.
+    """What a download left in place of a file, judged by its first bytes: a git-lfs pointer or an HTML
+    page. "" if neither.
     """
     if start.startswith(b"version https://git-lfs"):
         return "a git-lfs pointer, not the file itself; try `git lfs pull`"

@@ -54,8 +54,8 @@ class RunLog:
                 file.truncate(file.read().rfind(b"\n") + 1)
 
     def step(self, **numbers: float | None) -> None:
-        """Record the numbers of optimizer step `step` (from 1): one JSON object, and every log_every steps a
-        line on stdout.
+        """Record the numbers of optimizer step `step` (from 1): one JSON object, and every log_every steps
+        a line on stdout.
 
         None is left out; NaN and infinity become null, since JSON has neither. A second call for the same
         step, with an eval_loss, adds another object and always a line.
