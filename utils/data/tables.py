@@ -1,4 +1,4 @@
-"""Rows of .json, .csv and .parquet files, and of data sets of the hub or of datasets' save_to_disk.
+"""Rows of .json, .csv and .parquet files, and of data sets from the Hub or written by save_to_disk.
 
 CSV: https://docs.python.org/3/library/csv.html. Data sets: https://huggingface.co/docs/datasets
 """
@@ -52,8 +52,8 @@ def rows_of(tables: Iterable) -> Iterator[dict]:
 
 
 def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
-    """(files, a function that reads the rows) of a data set of the hub, its split "train", or of one that
-    save_to_disk wrote.
+    """(files, a function that reads the rows) of a data set from the Hub or written by save_to_disk. A data
+    set with several splits must have "train", which is read.
     """
     import datasets
     from datasets.table import embed_table_storage
@@ -76,7 +76,7 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
 
 
 def without_nulls(value: object) -> object:
-    """A row of a table without its nulls and empty texts: a table has every column in every row."""
+    """Remove nulls and empty texts from a row of a table, which has every column in every row."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item not in (None, "")}
     if isinstance(value, list):

@@ -1,9 +1,9 @@
-"""The inputs of recomputed blocks on the host, from their forward to their backward.
+"""Keep the inputs of recomputed blocks on the host, from their forward to their backward.
 
-On a GPU copies go both ways on streams of their own, through page-locked memory: an input leaves while its
-block computes, and comes back while the block after it has its backward. Nothing is left to the allocator's
-bookkeeping of streams, so that what is alive does not depend on how far the host is ahead. On a CPU they are
-plain copies. After torchtune's OffloadActivations,
+On a GPU the copies run on two streams of their own, through page-locked memory: an input leaves while its
+block computes, and comes back during the backward of the block after it. The streams wait for each other
+explicitly, without record_stream, so the live memory does not depend on how far the host runs ahead. On a CPU
+they are plain copies. After torchtune's OffloadActivations,
 https://docs.pytorch.org/torchtune/stable/generated/torchtune.training.OffloadActivations.html
 """
 
@@ -18,13 +18,13 @@ from .sharding import decoder_layers
 
 
 def offload_inputs(model: nn.Module, device: torch.device) -> None:
-    """Keep the inputs of a model's blocks on the host; recompute_activations has been called."""
+    """Keep the inputs of a model's blocks on the host. Call recompute_activations first."""
     copies = HostCopies(device)
     hook_inputs(model, copies.pack, copies.unpack)
 
 
 def hook_inputs(model: nn.Module, pack: Callable, unpack: Callable) -> None:
-    """What is kept of each block's inputs (B, T, D) is pack(input), and unpack makes it an input again."""
+    """Keep pack(input) for each block's inputs (B, T, D); unpack turns it into the input again."""
 
     def pack_inputs(tensor: Tensor) -> object:
         return pack(tensor) if tensor.is_floating_point() and tensor.ndim == 3 else tensor
@@ -33,7 +33,7 @@ def hook_inputs(model: nn.Module, pack: Callable, unpack: Callable) -> None:
         return kept if isinstance(kept, Tensor) else unpack(kept)
 
     def hooked(checkpoint: Callable, *args, **kwargs):
-        # Within a block torch.utils.checkpoint has hooks of its own, so only its inputs come to these.
+        # Inside a block the hooks of torch.utils.checkpoint apply, so these hooks see only its inputs.
         with saved_tensors_hooks(pack_inputs, unpack_inputs):
             return checkpoint(*args, **kwargs)
 
@@ -42,7 +42,7 @@ def hook_inputs(model: nn.Module, pack: Callable, unpack: Callable) -> None:
 
 
 class HostCopy:
-    """An input on the host, and on the device once it is on its way back."""
+    """An input on the host, and also on the device once its copy back has begun."""
 
     def __init__(self, host: Tensor):
         self.host = host
@@ -50,14 +50,14 @@ class HostCopy:
 
 
 class HostCopies:
-    """Of one forward after the other; the backward asks for them from the last to the first."""
+    """The copies of all inputs in the order of the forward; the backward takes them from last to first."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.copies: list[HostCopy] = []
-        self.leaving: Tensor | None = None  # an input of which the copy may not be complete
-        self.streams: tuple | None = None  # to the host and back
+        self.leaving: Tensor | None = None  # the input whose copy may not be complete
+        self.streams: tuple | None = None  # to the host, and back
 
     def pack(self, tensor: Tensor) -> HostCopy:
         if not self.on_gpu:
@@ -65,7 +65,7 @@ class HostCopies:
         else:
             self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
             computing, (leave, _) = torch.cuda.current_stream(), self.streams
-            computing.wait_stream(leave)  # so the input before may go
+            computing.wait_stream(leave)  # so the previous input may be freed
             self.leaving = tensor
             copy = HostCopy(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
             leave.wait_stream(computing)
@@ -84,15 +84,15 @@ class HostCopies:
         self.leaving = None
         self.fetch(copy)
         computing.wait_stream(arrive)
-        if self.copies:  # it comes while this block computes
+        if self.copies:  # the next input arrives while this block computes
             self.fetch(self.copies[-1])
         tensor, copy.device = copy.device, None
         return tensor
 
     def fetch(self, copy: HostCopy) -> None:
-        """Begin to copy it to the device."""
+        """Begin to copy an input back to the device."""
         if copy.device is None:
-            # of the computing stream's memory, so only that must be done with it
+            # memory of the computing stream, so only that stream must be done with it
             copy.device = torch.empty_like(copy.host, device=self.device)
             _, arrive = self.streams
             arrive.wait_stream(torch.cuda.current_stream())

@@ -1,5 +1,5 @@
-"""Attention: grouped heads on GPUs without kernels for them; how packs must lie, and whether the model keeps
-their documents apart.
+"""Attention: grouped heads on GPUs without kernels for them; attention within the documents of packs; a check
+that a model keeps packed documents apart.
 """
 
 import re
@@ -20,18 +20,20 @@ from .loss import summed_cross_entropy
 from .sharding import lacks_grouped_kernels, reshard
 
 BLOCK = r'"\w*(?:window|chunk|block)\w*": (\d+)'  # fields of a config in JSON
-# Where torch's varlen_attn (2.12) takes fewer heads of keys and values.
+# If torch's varlen_attn accepts fewer heads of keys and values than of queries, as in 2.12.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 USE_GQA = sdpa_attention.use_gqa_in_sdpa
-# Fields of a config that, where they are set, ask for more than causal attention with a window.
+# Config fields that, if set, require more than causal attention with a window.
 NOT_IN_VARLEN = ("attn_logit_softcapping", "attention_chunk_size", "attention_dropout")
-# The first two do not hand documents on to attention, the others have their windows in masks only.
+# The first two do not pass the documents on to attention, the others apply their windows in masks only.
 NEED_MASKS = ("nemotron", "stablelm", "phimoe", "qwen2_moe")
-LONGEST = 1024  # tokens of a document in check_packing, for speed; larger blocks are not filled
+LONGEST = 1024  # most tokens of a document in check_packing, for speed, even if a block is longer
 
 
 def repeat_grouped_keys(repeat: bool) -> None:
-    """Have transformers' sdpa repeat keys and values, so that there are no groups; or do as it does."""
+    """Make transformers' sdpa repeat keys and values, so that heads are not grouped;
+    False: its own choice.
+    """
     sdpa_attention.use_gqa_in_sdpa = (lambda *tensors: False) if repeat else USE_GQA
 
 
@@ -50,8 +52,9 @@ def attend_documents(
     """`--attn varlen`, an attention function of transformers: causal, within each document, without any mask.
 
     query (1, H, T, D), key and value (1, H_kv, T, D): packs in one row. cu_seq_lens_q (N + 1,) int32: where
-    its documents begin, and where the last one ends; the longest has max_length_q tokens. Without them
-    each of B rows is a document. sliding_window: tokens that one sees. Returns (B, T, H, D).
+    its documents begin, and where the last one ends; the longest has max_length_q tokens. Without
+    cu_seq_lens_q each of B rows is a document. sliding_window: tokens that a token sees, itself included.
+    Returns (B, T, H, D).
     """
     if cu_seq_lens_q is None:
         attended = causal_attention(query, key, value, scaling, sliding_window)
@@ -62,7 +65,7 @@ def attend_documents(
         if not GROUPED:
             groups = query.shape[1] // key.shape[1]
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values
+        value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has narrower values
         attended = varlen_attn(
             *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # (T, H, D)
             *(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q),
@@ -75,7 +78,7 @@ def attend_documents(
 
 @torch.compiler.disable
 def attend_one_by_one(query, key, value, cu_seq_lens, scaling, sliding_window) -> torch.Tensor:
-    """The same where there is no kernel for it."""
+    """The same, document by document, for a CPU, which has no kernel for it."""
     lengths = cu_seq_lens.diff().tolist()
     documents = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
     attended = []
@@ -85,7 +88,7 @@ def attend_one_by_one(query, key, value, cu_seq_lens, scaling, sliding_window) -
 
 
 def causal_attention(query, key, value, scaling, sliding_window) -> torch.Tensor:
-    """(B, H, T, D): each token sees those before it, at most `sliding_window` with itself."""
+    """(B, H, T, D): each token sees itself and those before it, at most `sliding_window` tokens in all."""
     length, mask = query.shape[2], None
     if sliding_window and length > sliding_window:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
@@ -100,8 +103,8 @@ def causal_attention(query, key, value, scaling, sliding_window) -> torch.Tensor
 
 
 def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What `--attn` means for packs, and set on the model: auto is varlen where it can be. Raises ConfigError
-    where varlen is asked for and cannot be.
+    """Choose the attention for packs, set it on the model, and return it: auto becomes varlen if that works.
+    Raises ConfigError if `--attn varlen` is given and does not work.
     """
     if attn not in ("auto", "varlen"):
         return attn
@@ -138,13 +141,14 @@ def wants_flat_packs(model: nn.Module) -> bool:
 def check_packing(
     model: nn.Module, device: torch.device, flag="--packing", fix="leave out --packing"
 ) -> None:
-    """Raise ConfigError for a model in which packed documents see each other, naming the flag that wants them
-    apart. It changes nothing.
+    """Raise ConfigError for a model in which packed documents see each other. The message names `flag`, which
+    needs them apart. The model is not changed.
 
     All ranks call it after add_chunked_loss, with the weights loaded. A document must have the same logits
-    behind each of two others of one length, which is above the blocks and windows that the config names. The
-    cost is two forwards of at most 4 x LONGEST tokens, through the chunked loss.
-    transformers builds the mask from positions that start anew, but only without an attention mask and a
+    after two different documents of equal length. That length is above the blocks and windows in the config,
+    but at most LONGEST. Cost: two forwards of at most 4 x LONGEST tokens, through the chunked loss.
+
+    transformers builds the mask from positions that restart at 0, but only without an attention mask and a
     cache, and not for every kind of layer:
     https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
     """
@@ -158,7 +162,8 @@ def check_packing(
     ids %= model.get_output_embeddings().weight.shape[0]
     labels = ids.clone()
     labels[:, : length + 1] = IGNORE  # the head works on the second documents only
-    # In one row a layer that attends to everything would see the same documents in both forwards.
+    # Two rows if possible: in one row a layer that attends to everything sees the same documents in both
+    # forwards.
     flat = wants_flat_packs(model)
     shape = (1 if flat else 2, -1)
     begins = torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device)
@@ -182,7 +187,7 @@ def check_packing(
             places=None,
             extra={},
         )
-        # some layers with a state know that they cannot keep documents apart
+        # some recurrent layers raise an error, because they cannot keep documents apart
         with others_code(flag, fix):
             summed_cross_entropy(model, batch, keep)
     model.train()

@@ -1,8 +1,8 @@
-"""The Hugging Face folder before it is read: config, names and headers, checked.
+"""Check a Hugging Face folder before its weights are read: config, names and headers.
 
-A folder from the internet is input like any other. Nothing outside it is opened, nothing in it is executed,
-no tensor byte is read; and what transformers passes over in silence (missing weights, paths that lead
-elsewhere) is refused in one line that names the file.
+A folder from the internet is untrusted input. Nothing outside it is opened, and nothing in it is executed
+without --trust_remote_code. Problems that transformers ignores silently (missing weights, paths that lead
+elsewhere) are refused in one line that names the file. Of a tensor at most 4 KiB are read, see run_facts.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from ..run.distributed import World, gather, host_name, together
 from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN, did_you_mean, file_inside, impostor
 
-# Whoever imports it later, peft too: it warns of an optional CPU kernel, on every rank.
+# bitsandbytes, which peft imports too, would warn about an optional CPU kernel on every rank.
 logging.getLogger("bitsandbytes").setLevel("ERROR")
 
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
@@ -32,8 +32,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
 COSMETIC = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
-# What transformers lists as causal language models, and what cannot be trained as one: tests/test_families.py
-# finds the reasons again in tiny models.
+# Model types that transformers lists as causal language models, but that cannot be trained as one.
+# tests/test_families.py confirms the reasons with tiny models.
 ENCODERS = """bert bert-generation big_bird camembert cpmant data2vec-text electra ernie megatron-bert rembert
 roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod""".split()
 SEQ2SEQ = """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr
@@ -66,11 +66,11 @@ class TensorInfo:
 
 
 def find_model(name: str, world: World, trust_remote_code: bool) -> Path:
-    """The folder of model `name`: a local folder as it is; anything else is a Hugging Face id, which the
-    first rank of each machine fetches: safetensors, tokenizer and configuration, and *.py if trusted.
+    """The folder of model `name`. A local folder is used as it is. Any other name is a Hugging Face id: the
+    first rank of each machine fetches its safetensors, tokenizer and configuration, and *.py if trusted.
 
-    Every rank calls it. Raises ConfigError on all ranks for what is neither a folder nor within reach.
-    huggingface_hub does the transfer, and where the hub is silent it takes its cache.
+    Every rank calls it. Raises ConfigError on all ranks if the name is no folder and cannot be fetched.
+    huggingface_hub does the transfer; if the hub does not answer, it uses its cache.
     """
     folder = Path(name).expanduser()
     found = gather(world, folder.is_dir())
@@ -89,25 +89,25 @@ def find_model(name: str, world: World, trust_remote_code: bool) -> Path:
             from .hub import fetch
 
             fetched = fetch(name, trust_remote_code, did_you_mean(folder))
-    # what this machine's first rank has found
+    # the folder that the first rank of this machine has fetched
     return Path(gather(world, fetched)[world.rank - world.local_rank])
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model's folder, opened: nothing of its weights is read but the headers."""
+    """A model folder whose config and headers have been read, but not its weights."""
 
     folder: Path
     config: transformers.PretrainedConfig
     weights: dict[str, TensorInfo]  # by name in the checkpoint
 
     def sentence(self) -> str:
-        """What the plan prints of it."""
+        """The plan's words for the model."""
         return f"{(self.config.architectures or ['?'])[0]}, {len(self.weights)} tensors"
 
 
 def open_model(name: str, world: World, trust_remote_code: bool) -> Source:
-    """find_model, read_config and open_weights. An error of any rank ends all of them."""
+    """find_model, read_config and open_weights. All ranks call it; an error on any rank ends all ranks."""
     folder = find_model(name, world, trust_remote_code)
     with together(world):
         config = read_config(folder, trust_remote_code)
@@ -138,7 +138,7 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
         not both,
         f"{folder}: {SINGLE} and {INDEX} are two models (fix: remove the one that is not meant)",
     )
-    # all of them, before the first is opened
+    # all paths are checked before the first file is opened
     files = [file_inside(folder, shard) for shard in shards]
 
     found: dict[str, TensorInfo] = {}
@@ -169,9 +169,9 @@ def read_json(file: Path) -> dict:
 
 
 def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
-    """Refuse a config.json that transformers would choke on, ask a question about, or run code for.
+    """Refuse a config.json that transformers cannot use, would ask a question about, or would run code for.
 
-    Comes before transformers sees the folder. Raises ConfigError naming the file and the field.
+    Call it before transformers reads the folder. Raises ConfigError naming the file and the field.
     """
     file = file_inside(folder, "config.json")
     config = read_json(file)
@@ -193,17 +193,17 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
 
 
 def check_family(kind: str) -> None:
-    """Refuse a type that transformers lists, but that is not trained as a causal language model here."""
+    """Raise ConfigError for a model type of NOT_CAUSAL."""
     fix = "another --model, a causal language model such as llama or qwen3"
     check(kind not in NOT_CAUSAL, f"--model: {kind} is {NOT_CAUSAL.get(kind)} (fix: {fix})")
 
 
 def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
-    """What makes a run this one, as JSON: the fingerprint of its data, the fields of the transformers config
-    that say what the model computes, and "weights", a SHA-256.
+    """The facts that identify a run, as JSON: the fingerprint of its data, the fields of the transformers
+    config that decide what the model computes, and "weights", a SHA-256.
 
-    That is over name, dtype, shape and, where it is in a file, up to 4 KiB from the middle of each tensor:
-    another fine-tune of the same model has another one, and no file is read whole.
+    The hash covers name, dtype and shape of each tensor, and up to 4 KiB from the middle of its values if it
+    is in a file. So another fine-tune of the same model has another hash, and no file is read whole.
     """
     digest = hashlib.sha256()
     for name, info in sorted(weights.items()):
@@ -223,7 +223,9 @@ def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
 
 
 def check_vocab(tokens: int, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the embedding does not have. Fewer is fine: rows are often padded."""
+    """Raise ConfigError if the tokenizer has more tokens than the embedding has rows. Fewer tokens are fine:
+    the rows of an embedding are often padded.
+    """
     fix = "(fix: the tokenizer that came with the model)"
     check(tokens <= vocab_size, f"the tokenizer has {tokens} tokens, the model {vocab_size} {fix}")
 
@@ -238,10 +240,12 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> transformers.P
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a safetensors file, which is as long as its header says. ConfigError names the file."""
+    """Every tensor of a safetensors file, by name. Raises ConfigError naming a file that is damaged, or not
+    as long as its header says.
+    """
     try:
-        with suppress(RuntimeError), safe_open(file, framework="pt"):  # it fits its file
-            pass  # RuntimeError: a file larger than memory, which safetensors would map whole
+        with suppress(RuntimeError), safe_open(file, framework="pt"):  # checks the header
+            pass  # RuntimeError: the file is larger than memory, and safetensors maps all of it
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
@@ -262,7 +266,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def nothing_to_read(folder: Path) -> str:
-    """Why a folder without safetensors cannot be used, and how to make one of it that can."""
+    """Why a folder without safetensors cannot be used, and how to convert it."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     other = [name for name in names if name.endswith(OTHER_FORMATS)]
     if not other:
@@ -274,6 +278,6 @@ def nothing_to_read(folder: Path) -> str:
 
 
 def quiet_transformers() -> None:
-    """Notices and progress bars of transformers would come once for each rank."""
+    """Turn off notices and progress bars of transformers, which would appear once for each rank."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

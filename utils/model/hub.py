@@ -1,19 +1,19 @@
-"""Models of the Hugging Face hub. huggingface_hub does the transfer, and where the hub is silent it takes its
-cache.
+"""Fetch models from the Hugging Face hub. huggingface_hub does the transfer; if the hub does not answer,
+it uses its cache.
 """
 
 from huggingface_hub import snapshot_download
 
 from ..run.errors import ConfigError, reason_of_others
 
-# What a hub id is fetched for, and the weights in other layouts.
+# The files to fetch, and files of weights in other layouts, which are left out.
 FILES = ["*.safetensors", "*.json", "tokenizer.*", "*.model", "*.jinja", "*.txt"]
 NOT_FILES = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*"]
 
 
 def fetch(name: str, trust_remote_code: bool, near: str) -> str:
-    """The folder of a hub id in the cache, with its safetensors, tokenizer and configuration, and *.py if
-    trusted. ConfigError: it is out of reach. near: "; did you mean ...?", or "".
+    """Fetch a hub id and return its folder in the cache: safetensors, tokenizer and configuration, and *.py
+    if trusted. Raises ConfigError if that fails. near: "; did you mean ...?" or "", for the message.
     """
     patterns = FILES + ["*.py"] * trust_remote_code
     try:

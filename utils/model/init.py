@@ -1,9 +1,10 @@
-"""New weights, by the model's own rules, each rank only its rows.
+"""Draw new weights by the model's own rules; each rank draws only its rows.
 
-A family's `_init_weights` is run once on meta, and what it would do to each tensor is written down: "normal
-with this deviation", "ones", "row 0 to zero". Later each rank does that to blocks of its own shards. A block
-is BLOCK elements of the whole tensor, with a generator of its own, seeded by (seed, name of the tensor, its
-first element). So a tensor is the same on any number of ranks, and the peak above the shards is one block.
+A family's `_init_weights` runs once on meta, and its steps for each tensor are recorded: "normal with
+this deviation", "ones", "row 0 to zero". Later each rank applies them to blocks of its own shards. A
+block is BLOCK elements of the whole tensor, with its own generator, seeded by (seed, name of the tensor,
+first element of the block). So a tensor is the same on any number of ranks, and the peak memory above the
+shards is one block.
 """
 
 from pathlib import Path
@@ -23,7 +24,8 @@ from .pieces import local, local_box, runs, whole
 
 BLOCK = 2**20  # elements
 FIX = "another family, or --init model with weights that transformers has made"
-# Functions of torch that treat each element by itself: those that fill, and those that change values.
+# Functions of torch that act on each element by itself: the first fill a tensor, the others change its
+# values.
 FILLS = set("normal_ uniform_ fill_ zero_ copy_ exponential_ log_normal_".split())
 CHANGES = set("add_ sub_ mul_ div_ neg_ abs_ exp_ log_ pow_ sqrt_ erfinv_ clamp_".split())
 
@@ -39,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what is done to some tensors. names: by the address of their storage."""
+    """Records the in-place functions that run on some tensors. names: by the address of their storage."""
 
     def __init__(self, names: dict[int, str]):
         super().__init__()
@@ -95,10 +97,10 @@ def open_config(name: str, shapes: Path, world: World, tokenizer: str, trust=Fal
 
 
 def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[str, list[Step]]]:
-    """(the tensors that save_pretrained would write, in the config's dtype and in no file; how to draw each
-    tensor of the state). model: on meta, not sharded; nothing is allocated.
+    """(the tensors that save_pretrained would write, in the config's dtype and in no file; the steps that
+    draw each tensor of the state). model: on meta, not sharded; nothing is allocated.
 
-    ConfigError for a family whose rules leave a tensor as it is, or cannot be applied block by block.
+    Raises ConfigError for a family whose rules do not fill every tensor, or cannot be applied block by block.
     """
     state = model.state_dict(keep_vars=True)
     names: dict[int, str] = {}
@@ -127,7 +129,7 @@ def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> None:
-    """Fill this rank's shards. plan: of plan_weights; the shards are allocated, see load_pieces."""
+    """Fill this rank's shards, which must be allocated (see load_pieces). plan: from plan_weights."""
     state = model.state_dict(keep_vars=True)
     for name, steps in plan.items():
         tensor = state[name]
@@ -146,7 +148,7 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
 
 
 def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> None:
-    """Fill elements [begin, begin + len(block)) of a tensor on the CPU; key: of the generator."""
+    """Fill elements [begin, begin + len(block)) of a tensor, on the CPU. key: seeds the generator."""
     generator = torch.Generator().manual_seed(seed_of(key))
     for step in steps:
         start, end = max(step.begin, begin), min(step.end, begin + len(block))

@@ -1,11 +1,11 @@
-"""Models on meta; safetensors read slice by slice into the local shard.
+"""Build models on meta; read safetensors slice by slice into the local shards.
 
 The order is: build on meta (no memory), shard (no memory), allocate the local shards, read. A rank opens the
-checkpoint and copies the rows that its shards hold, one slice at a time, converting the dtype on the way.
-Nothing ever holds the full model.
+checkpoint and copies the rows of its own shards, one slice at a time, and converts their dtype on the way.
+No process ever holds the full model.
 
-What goes where is decided before anything is read, as a list of pieces (pieces.Piece); saving walks the
-same list backwards.
+Where each tensor goes is decided before anything is read, as a list of pieces (pieces.Piece). Saving uses the
+same list in the other direction.
 """
 
 import os
@@ -32,19 +32,19 @@ from .folder import TensorInfo, check_family
 from .pieces import Piece, local, local_box, runs, transfer, whole
 from .sharding import family_of
 
-KINDS = {  # by what is read and written
+KINDS = {  # by what a model reads or returns
     "text": AutoModelForCausalLM,
     "scores": AutoModelForSequenceClassification,
     "pictures": AutoModelForImageTextToText,
 }
 CHUNK = 2**20  # elements that are read, and converted or quantized, at a time
-# How experts that are separate on disk are fused in memory: one after the other, and of gate and up one below
-# the other.
+# How experts that are separate on disk are fused in memory: stacked along a new dim 0; gate and up are also
+# concatenated along dim 1.
 KNOWN = (
     [("MergeModulelist", 0)],
     [("MergeModulelist", 0), ("Concatenate", 1)],
 )
-HEADS = ("lm_head.", "embed_out.")  # what families call the head in a checkpoint
+HEADS = ("lm_head.", "embed_out.")  # names of the head in checkpoints
 UNPADS = [("Inkling2UnpadVocab", None)]
 TRANSPOSES = [("Transpose", None)]
 
@@ -57,12 +57,12 @@ def build_model(
     whole: Path | str = "",
     kind="text",
 ) -> nn.Module:
-    """The model of a config on meta: structure, names, shapes and ties, no memory. whole: a folder whose
-    weights are read at once, as transformers does it (`--low_cpu_fsdp false`). kind: of KINDS; scores is a
-    sequence classifier, whose `score` is the head; config.num_labels is 1.
+    """The model of a config on meta: structure, names, shapes and ties, no memory.
 
-    attn: sdpa, flash_attention_2, eager; auto lets transformers choose. Raises ConfigError where the model
-    cannot.
+    attn: sdpa, flash_attention_2, eager; auto lets transformers choose. whole: a folder whose weights
+    transformers reads at once (`--low_cpu_fsdp false`); the model is then not on meta. kind: a key of KINDS;
+    "scores" is a sequence classifier with `score` as its head, for which config.num_labels must be 1. Raises
+    ConfigError if the model cannot be built.
     """
     check_kind(config, "pictures" if kind == "pictures" else "text")
     family = KINDS[kind]
@@ -86,7 +86,7 @@ def build_model(
 
 
 def check_kind(config: PretrainedConfig, kind: str) -> None:
-    """Refuse what transformers does not list as a model of this kind, text or pictures."""
+    """Raise ConfigError for a model that transformers does not list under this kind, text or pictures."""
     listed = type(config) in KINDS[kind]._model_mapping
     if kind == "text":
         check_family(config.model_type)
@@ -102,12 +102,12 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
 def plan_pieces(
     model: nn.Module, weights: dict[str, TensorInfo], folder: Path, new_head: str = ""
 ) -> list[Piece]:
-    """Which box of which parameter each tensor of the checkpoint is. new_head: a parameter that the
-    checkpoint may lack, whose own head is then not read; its piece has no file.
+    """Map each tensor of the checkpoint to a box of a parameter. new_head: a parameter that the checkpoint
+    may lack. Then its piece has no file, and the head of the checkpoint is not read.
 
     Raises ConfigError unless every parameter and persistent buffer is covered exactly once, with the right
-    shape: missing, extra and misshapen names are listed, the first five. (transformers re-initializes what is
-    missing and goes on.)
+    shape. It lists the first five missing, extra and misshapen names. (transformers initializes missing
+    tensors anew and goes on.)
     """
     state = model.state_dict(keep_vars=True)
     transforms = get_model_conversion_mapping(model)
@@ -115,7 +115,7 @@ def plan_pieces(
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or []) or r"(?!)")
     pieces, extra, misshapen = [], [], []
-    covered: dict[str, int] = dict.fromkeys(state, 0)  # elements by parameter
+    covered: dict[str, int] = dict.fromkeys(state, 0)  # elements found, by parameter
     for name, info in weights.items():
         target, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, state
@@ -141,12 +141,12 @@ def plan_pieces(
             continue
         covered[target] += torch.Size(shape).numel()
         pieces.append(piece)
-    # A tied weight may be stored under one of its names.
     if new_head and not covered[new_head]:
         extra = [name for name in extra if not name.startswith(HEADS)]
         covered[new_head] = state[new_head].numel()
         dtype = next(iter(weights.values())).dtype
         pieces.append(whole(new_head, state[new_head].to(dtype)))
+    # A tied weight may be stored under only one of its names.
     complete = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
     missing = [name for name, tensor in state.items() if id(tensor) not in complete]
     repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
@@ -170,8 +170,9 @@ def _converted_box(
     folder: Path,
     parameter: torch.Tensor,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(at, shape) of one expert's matrix within the parameter that holds all experts, e.g. gate_up_proj (E,
-    2I, D); of all experts, perhaps stored as (E, D, 2I); or of all rows, where no padding is cut off.
+    """(at, shape) of a stored tensor within its parameter: of one expert's matrix in a parameter with all
+    experts, e.g. gate_up_proj (E, 2I, D); of all experts, perhaps stored transposed as (E, D, 2I); or of a
+    vocabulary without padding to cut off. Raises ConfigError for any other layout.
     """
     converter = next(c for c in converters if pattern in c.source_patterns)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
@@ -192,7 +193,7 @@ def _converted_box(
 
 
 def _fits(piece: Piece, parameter: torch.Tensor) -> bool:
-    """Whether a piece is a box of its parameter, with numbers of the same kind."""
+    """Whether a piece lies inside its parameter, and both or neither are floating-point."""
     if len(piece.shape) != parameter.ndim:
         return False
     dims = zip(piece.at, piece.shape, parameter.shape, strict=True)
@@ -210,13 +211,13 @@ def load_pieces(
 ) -> None:
     """Allocate this rank's shards of a meta model and fill them, some MiB at a time.
 
-    They are on `device`; with cpu_offload they are on the host, and only the buffers on `device`. names: the
-    present names of a parameter, where the model was changed since the pieces were planned; two names get two
-    copies. A piece without a file is left as it is.
+    Shards are on `device`; with cpu_offload they are on the host, and only the buffers are on `device`.
+    names: the present names of each parameter, if they have changed since the pieces were planned, as with
+    adapters; two names get two copies. The parameter of a piece without a file is not filled.
 
     Peak memory above the shards: CHUNK elements, or a transposed expert. Files are read, not mapped: mapped
     pages count as memory of this process, and network file systems deliver them in small parts. Raises
-    ConfigError when a file is cut short, or a tied weight is stored twice with different values.
+    ConfigError if a file is cut short, or a tied weight is stored twice with different values.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     model.tie_weights()
@@ -264,7 +265,7 @@ def _load_piece(
     for first, values in runs(shard, in_piece, piece.shape, CHUNK):
         read = staging.view(piece.info.dtype)[: len(values)]
         read_elements(file, piece, first, read)
-        read = read.to(values.device)  # the bytes, while the host waits; a GPU casts faster
+        read = read.to(values.device)  # still in the stored dtype: a GPU casts faster
         if twice:
             check(torch.equal(values, read.to(values.dtype)), conflict)
         else:
@@ -280,11 +281,12 @@ def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:
 
 
 def _fill_buffers(model: nn.Module, loaded: Iterable[torch.Tensor]) -> None:
-    """Compute what no checkpoint holds: rotary frequencies, embedding scales.
+    """Compute the buffers that no checkpoint holds: rotary frequencies, embedding scales.
 
-    After to_empty they hold arbitrary values, and nothing complains. As in transformers' own loader, loaded
-    tensors are marked, and so are modules of which all tensors were loaded; the model's own initialization
-    fills the others. Raises ConfigError for a buffer that is then as before: every byte 255.
+    After to_empty they hold arbitrary values, and nothing warns. As in transformers' own loader, loaded
+    tensors are marked, and so are modules whose tensors are all loaded; the model's own initialization
+    fills the others. Before that every byte of these buffers is set to 255: ConfigError for a buffer that
+    keeps this value.
     """
     for tensor in loaded:
         tensor._is_hf_initialized = True
@@ -295,7 +297,7 @@ def _fill_buffers(model: nn.Module, loaded: Iterable[torch.Tensor]) -> None:
     for name, buffer in model.named_buffers():
         if buffer.numel() and not _is_loaded(buffer):
             computed[name] = buffer.view(-1).view(torch.uint8).fill_(255)
-    # transformers takes FSDP's classes for code from elsewhere, and passes over some modules of such code.
+    # transformers takes the classes that FSDP2 makes for custom code, and skips some modules of custom code.
     model.is_custom_code = family_of(model).is_custom_code
     model.initialize_weights()
     unfilled = [name for name, values in computed.items() if (values == 255).all()]

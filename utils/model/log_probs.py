@@ -1,9 +1,10 @@
-"""Log-probabilities of the trained tokens: what preferences, policy gradients and scores begin with.
+"""Log-probabilities of the trained tokens, for preference losses, policy gradients and scores.
 
 As in loss.py the head works on chunks within its own forward, so logits (B, T, V) never exist and FSDP2
-gathers the head once. But the gradient cannot be taken in the forward, since each token has a factor of its
-own that is known only in the backward (an advantage, the weight of its pair). With a frozen head the gradient
-by each hidden state is kept and then scaled; with one that trains a chunk's logits are computed again.
+gathers the head once. But the gradient cannot be computed in the forward: each token has its own factor,
+which is known only in the backward (an advantage, the weight of its pair). With a frozen head, the gradient
+with respect to each hidden state is kept and scaled later. With a head that trains, the logits of a chunk
+are computed again.
 
 B batch, T tokens, D hidden, V vocabulary, n trained tokens, c tokens of a chunk.
 """
@@ -20,14 +21,16 @@ from .loss import PerToken, arguments, chunk_by_chunk
 def token_log_probs(
     model: nn.Module, batch, temperature: float = 1.0, per_token: PerToken | None = None
 ) -> torch.Tensor:
-    """log p(token | what is before it) of each trained token of a batch, where the token stands, and 0
-    elsewhere: (B, T) in fp32, in nats. model: of add_chunked_loss. temperature: divides the logits.
-    per_token: gives another value than -log p, and what is returned is minus that.
+    """log p(token | tokens before it) of each trained token of a batch, at the token's position, and 0
+    elsewhere: (B, T) in fp32, in nats.
 
-    Any loss of them can be differentiated. A batch that trains nothing gives zeros with a graph, so that
-    every rank takes part in the backward. The router loss of a mixture of experts is left out. Extra memory:
-    one chunk's logits in 16 bit and some copies of them in fp32; for the backward (n, D), the head's gradient
-    where it trains, or, where check_chunked_loss has said so, full logits of the trained tokens.
+    model: from add_chunked_loss. temperature: divides the logits. per_token: a loss to use in place of -log
+    p; minus its values are returned.
+
+    Any loss of the result can be differentiated. A batch without trained tokens gives zeros with a graph, so
+    that every rank takes part in the backward. The router loss of a mixture of experts is left out. Extra
+    memory: the logits of one chunk in 16 bit, and some copies of them in fp32; for the backward (n, D), and
+    the head's gradient if it trains; full logits of the trained tokens if check_chunked_loss has chosen them.
 
     Source: the log-probs of DPO, https://arxiv.org/abs/2305.18290, and of GRPO, arXiv 2402.03300.
     """
@@ -47,7 +50,7 @@ def per_sequence(batch, values: torch.Tensor) -> torch.Tensor:
     """Sums (S,) of values (B, T) over the sequences of a batch: its rows, or the documents of its packs."""
     if batch.positions is None:
         return values.sum(1)
-    begins = (batch.positions == 0) & batch.mask  # what pads a pack belongs to none
+    begins = (batch.positions == 0) & batch.mask  # padding begins no document
     sequence = (begins.flatten().cumsum(0) - 1).clamp(min=0)
     return values.new_zeros(len(batch.where)).index_add(0, sequence, values.flatten())
 
@@ -58,7 +61,7 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The loss (n,) of each token, with a factor for each in the backward."""
+    """The loss (n,) of each token; the backward has a factor for each."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, transform, per_token, chunks, grad):

@@ -1,4 +1,4 @@
-"""The plan of a run: what it needs beside what this machine has, before it begins, and what it took."""
+"""The memory plan of a run: what it needs and what this machine has; at its end also what was measured."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -26,14 +26,16 @@ from .states import Setting
 
 
 def room_here(world: World) -> Room:
-    """What this machine has. All ranks come to one answer and one text: those of the rank that has least."""
+    """The memory of this machine. All ranks return the same values and text: those of the
+    rank with the least.
+    """
     used, limit = host_memory()
     host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_size)))
     if world.device.type != "cuda":
         share = host / local_ranks
         text = f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"
         return Room(share, host, text)
-    # Asking begins this process' CUDA context, some hundred MiB, which are in the reserve too.
+    # mem_get_info creates this process's CUDA context, some hundred MiB. The reserve in need.py holds it too.
     free, _ = torch.cuda.mem_get_info(world.device)
     free += torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     device = min(gather(world, free))
@@ -43,9 +45,9 @@ def room_here(world: World) -> Room:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the act `plan` found: the lines to print, the flags to go on with, what plan.json keeps.
+    """What the act `plan` found: the lines to print, the flags that --fit chose, what plan.json keeps.
 
-    base: bytes that a process on a CPU had before the model came, which its measured peaks also hold.
+    base: on a CPU the bytes that this process used before the model was built; measured peaks include them.
     """
 
     text: str
@@ -54,10 +56,10 @@ class MemoryPlan:
     base: int = 0
 
     def finish(self, out: Path, world: World, **facts: object) -> None:
-        """Print the measured peaks of the fullest rank beside the plan, and write both and other facts to
-        plan.json, which marks the run as finished. All ranks call it, in the last act.
+        """Print the measured peaks of the fullest rank beside the planned ones, and write both and `facts` to
+        plan.json. This marks the run as finished. All ranks call it, in the last act.
         """
-        note_peak(story.act)  # which goes on
+        note_peak(story.act)  # the last act is still running
         ranks, reserved = zip(*gather(world, (peaks, reserved_peaks)), strict=True)
         acts = {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]}
         texts = []
@@ -80,7 +82,9 @@ class MemoryPlan:
 
 
 def compare_reserved(ranks: tuple[dict[str, int], ...], comfortable: int) -> dict:
-    """The same of what the allocator of a GPU had reserved, by rank and act; {} on a CPU."""
+    """Compare the peak bytes that the GPU allocator had reserved, by rank and act, with the bytes that the
+    plan calls comfortable. Returns facts for plan.json; {} on a CPU.
+    """
     if not any(ranks):
         return {}
     most_of_ranks = [max(rank.values()) for rank in ranks]
@@ -95,9 +99,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Whether a training run fits, before anything is allocated.
 
-    fit: "same" looks for levers that fit, "any" also for LoRA and a quantized base; fitted: an earlier start
-    has found them, and they stay. Raises ConfigError with the smallest change that helps where the run does
-    not fit, unless force.
+    fit: "same" searches for settings that fit, "any" also for LoRA and a quantized base. fitted: an earlier
+    start has chosen the settings, and they stay. If the run does not fit, it raises ConfigError with the
+    smallest change that fits, unless `force`.
     """
     room = room_here(world)
     chosen: dict[str, object] = {}
@@ -120,13 +124,13 @@ def plan_memory(
         raise ConfigError(refusal(setting, need, room))
 
     def less_memory() -> str:
-        """Where memory runs out all the same: what keeps a tenth less alive."""
+        """What to do if memory runs out anyway: the smallest change that needs a tenth less."""
         from .search import remedy
 
         less = need.device - 0.1 * max(need.acts.values())
         fix = remedy(setting, room._replace(device=less))
         if fit and fix.startswith("--"):
-            fix = f"without --fit, and {fix}"  # which would choose again what did not do
+            fix = f"without --fit, and {fix}"  # --fit would choose the same settings again
         return fix
 
     planned = f"planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
@@ -138,7 +142,7 @@ def plan_memory(
 
 
 def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
-    """What plan.json keeps of the plan; sizes in bytes of the fullest rank."""
+    """The facts of the plan for plan.json; sizes in bytes of the fullest rank."""
     facts = asdict(need.states) | {
         "device_bytes": need.device,
         "host_bytes": need.host,
@@ -153,7 +157,7 @@ def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
 
 
 def room_sentence(setting: Setting, need: Need, room: Room) -> str:
-    """What the plan prints of what is needed and what there is."""
+    """The plan's line about the bytes that are needed and those that there are."""
     if not setting.gpu:
         reserve = f"{HOST_SLACK} x what is alive, since glibc keeps what is freed"
         return f"room      {need.device / GIB:.2f} GiB a rank, {reserve}; there is {room.text}"
@@ -168,10 +172,10 @@ def room_sentence(setting: Setting, need: Need, room: Room) -> str:
 
 
 def estimate_disk(weights: dict, steps: int, save_every: int, keep: int, optimizer: str) -> int:
-    """Bytes of the final model and of as many checkpoints as there are at a time.
+    """Bytes on disk of the final model and of the checkpoints that exist at the same time.
 
-    weights: of the folder that is trained, as open_weights gives them. A checkpoint has fp32 weights and two
-    moments of each, in fp32 or 8 bit.
+    weights: from open_weights, of the model folder. A checkpoint has fp32 weights and two moments per weight,
+    in fp32 or 8 bit.
     """
     saves = math.ceil(steps / save_every) if save_every else 0
     saves = min(saves, keep + 1) if keep else saves

@@ -1,4 +1,4 @@
-"""Will the model's own answers fit: for generate.py, and for the completions that grpo.py draws."""
+"""Does generation fit in memory: for generate.py and eval.py, and for the completions of grpo.py."""
 
 import math
 from dataclasses import replace
@@ -24,11 +24,12 @@ def estimate_generation(
     new: int,
     pictures: object = None,
 ) -> dict[str, int]:
-    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new` more.
+    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens
+    with `new` tokens.
 
-    Weights and what FSDP2 gathers are exact. The cache is that of plain attention, keys and values of every
-    layer, which none exceeds; activations are a block's largest, in its feed-forward part, and the mask of
-    padded rows. pictures: a plan.pictures.Pictures, of a model that reads them.
+    Weights and gathered layers are exact. The cache is an upper bound: keys and values of every layer, as in
+    plain attention. Activations are the largest of one block, in its feed-forward part, and the mask of
+    padded rows. pictures: a plan.pictures.Pictures, for a model that reads pictures.
     """
     config, size = model.config.get_text_config(), dtype.itemsize
     width, heads = config.hidden_size, config.num_attention_heads
@@ -45,25 +46,25 @@ def estimate_generation(
     if shards > 1:
         setting = Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
         rest, embedding, blocks, head, towers = units_of(model, setting)
-        moving = 2 * max(
-            unit.gathered for unit in [*blocks, *towers]
-        )  # one is in use, the next is coming
-        moving = max(moving, 2 * embedding.gathered - activations)  # before them, it and its buffer
+        # One block is in use while the next one arrives.
+        moving = 2 * max(unit.gathered for unit in [*blocks, *towers])
+        # Before the blocks: the embedding and its all-gather buffer, but no activations.
+        moving = max(moving, 2 * embedding.gathered - activations)
         gathered = rest.gathered + (head or embedding).gathered + moving
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
         "cache": config.num_hidden_layers * layer_cache,
-        # The prompt's; or, when it is done, one layer's cache, which is copied to grow.
+        # Of the prompt; afterwards the cache of one layer, which is copied when it grows.
         "activations": max(activations, layer_cache),
-        # In fp32 too, sorted, and their order.
+        # In `dtype`, in fp32, and sorted with their indices.
         "logits": rows * config.vocab_size * (size + 4 + 16),
     }
 
 
 def check_room(parts: dict[str, int], world: World, force: bool) -> None:
-    """Print what a rank needs by part, of estimate_generation, and what there is. ConfigError where that is
-    less, unless force.
+    """Print what a rank needs by part, see estimate_generation, and what this machine has. ConfigError if it
+    does not fit, unless `force`.
     """
     room = room_here(world)
     must = must_be_there(sum(parts.values()), world.size, world.device.type == "cuda")
@@ -79,7 +80,7 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
 
 
 def share_bytes(model: nn.Module, shards: int, dtype: torch.dtype) -> int:
-    """Of a rank's shards of a model that does not train, stored in `dtype`."""
+    """Bytes of a rank's shards of a model that does not train, stored in `dtype`."""
     return sum(share_numel(p, shards) for p in model.parameters()) * dtype.itemsize
 
 
@@ -93,11 +94,12 @@ def plan_rollout(
     force: bool,
     generate_ranks: int,
 ) -> tuple[bool, MemoryPlan]:
-    """(whether the layers are gathered once for all tokens, else in each forward; the plan with a line more)
-    for completions of at most `new` tokens of `rows` prompts at a time, beside the states of a training run,
-    or on ranks that do nothing else.
+    """Plan completions of at most `new` tokens for `rows` prompts at a time: beside the states of a training
+    run, or on `generate_ranks` ranks that only generate.
 
-    The plan's act train becomes what the larger of the two needs. ConfigError where neither fits.
+    Returns (whether the layers are gathered once for all tokens instead of in each forward; the plan with one
+    more line). On ranks that also train, the plan's act train becomes the larger of the two needs.
+    ConfigError if neither way of gathering fits, unless `force`.
     """
     room = room_here(world)
     if generate_ranks:

@@ -1,12 +1,13 @@
 """What a training step needs of a GPU and of the host, and whether that fits.
 
-Nothing is allocated and nothing read: models are on meta. A model that cannot be traced gets its states only,
-and no total.
+Nothing is allocated and nothing is read: models are on meta. For a model that cannot be traced, only weights,
+gradients and optimizer states are estimated.
 
-Two figures are given for a GPU. *Must* is what a step needs to end. *Comfortable* is what the caching
-allocator takes when nothing limits it: each CUDA stream has a pool of its own, whose freed blocks no other
-stream uses, so the pools' peaks add up, though they do not come at the same time. Between the two a run fits
-tightly: the allocator has to give cached blocks back in every step, and to wait for the device each time.
+A GPU has two figures. *Must* is the least memory with which a step can finish. *Comfortable* is what the
+caching allocator reserves when nothing limits it: each CUDA stream has its own pool, and no other stream
+uses the freed blocks in it, so the peaks of the pools add up, although they occur at different times.
+Between the two figures a run fits tightly: in every step the allocator has to give cached blocks back, and
+to wait for the device.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -24,31 +25,31 @@ from .trace import Trace, record_step
 FITS, TIGHT, MAYBE, TOO_LARGE = "fits", "fits tightly", "may not fit", "does not fit"
 WHY_TIGHT = "the allocator must give blocks back in every step"
 
-# Beyond what is alive: the CUDA context, cuBLAS, and with several GPUs NCCL. In 224 runs on A100 that others
-# published (foundation-model-stack/fms-acceleration, benchmark results of its FSDP and Liger plugins)
-# nvidia-smi less what torch had allocated was never below 0.92 GiB on one GPU, 3.5 GiB on two.
-# A part of that is cache, which is given back.
+# The reserve above the live bytes: the CUDA context, cuBLAS, and with several GPUs NCCL. In 224 published
+# runs on A100 (foundation-model-stack/fms-acceleration, benchmark results of its FSDP and Liger plugins) the
+# memory in nvidia-smi less what torch had allocated was never below 0.92 GiB on one GPU, 3.5 GiB on two. A
+# part of that is cache, which the allocator can give back.
 MUST_BYTES_ALONE, MUST_BYTES_OF_SEVERAL = GIB, 3 * GIB
-# Of pools, without weights and optimizer, which stay where they are. It covers six of six published runs of
-# FSDP2 with expandable segments (configs/README.md).
+# The slack on the pools, without weights and optimizer, which are never freed; and bytes on top. Both cover
+# six of six published runs of FSDP2 with expandable segments (configs/README.md).
 POOLS_SLACK, POOLS_BYTES = 1.11, 3 * GIB // 2
-# The plan's own error was up to 3 % in most published runs: what needs more of a GPU may fail.
+# In most published runs the plan's own error was up to 3 %: a run that needs more than this share may fail.
 SURE = 0.97
-# Of the bytes that are alive. Compiled steps kept 0.85 to 0.96 of them in published runs.
+# The share of the live bytes that a compiled step needs: 0.85 to 0.96 in published runs.
 COMPILED = 0.85
-# An assumption: what a process that drives a GPU takes of the host.
+# An assumption: host memory of a process that uses a GPU.
 PROCESS_BYTES = 2 * GIB
-# Beside the states: loading.CHUNK and saving.CHUNK elements, and what is imported for a save.
+# On top of the states: loading.CHUNK and saving.CHUNK elements, and modules that are imported for a save.
 LOAD_BYTES, SAVE_BYTES = 8 * MIB, 48 * MIB
-# On a CPU glibc keeps much of what is freed: 1.42 to 1.68 times what is alive was measured. The bytes are
-# those of modules that are imported later, and of threads.
+# On a CPU glibc keeps much of the freed memory: 1.42 to 1.68 times the live bytes were measured. The bytes on
+# top are for modules that are imported later, and for threads.
 HOST_SLACK, HOST_BYTES = 1.6, 256 * MIB
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank needs. peak: None where the model cannot be traced, and `why`. device: bytes that must be
-    there. host: bytes, of one rank. acts: bytes of the device that the acts need at most, without a reserve.
+    """What a rank needs. peak: None if the model cannot be traced, for the reason `why`. device: bytes that
+    must be available. host: bytes on the host. acts: peak bytes on the device by act, without a reserve.
     """
 
     states: States
@@ -71,7 +72,7 @@ class Need:
 
 
 class Room(NamedTuple):
-    """Bytes for each rank's device, bytes of the host for a machine's ranks, and the words for both."""
+    """Bytes for each rank's device, bytes of the host for all ranks of a machine, and both in words."""
 
     device: float
     host: float
@@ -84,17 +85,19 @@ cached_record = lru_cache(maxsize=256)(record_step)
 
 
 class Sizes(NamedTuple):
-    """What does not depend on the rows. stored: bytes of all weights as they are stored."""
+    """Sizes that do not depend on the rows. stored: bytes of all weights, unsharded, in their own dtypes."""
 
     states: States
     units: tuple
     stored: int
-    pinned: int  # bytes of the states where they are on the host
+    pinned: int  # bytes of the states if they are on the host
 
 
 @lru_cache(maxsize=256)
 def sizes_of(setting: Setting) -> Sizes:
-    """setting: of at most two rows of one token, with all else at its default that does not matter."""
+    """setting: reduced to at most two rows of one token and to defaults where they do not change the sizes,
+    so that more settings share a cache entry.
+    """
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
     states = replace(states, weights=states.weights + setting.frozen_bytes)
@@ -103,7 +106,7 @@ def sizes_of(setting: Setting) -> Sizes:
 
 
 def trace_of(setting: Setting) -> Trace:
-    """What the blocks of a setting hold."""
+    """The memory of the activations in a step with this setting."""
 
     def traced(batch: int, seq_len: int, scaled=int) -> Trace:
         recorded = cached_record(
@@ -137,7 +140,7 @@ def trace_of(setting: Setting) -> Trace:
 def need_of(setting: Setting) -> Need:
     """What a rank needs of its device and of the host."""
     if not setting.gpu:
-        # the device is the host
+        # on a CPU the device is the host
         setting = replace(setting, cpu_offload=False, activation_offload=False)
     if setting.activation_checkpointing == "none":
         setting = replace(setting, activation_offload=False)
@@ -182,7 +185,7 @@ def need_of(setting: Setting) -> Need:
 
 
 def need_by_act(setting: Setting, sizes: Sizes, peak: Peak | None) -> dict[str, int]:
-    """Bytes of the device that the acts need at most, without any reserve, by name of the act."""
+    """Peak bytes on the device by act, without any reserve."""
     states = sizes.states
     if setting.cpu_offload:
         states = States(0, 0, 0)
@@ -201,7 +204,7 @@ def need_by_act(setting: Setting, sizes: Sizes, peak: Peak | None) -> dict[str, 
 
 
 def pinned(model: nn.Module, states: States, shards: int) -> int:
-    """Bytes on the host for offloaded states, of which weights and gradients are page-locked."""
+    """Bytes on the host for offloaded states; weights and gradients are in page-locked memory."""
     total = states.optimizer
     for p in model.parameters():
         share_bytes = pinned_bytes(share_numel(p, shards) * p.element_size())
@@ -210,19 +213,21 @@ def pinned(model: nn.Module, states: States, shards: int) -> int:
 
 
 def pinned_bytes(size: int) -> int:
-    """Of a block of page-locked memory: a power of two (torch's CachingHostAllocator)."""
+    """Bytes of the page-locked block for `size` bytes: a power of two (torch's CachingHostAllocator)."""
     return 1 << (size - 1).bit_length()
 
 
 def must_be_there(alive: int, ranks: int, gpu: bool) -> int:
-    """Bytes of a rank's device for so many that are alive at a time."""
+    """Bytes that must be available on a rank's device for a peak of `alive` bytes: with the reserve."""
     if not gpu:
         return int(alive * HOST_SLACK) + HOST_BYTES
     return alive + (MUST_BYTES_ALONE if ranks == 1 else MUST_BYTES_OF_SEVERAL)
 
 
 def comfortable_of(pools: int, steady: int) -> int:
-    """Bytes of a GPU for the sum of the pools' peaks, of which so many are never freed."""
+    """Comfortable bytes of a GPU. pools: the sum of the pools' peaks; steady: bytes in it that
+    are never freed.
+    """
     return steady + int((pools - steady) * POOLS_SLACK) + POOLS_BYTES
 
 
@@ -230,7 +235,7 @@ def comfortable_of(pools: int, steady: int) -> int:
 
 
 def bytes_missing(setting: Setting, need: Need, room: Room) -> float:
-    """More than there are; 0 or less where it fits, also tightly."""
+    """Bytes that are missing on the device or the host; 0 or less if the setting fits, also tightly."""
     return max(need.device - room.device, need.host * setting.local_ranks - room.host)
 
 

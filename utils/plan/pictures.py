@@ -1,8 +1,8 @@
-"""What pictures take in a step: the layers of a tower and the projector behind it, each on fake tensors.
+"""The memory that pictures need in a step: the layers of a tower and the projector, each on fake tensors.
 
-A tower reads the sizes of its pictures from values, which fake tensors have not. So the model runs on real
-zeros up to its language model, and only what is large in it (the embedding, the tower's layers, the
-projector) on fake tensors, module by module.
+A tower reads the sizes of its pictures from the values of tensors, and fake tensors have no values. So the
+model runs on real zeros up to its language model. Only its large modules (the embedding, the tower's layers,
+the projector) run on fake tensors, one by one.
 """
 
 import inspect
@@ -33,13 +33,13 @@ INDEXED = (
     torch.ops.aten.index_put_.default,
 )
 
-MORE = 8  # tokens
+MORE = 8  # tokens by which the rows of the second traced micro-batch are longer
 
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """What the plan takes each row for: the one with the most pictures. rows_of(n) is a batch of n such rows:
-    ids (n, t), and extra, what the model takes beside them.
+    """The pictures that the plan assumes in each row: those of the row with the most. rows_of(n): a batch of
+    n such rows, with ids (n, t) and extra, the model's other inputs.
     """
 
     rows_of: Callable
@@ -47,12 +47,12 @@ class Pictures:
     towers = staticmethod(tower_layers)
 
     def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(ids (rows, seq_len), the rest of such a batch)."""
+        """(ids (rows, seq_len), the other inputs) of such a batch, padded."""
         found = self.rows_of(rows)
         shape = found.ids.shape
 
         def padded(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.shape[:2] != shape:  # not of each token
+            if tensor.shape[:2] != shape:  # has no value for each token
                 return tensor
             return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - shape[1]))
 
@@ -62,8 +62,8 @@ class Pictures:
     def trace(
         self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int, recompute: str
     ) -> tuple[LiveBytes, "Before"]:
-        """(what counts the operations of the language model, what comes before it). It grows with the rows in
-        a straight line, of which two small micro-batches are two points.
+        """(the mode that logs the language model's operations, what comes before the language model). The
+        latter grows linearly with the rows, so it is traced for two small micro-batches only.
         """
         of_towers = nn.ModuleList(tower_layers(model)).parameters()
         trains = any(p.requires_grad for p in of_towers)
@@ -78,7 +78,7 @@ class Pictures:
                 found.append(traced.come_to_language(*self.batch(*shape)))
             self.known[key] = found
         tokens, one, two = self.known[key]
-        if len(one.calls) != len(two.calls):  # one for each picture
+        if len(one.calls) != len(two.calls):  # one call for each picture
             calls = one.calls * rows
             one, two = (before._replace(calls=calls) for before in (one, two))
         resize = partial(
@@ -91,8 +91,9 @@ class Pictures:
 
 
 def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
-    """What is of other rows and tokens, a number of bytes or a tensor, from that of (1, tokens) and of (2,
-    tokens + MORE). Numbers in a tensor are true, where they are few.
+    """A number of bytes or a tensor for `rows` rows of `seq_len` tokens, from its values for
+    micro-batches (1, tokens) and (2, tokens + MORE). Integer tensors of at most 2**26 elements are real,
+    other tensors on meta.
     """
 
     def of_rows(of_one: int, of_two: int) -> int:
@@ -109,13 +110,13 @@ def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> o
         more = [0, seq_len - size if of_tokens else 0, *more]
     if one.is_floating_point() or math.prod(shape) > 2**26:
         return one.new_empty(shape, device="meta", requires_grad=one.requires_grad)
-    one = F.pad(one, more)  # no picture is behind the tokens that there are
+    one = F.pad(one, more)  # the added tokens hold no picture
     copies = [math.ceil(size / old) for size, old in zip(shape, one.shape, strict=True)]
     return one.repeat(copies)[tuple(map(slice, shape))]
 
 
 def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) -> Pictures:
-    """Rows with blank pictures of these sizes (width, height), and next to no words. model: on meta."""
+    """Rows with blank pictures of these sizes (width, height), and almost no text. model: on meta."""
     blanks = [Image.new("RGB", size) for size in sizes]
     token = model.config.image_token_id
     known = inspect.signature(type(model.base_model).forward).parameters
@@ -124,7 +125,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
         extra = image_processor(images=images, return_tensors="pt")
         return {name: value for name, value in extra.items() if name in known}
 
-    row = []  # the tokens of each picture, and one of text, which keeps it from the next
+    row = []  # the tokens of each picture, and one of text that separates it from the next
     for blank in blanks:
         tokens = PictureTrace(model, torch.float32).tokens(features([blank]))
         row += [token] * tokens + [token - 1]
@@ -141,8 +142,8 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
 
 
 class Call(NamedTuple):
-    """Of a layer of a tower, by its number, or of a projector (-1). backward: with the whole gradients,
-    without what was kept.
+    """A call of a tower's layer, by its number, or of a projector (-1). backward: its rest has the whole
+    gradients, but not what the forward kept.
     """
 
     layer: int
@@ -152,7 +153,7 @@ class Call(NamedTuple):
 
 
 class PictureBytes(LiveBytes):
-    """Of operations on tensors that are not fake, such as sizes of pictures, it gives the true results."""
+    """LiveBytes that computes operations on real tensors, such as the sizes of pictures."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in INDEXED:
@@ -160,7 +161,7 @@ class PictureBytes(LiveBytes):
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
         is_true = not any(isinstance(tensor, FakeTensor) for tensor in given)
-        if not given:  # it makes a tensor: numbers are true, what is computed with is not
+        if not given:  # it creates a tensor: integers are real, floating-point values are fake
             dtype = kwargs.get("dtype") or torch.float32
             is_true = not dtype.is_floating_point or func.overloadpacket is torch.ops.aten.arange
         with unset_fake_temporarily() if is_true else nullcontext():
@@ -168,7 +169,9 @@ class PictureBytes(LiveBytes):
 
 
 def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices with numbers for a true mask; how many a fake one has, it does not know."""
+    """Indices in which a real boolean mask is replaced by the positions of its True elements. Otherwise their
+    number would be unknown to fake tensors.
+    """
     found = []
     for index in indices:
         if type(index) is torch.Tensor and index.dtype == torch.bool:
@@ -180,11 +183,11 @@ def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 class Reached(Exception):
-    """The language model was called."""
+    """Raised when the language model is called; it carries the arguments."""
 
 
 class PictureTrace:
-    """Finds what comes before the language model, in the forward of a small micro-batch."""
+    """Traces what comes before the language model, in the forward of a small micro-batch."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         """model: on meta, in training mode."""
@@ -192,7 +195,7 @@ class PictureTrace:
         self.layers = tower_layers(model)
         self.calls: list[Call] = []
         self.known: dict[tuple, tuple] = {}  # equal calls are traced once
-        self.graphs = []  # what the backward of the real parts needs stays
+        self.graphs = []  # keeps alive what the backward of the real parts needs
         self.embedding = model.get_input_embeddings()
         projector, inside = [], {m for layer in self.layers for m in layer.modules()}
         for name, module in model.named_modules():
@@ -204,7 +207,9 @@ class PictureTrace:
 
     @contextmanager
     def on_zeros(self) -> Iterator[None]:
-        """What is not large is real, and zero."""
+        """Within it small modules run on real zeros, large ones through `run`, and the language
+        model raises Reached.
+        """
         decoder = reads_text(self.model)
         heavy = [*self.large, decoder, self.model.get_output_embeddings()]
         with ExitStack() as stack:
@@ -217,7 +222,7 @@ class PictureTrace:
             yield
 
     def tokens(self, extra: dict) -> int:
-        """How many tokens the model makes of some pictures."""
+        """How many tokens the model makes of these pictures."""
         with self.on_zeros():
             found = self.model.base_model.get_image_features(**extra)
         features = tree_leaves(getattr(found, "pooler_output", found))
@@ -225,7 +230,7 @@ class PictureTrace:
         return sum(part.numel() for part in features) // width
 
     def come_to_language(self, ids: torch.Tensor, extra: dict) -> "Before":
-        """Run the model, up to its language model, on a micro-batch."""
+        """Run the model on a micro-batch, up to its language model."""
         live = LiveBytes()
         with self.on_zeros(), live:
             try:
@@ -233,13 +238,13 @@ class PictureTrace:
             except Reached as reached:
                 (read,) = reached.args
         kept = sum(live.sizes.values()) + sum(value.nbytes for value in extra.values())
-        if read.get("inputs_embeds") is not None:  # the embedding's
+        if read.get("inputs_embeds") is not None:  # counted with the language model
             key = read["inputs_embeds"].untyped_storage()._cdata
             kept -= live.sizes.get(key, 0)
         return Before(self.model, self.calls, kept, read)
 
     def run(self, module: nn.Module, *args, **kwargs):
-        """In place of the forward of a large module: zeros like what it gives."""
+        """Stands in for the forward of a large module: trace the call, and return zeros like its outputs."""
         values, structure = tree_flatten((args, kwargs))
         self.graphs += [value for value in values if getattr(value, "requires_grad", False)]
         shapes = [description(value) for value in [*values, *module.parameters()]]
@@ -255,13 +260,13 @@ class PictureTrace:
             return tree_map_only(torch.Tensor, zeros_like, outputs)
 
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
-        """(its forward, its backward, its outputs as meta tensors) of a call of a module."""
+        """(forward, backward, outputs as meta tensors) of one call of a module."""
         live = PictureBytes()
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, parameters_in(self.dtype, self.model, part=called):
             args, kwargs = tree_map_only(torch.Tensor, fake_like, (args, kwargs))
             with live:
-                # Not the module itself, whose hooks collect hidden states.
+                # Not called(...), because hooks of the module collect hidden states.
                 outputs = type(called).forward(called, *args, **kwargs)
                 live.log.append("forward")
             shapes = tree_map_only(torch.Tensor, partial(empty, device="meta"), outputs)
@@ -278,8 +283,8 @@ class PictureTrace:
 
 
 class Before(NamedTuple):
-    """What comes before the language model: calls, in their order; bytes that are kept beside those; read,
-    what the language model is called with.
+    """What comes before the language model: calls, in their order; bytes, kept besides those of the calls;
+    read, the arguments of the language model.
     """
 
     model: nn.Module
@@ -288,7 +293,7 @@ class Before(NamedTuple):
     read: dict
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        """The last hidden states of the language model, where parameters and ids (B, T) are fake."""
+        """The last hidden states of the language model. Its parameters and ids (B, T) are fake."""
         embedded = self.model.get_input_embeddings()(ids)
         trains = any(call.trains for call in self.calls)
         features = torch.empty(embedded.shape, dtype=embedded.dtype, requires_grad=trains)
@@ -298,7 +303,7 @@ class Before(NamedTuple):
         return reads_text(self.model)(**read).last_hidden_state
 
     def forward(self, replay: Replay, towers: list[Unit]) -> None:
-        """The part of a step that comes between the embedding and the blocks."""
+        """The part of a step between the embedding and the blocks."""
         for call in self.calls:
             if call.layer >= 0:
                 replay.unshard(towers[call.layer], True)
@@ -307,7 +312,7 @@ class Before(NamedTuple):
                 replay.reshard(towers[call.layer])
 
     def backward(self, replay: Replay, towers: list[Unit], sync: bool) -> None:
-        """What comes after that of the blocks."""
+        """The part of a step after the backward of the blocks."""
         for call in reversed([call for call in self.calls if call.trains]):
             if call.layer < 0:
                 replay.compute(call.backward)
@@ -323,7 +328,7 @@ def reach(**kwargs):
 
 
 def description(value: object) -> object:
-    """What two calls have in common that need the same memory."""
+    """Calls whose values have equal descriptions need the same memory."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     is_known = not value.is_floating_point() and not value.is_meta
@@ -332,8 +337,8 @@ def description(value: object) -> object:
 
 
 def fake_like(value: torch.Tensor) -> torch.Tensor:
-    """A new tensor of that shape, in a FakeTensorMode. Whole numbers, such as sizes of pictures, stay what
-    they are.
+    """A new tensor of the same shape, for a FakeTensorMode. Real integers, such as sizes of pictures,
+    keep their values.
     """
     if not (value.is_floating_point() or value.is_meta):
         return value
@@ -341,7 +346,7 @@ def fake_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def empty(value: torch.Tensor, device: str | None = None) -> torch.Tensor:
-    """A new tensor of that shape, contiguous."""
+    """A new contiguous tensor of the same shape."""
     return torch.empty(
         value.shape,
         dtype=value.dtype,
@@ -351,6 +356,6 @@ def empty(value: torch.Tensor, device: str | None = None) -> torch.Tensor:
 
 
 def zeros_like(value: torch.Tensor) -> torch.Tensor:
-    """Real ones, which code may write into."""
+    """Real zeros, which code may write into."""
     zeros = torch.zeros(value.shape, dtype=value.dtype)
     return zeros.requires_grad_().clone() if value.requires_grad else zeros

@@ -1,7 +1,7 @@
-"""A step of training on meta, unit by unit in FSDP2's own order, to find where the most is alive.
+"""Replay a training step unit by unit, in FSDP2's own order, to find its peak memory.
 
 What FSDP2 gathers, keeps and reduces, and when, follows torch/distributed/fsdp/_fully_shard:
-_fsdp_param_group.py and _fsdp_collectives.py. What the blocks hold meanwhile comes from trace.py.
+_fsdp_param_group.py and _fsdp_collectives.py. The memory of activations comes from trace.py.
 """
 
 from collections import Counter
@@ -18,29 +18,29 @@ from .trace import Segment, Trace
 
 @dataclass(eq=False)
 class Unit:
-    """Bytes of what FSDP2 gathers together. What one rank uses as it is stored only has gradients."""
+    """Bytes of one FSDP2 unit. Parameters that a single rank uses as they are stored have gradients only."""
 
-    gathered: int = 0  # whole and padded, in the dtype that it is gathered in
-    # this rank's share in that dtype, where it is stored in another, or on the host
+    gathered: int = 0  # the whole parameters, padded, in the dtype of the all-gather
+    # this rank's shard in that dtype, if it is stored in another one, or on the host
     copied: int = 0
-    grads: int = 0  # its whole gradients, in that dtype
-    reduced: int = 0  # the same, padded, in fp32: what is reduced
-    share: int = 0  # this rank's share of them, as it is kept
-    # the last parameter's whole gradients, which a loop's variable in foreach_reduce holds on to
+    grads: int = 0  # the whole gradients, in that dtype
+    reduced: int = 0  # the same, padded, in fp32: the input of the reduce-scatter
+    share: int = 0  # this rank's shard of the gradients, in the dtype of the parameters
+    # the whole gradients of the last parameter, which a loop variable in foreach_reduce keeps alive
     last: int = 0
 
 
 def units_of(
     model: nn.Module, setting: Setting
 ) -> tuple[Unit, Unit, list[Unit], Unit | None, list[Unit]]:
-    """(the rest, the embedding, the blocks, the head, the layers of towers) as sharding.units forms them. A
-    tied head is in one unit with the embedding, and None here.
+    """(the rest, the embedding, the blocks, the head, the layers of towers), as sharding.units forms them. A
+    tied head shares the embedding's unit, and is None here.
     """
     layers = sharding.decoder_layers(model)
     towers = setting.pictures.towers(model) if setting.pictures else []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
-    # What is gathered in fp32, in a unit of its own, counts as part of the one around it.
+    # Modules that are gathered in fp32, in units of their own, count as part of the unit around them.
     kept = {p for module in in_fp32 for p in module.parameters()}
     plain = set()  # see sharding.stored_as_computed
     if setting.shards == setting.replicate == 1 and not setting.cpu_offload:
@@ -78,15 +78,15 @@ def units_of(
     )
 
 
-# The streams that FSDP2 allocates in. Each has a pool of its own.
-COMPUTE = "compute"  # also for what is gathered, and for the input of a reduce-scatter
+# The streams in which FSDP2 allocates. Each has its own pool.
+COMPUTE = "compute"  # also for gathered parameters, and for the input of a reduce-scatter
 GATHER = "all-gather"  # all_gather_copy_in_stream in foreach_all_gather
 REDUCE = "reduce-scatter"  # reduce_scatter_stream in foreach_reduce
 ALL_REDUCE = "all-reduce"  # all_reduce_stream in foreach_reduce
 
 
 class Replay:
-    """What is alive, by part, and when it was most: the verbs are those of an FSDPParamGroup."""
+    """Counts the live bytes by part and keeps their peak. Its methods follow those of FSDPParamGroup."""
 
     def __init__(self, states: States, setting: Setting):
         self.setting = setting
@@ -98,13 +98,13 @@ class Replay:
         self.pools = Counter()  # bytes by stream
         self.most_of_pools: dict[str, int] = {}
         self.open: set[Unit] = set()  # units that are gathered
-        # unit -> bytes of an all-gather that is not yet copied out
+        # unit -> bytes of its all-gather buffer, before it is copied out
         self.fetched: dict[Unit, int] = {}
-        self.kept_buffer = 0  # of the last all-gather that was
-        # unit -> bytes of gradients that wait for the last micro-batch
+        self.kept_buffer = 0  # bytes of buffers that are copied out but not freed yet
+        # unit -> bytes of whole gradients that wait for the last micro-batch
         self.deferred: dict[Unit, int] = {}
-        self.reduced: set[Unit] = set()  # units whose share of the gradients is there
-        # on one rank a copy, and no gather
+        self.reduced: set[Unit] = set()  # units whose sharded gradients exist
+        # one rank copies, and gathers nothing
         self.gather_stream = GATHER if setting.shards > 1 else COMPUTE
         if not setting.cpu_offload:
             self.add("weights", states.weights)
@@ -120,27 +120,27 @@ class Replay:
             self.peak = Peak(self.phase, dict(self.live), self.most_of_pools)
 
     def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
-        """size None: all of the part."""
+        """size None: all bytes of the part."""
         if size is None:
             size = self.live[part]
         self.add(part, -size, stream)
 
     def compute(self, segment: Segment, without: int = 0, part="activations") -> None:
-        """Run a segment; `without`: the gradients in its rest, which are counted by themselves."""
+        """Run a segment. without: bytes of whole gradients in its rest, counted as a part of their own."""
         self.add(part, segment.peak)
         self.free(part, segment.peak)
         self.add("activations", segment.rest - without)
         self.add("whole gradients", without)
 
     def fetch(self, unit: Unit) -> None:
-        """Begin an all-gather. On one rank there is none."""
+        """Begin the all-gather of a unit. A single rank needs no buffer for it."""
         if unit not in self.open and unit not in self.fetched:
             self.fetched[unit] = unit.gathered if self.setting.shards > 1 else 0
             self.add("buffers", self.fetched[unit] + unit.copied, self.gather_stream)
             self.free("buffers", unit.copied, self.gather_stream)
 
     def unshard(self, unit: Unit, forward: bool) -> None:
-        """In the forward the buffer of an all-gather lives until the next one has arrived."""
+        """Gather a unit. In the forward the buffer of an all-gather lives until the next one has arrived."""
         if unit in self.open:
             return
         self.fetch(unit)
@@ -162,10 +162,12 @@ class Replay:
             self.free("gathered", unit.gathered)
 
     def reduce(self, unit: Unit, sync: bool) -> None:
-        """The backward of a unit is done. The input of a reduce-scatter lives until the next one begins."""
+        """Reshard a unit after its backward, and reduce its gradients. The input of a reduce-scatter lives
+        until the next one begins.
+        """
         self.reshard(unit)
         waiting = self.deferred.pop(unit, 0)
-        if waiting:  # this micro-batch's are added to them
+        if waiting:  # the gradients of this micro-batch are added to them
             self.free("whole gradients", unit.grads)
         if sync or not unit.reduced:
             self.free("reduced")
@@ -180,7 +182,7 @@ class Replay:
         self.deferred[unit] = in_fp32
 
     def reduce_scatter(self, unit: Unit) -> None:
-        """Its output, and what becomes of it: the unit's gradients, at first or added to them."""
+        """The output of a reduce-scatter: it becomes the unit's gradients, or is added to them."""
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
         keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
@@ -201,13 +203,13 @@ class Replay:
         freed = output if cast else output - kept
         self.free("gradients", freed, REDUCE)
         if has_replicas:
-            # FSDPParamGroup._all_reduce_state keeps what was all-reduced until the whole backward ends.
-            # Where it became the gradient itself, that is nothing more.
+            # FSDPParamGroup._all_reduce_state keeps the all-reduced tensor until the whole backward ends. If
+            # that tensor became the gradient itself, it needs no more memory.
             self.add("all-reduced", freed, REDUCE)
 
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
-    """A forward up to the head. trace: None for a few tokens, whose activations are next to nothing."""
+    """A forward up to the head. trace: None for a few tokens, whose activations are negligible."""
     rest, embedding, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
     replay.unshard(rest, True)
@@ -232,7 +234,7 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
 def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> Peak:
     """The peak of a step on the fullest rank, from the second step on, when the optimizer has its state.
 
-    units: of units_of, for a setting of the same shards, dtype and offload.
+    units: from units_of, for a setting with the same shards, dtype and offload.
     """
     replay = Replay(states, setting)
     rest, embedding, blocks, head, towers = units
@@ -242,7 +244,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     for i in range(micro_batches):
         sync = setting.sync_each_microbatch or i == micro_batches - 1
         replay.phase = "forward"
-        if setting.activation_offload:  # one that leaves, or comes before its backward
+        if setting.activation_offload:  # one input on its way to the host, or back
             replay.add("activations", trace.input_bytes)
         forward(replay, units, trace)
         replay.compute(trace.loss, part="loss")
@@ -265,13 +267,11 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         replay.free("reduced")
         replay.free("activations")
         replay.free("all-reduced", stream=REDUCE)
-    return replay.peak  # the optimizer, fused, needs nothing more
+    return replay.peak  # the fused optimizer needs no more memory
 
 
 def check_peak(units: tuple, states: States, setting: Setting) -> int:
-    """The most bytes in two forwards of few tokens, before there is an optimizer: so the loss is checked when
-    the weights are there.
-    """
+    """Peak bytes of the loss check after loading: two forwards of a few tokens, without optimizer states."""
     replay = Replay(States(states.weights, 0, 0), setting)
     forward(replay, units, None)
     forward(replay, units, None)

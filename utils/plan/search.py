@@ -15,8 +15,8 @@ from .need import FITS, MAYBE, TIGHT, TOO_LARGE, Need, Room, answer_of, bytes_mi
 from .states import Setting
 
 RECOMPUTE = ("none", "selective", "full")
-TOKENS_STEP = 64  # of the length of a row
-MOST = 2**16  # rows, or steps of a row's length
+TOKENS_STEP = 64  # step of a row's length
+MOST = 2**16  # limit of a search: rows, or steps of a row's length
 
 # Flags that a plan may change -> the attribute of a setting.
 LEVERS = {
@@ -44,7 +44,9 @@ def flags_between(before: Setting, after: Setting) -> str:
 
 
 def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
-    """The first that fits; one that fits tightly, or may not fit, only where no other does."""
+    """The first setting that fits. If none does, the first that fits tightly, else the first
+    that may not fit.
+    """
     second_best: dict[str, Setting] = {}
     for setting in settings:
         need = need_of(setting)
@@ -56,8 +58,8 @@ def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
 
 
 def ways(setting: Setting) -> Iterator[Setting]:
-    """All settings of the same method with the same rows in a step, those first that cost less time: offload
-    costs most, then recomputing, then more micro-batches, then gathering layers twice.
+    """All settings of the same method with the same rows in a step, the fastest first: offload costs most
+    time, then recomputing, then more micro-batches, then gathering layers twice.
     """
     rows = setting.batch_size * setting.grad_accum
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
@@ -81,7 +83,7 @@ def ways(setting: Setting) -> Iterator[Setting]:
 
 
 def methods(setting: Setting) -> list[Setting]:
-    """The setting, and with LoRA beside frozen weights in 16, 8 and 4 bit, where the recipe has that."""
+    """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if the recipe has adapters."""
     if not setting.may_adapt:
         return [setting]
     lora = setting.lora or replace(setting.lora, lora_rank=16)
@@ -94,7 +96,7 @@ def methods(setting: Setting) -> list[Setting]:
 def fastest(
     setting: Setting, room: Room, any_method: bool = False, may_offload: bool = True
 ) -> Setting | None:
-    """What fits and costs least time, of the first method of which anything fits."""
+    """The fastest setting that fits, of the first method for which any setting fits."""
     for method in methods(setting) if any_method else [setting]:
         candidates = (way for way in ways(method) if may_offload or not way.cpu_offload)
         if found := first_that_fits(candidates, room):
@@ -103,7 +105,7 @@ def fastest(
 
 
 def smallest_change(setting: Setting, room: Room) -> Setting | None:
-    """What fits and differs in as few flags as can be; in the method only where nothing else helps."""
+    """The setting that fits and changes the fewest flags. The method changes only if nothing else fits."""
     before = levers_of(setting)
 
     def changes(other: Setting) -> int:
@@ -117,7 +119,7 @@ def smallest_change(setting: Setting, room: Room) -> Setting | None:
 
 
 def remedy(setting: Setting, room: Room) -> str:
-    """The flags of the smallest change that fits, or what else there is to do."""
+    """The flags of the smallest change that fits; if there is none, other advice."""
     if change := smallest_change(setting, room):
         return flags_between(setting, change)
     return f"{more_memory(setting)}, or a smaller --seq_len"
@@ -128,7 +130,7 @@ def more_memory(setting: Setting) -> str:
 
 
 def largest_batch(setting: Setting, room: Room) -> int:
-    """The most rows of a micro-batch that fit, to 1 % or a row; 0 where one does not."""
+    """The most rows of a micro-batch that fit, to 1 % or one row; 0 if not even one fits."""
 
     def missing(rows: int) -> float:
         more = replace(setting, batch_size=rows, rows=rows * setting.grad_accum)
@@ -138,7 +140,9 @@ def largest_batch(setting: Setting, room: Room) -> int:
 
 
 def longest_row(setting: Setting, room: Room) -> int:
-    """The longest row that fits alone, in steps of 64 tokens and to 1 %; 0 where none does."""
+    """The longest row that fits in a micro-batch of one row, in steps of 64 tokens and to 1
+    %; 0 if none fits.
+    """
 
     def missing(steps: int) -> float:
         longer = replace(
@@ -151,11 +155,11 @@ def longest_row(setting: Setting, room: Room) -> int:
 
 
 def most(missing: Callable[[int], float], first: int) -> int:
-    """The largest number of at most MOST that fits, to 1 %, and never one that does not; 0 where none does.
+    """The largest number up to MOST that fits, to 1 %, and never one that does not fit; 0 if none fits.
 
-    missing: bytes too few, which grow with the number. A line through the last two numbers, of which the
-    first is `first`, gives the next one. Where that leads nowhere, or not to the end after six, halves
-    follow, as in bisection.
+    missing: the bytes that a number lacks; they grow with the number. first: the first number to try. The
+    next one lies on a straight line through the last two (secant method). If that makes no progress, or after
+    six numbers, the interval is halved (bisection).
     """
     found = {first: missing(first)}
     last, number = (1, first) if found[first] > 0 else (first, 2 * first)
@@ -182,8 +186,8 @@ def most(missing: Callable[[int], float], first: int) -> int:
 def fit_levers(
     setting: Setting, room: Room, any_method: bool
 ) -> tuple[Setting, dict[str, object], str]:
-    """--fit: (what fits and costs least time; the flags that lead to it, with their values; the line to
-    print). ConfigError where nothing fits.
+    """--fit: (the fastest setting that fits; the values of the flags to change; the line to print).
+    ConfigError if nothing fits.
     """
     best = fastest(setting, room, any_method)
     if not best:
@@ -199,7 +203,7 @@ def fit_levers(
 
 
 def refusal(setting: Setting, need: Need, room: Room) -> str:
-    """One line: what does not fit, its largest part, and the smallest change that does."""
+    """One line: what does not fit, its largest part, and the smallest change that fits."""
     text = f"a rank needs {need.device / GIB:.2f} GiB"
     if need.device <= room.device:
         text = f"the ranks of a machine need {need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
@@ -211,8 +215,8 @@ def refusal(setting: Setting, need: Need, room: Room) -> str:
 
 
 def fitted_before(out: Path) -> dict[str, object]:
-    """The levers and the global batch in the config.yaml of a run folder that was begun with --fit; {} where
-    there is none.
+    """The values of LEVERS and the global batch size in the config.yaml of a run that was started with --fit;
+    {} for another run, or without that file.
     """
     file = out / "config.yaml"
     if not file.exists():

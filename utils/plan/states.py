@@ -1,4 +1,4 @@
-"""What decides the memory of a run, and bytes by part: the states are exact from meta shapes."""
+"""The setting that decides the memory of a run, and the bytes of its states, exact from shapes on meta."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,31 +16,31 @@ from ..run.units import GIB, MIB
 
 @dataclass(frozen=True)
 class Setting:
-    """All that decides the memory of a rank; the names are those of the flags where there is one."""
+    """Everything that decides the memory of a rank. A field has the name of its flag, if there is one."""
 
     config: PretrainedConfig = field(hash=False)
     param_dtype: torch.dtype
-    dtype: torch.dtype  # to compute in
+    dtype: torch.dtype  # of the computation
     seq_len: int  # tokens of the longest row
-    shards: int = 1  # ranks that a copy of the model is cut over
-    replicate: int = 1  # copies of the model, each cut over `shards` ranks (HSDP)
-    local_ranks: int = 1  # of one machine
-    gpu: bool = True  # false: ranks compute on the CPU, and gloo moves what they share
+    shards: int = 1  # ranks over which a copy of the model is sharded
+    replicate: int = 1  # copies of the model, each sharded over `shards` ranks (HSDP)
+    local_ranks: int = 1  # ranks on one machine
+    gpu: bool = True  # false: ranks compute on the CPU and communicate through gloo
     batch_size: int = 1
-    rows: int = 0  # of a rank in an optimizer step; 0: those of one micro-batch
+    rows: int = 0  # rows of a rank in an optimizer step; 0: those of one micro-batch
     activation_checkpointing: str = "none"
     activation_offload: bool = False
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     lora: Lora = Lora()
     quant: Quant = Quant()
-    may_adapt: bool = True  # false: the recipe has no adapters to propose
+    may_adapt: bool = True  # false: the recipe has no adapters, so the plan proposes none
     attn: str = "auto"
     trust_remote_code: bool = False
-    kind: str = "text"  # of loading.KINDS
-    parts: str = ""  # of a model of pictures that train, see parts.parse_parts; "": all
+    kind: str = "text"  # a key of loading.KINDS
+    parts: str = ""  # the parts of a picture model that train, see parts.parse_parts; "": all
     pictures: object = None  # a pictures.Pictures
-    frozen_bytes: int = 0  # of a rank's shards of other models, which do not train
+    frozen_bytes: int = 0  # bytes of a rank's shards of other models, which do not train
     masked: bool = False  # a mask keeps the documents of a pack apart
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False
@@ -49,7 +49,8 @@ class Setting:
     async_save: bool = False  # checkpoints are written from a copy on the host
     compile: bool = False
     repeats_keys: bool = False  # see sharding.lacks_grouped_kernels
-    # a function: (what traces a step, rows, tokens of a row) -> its trace, made from that of other steps
+    # a function (traced, rows, tokens of a row) -> Trace that derives it from traces of other steps; see
+    # trace_of
     scaling: object = None
 
     @property
@@ -72,9 +73,10 @@ class States:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that is alive at a time on the fullest rank: in which phase of a step, and bytes by part.
+    """The peak of live bytes on the fullest rank: the phase of the step, and bytes by part.
 
-    pools: the most in each CUDA stream's pool, at whatever time; what a caching allocator reserves.
+    pools: the peak bytes of each CUDA stream's pool, each at its own time. A caching allocator
+    reserves them all.
     """
 
     phase: str
@@ -87,7 +89,7 @@ class Peak:
 
 
 def sum_of(parts: dict[str, int]) -> str:
-    """The parts that count, largest first, and their sum."""
+    """The parts and their sum in words, largest first; parts that would print as 0.00 are left out."""
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
     ordered = sorted(parts.items(), key=lambda part: -part[1])
@@ -96,7 +98,9 @@ def sum_of(parts: dict[str, int]) -> str:
 
 
 def planned_model(setting: Setting) -> nn.Module:
-    """The model on meta, with its adapters, codes and chunked loss. It is the plan's own, and made once."""
+    """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses
+    it; it is cached.
+    """
     quant = setting.quant
     if quant.quantization != "8bit":
         quant = replace(quant, int8_mode="dequant")
@@ -138,13 +142,13 @@ def _planned_model(setting: Setting) -> nn.Module:
 
 
 def estimate_states(model: nn.Module, shards: int, optimizer: str = "adamw") -> States:
-    """Bytes on the fullest rank when every parameter is cut along dim 0 over `shards` ranks, as FSDP2 does.
+    """Bytes on the fullest rank when FSDP2 shards every parameter along dim 0 over `shards` ranks.
 
-    They follow from the parameters' shapes and dtypes, so the model may be on meta, sharded or not. Rows
-    are dealt as torch.chunk does, ceil(rows / shards) each until there are none left: rank 0 is the fullest,
+    They follow from the parameters' shapes and dtypes, so the model may be on meta, sharded or not. Rows are
+    split as by torch.chunk, ceil(rows / shards) for each rank until none are left. So rank 0 is the fullest,
     and FSDP2 pads weights and gradients to its size on every rank. AdamW keeps two moments of each trainable
-    row, in the parameter's dtype; the other optimizers keep what optim_8bit says. Frozen parameters have
-    neither; a tied weight counts once.
+    row, in the parameter's dtype; for other optimizers see optim_8bit. Frozen parameters have neither
+    gradients nor moments. A tied weight counts once.
     """
     if optimizer != "adamw":
         from ..train.optim_8bit import state_bytes
@@ -162,6 +166,6 @@ def estimate_states(model: nn.Module, shards: int, optimizer: str = "adamw") -> 
 
 
 def share_numel(parameter: nn.Parameter, shards: int) -> int:
-    """Elements of the fullest of `shards`."""
+    """Elements in the largest of a parameter's `shards`."""
     rows = len(parameter)
     return rows_of_full_shard(rows, shards) * parameter.numel() // rows

@@ -1,8 +1,8 @@
-"""What one step keeps and needs for its activations, found by running one decoder block of each kind, the
-embedding and the loss on fake tensors: they have a shape and a dtype, but no memory, and nothing is computed.
+"""The memory of the activations in one step: what is kept, and the peak.
 
-A storage counts from the operation that makes it until the last tensor on it is gone, as in torch's own
-tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
+One decoder block of each kind, the embedding and the loss run on fake tensors. These have a shape and a dtype
+but no memory, and nothing is computed. A storage counts from the operation that creates it until its last
+tensor is freed, as in torch's own tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
 """
 
 import weakref
@@ -29,34 +29,34 @@ from ..model.sharding import (
 
 
 class Segment(NamedTuple):
-    """A part of the step. Its bytes are counted from those that are alive when it begins."""
+    """A part of the step. Its bytes are relative to the live bytes at its begin."""
 
-    peak: int  # the most at a time
+    peak: int  # the most during the segment
     rest: int  # at its end
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A step of one micro-batch on one rank: segments in their order, of a block for each kind of it."""
+    """The segments of a step with one micro-batch on one rank, in order. Blocks of one kind are alike."""
 
-    kinds: list[int]  # of each block: which kind it is
+    kinds: list[int]  # the kind of each block
     embedding: Segment
-    blocks: list[Segment]  # of each kind: its forward
+    blocks: list[Segment]  # the forward of each kind
     loss: Segment  # the last norm, the head and the loss
     loss_back: Segment
-    blocks_back: list[Segment]  # rest: without what was kept, and with the unsharded gradients
+    blocks_back: list[Segment]  # rest: minus what the forward kept, plus unsharded gradients
     embedding_back: Segment
     input_bytes: int  # of a block's input
     pictures: object = None  # a pictures.Before
 
 
 class LiveBytes(TorchDispatchMode):
-    """Logs the storages that operations make, when they come and when they go."""
+    """Logs when operations create storages, and when these are freed."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = {}  # bytes of each storage that lives
-        # bytes that came, or went where negative; the names of segments, where they end
+        self.sizes = {}  # bytes of each live storage
+        # bytes of a new storage, or minus those of a freed one; the name of a segment where it ends
         self.log = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
-    """The segments of a log by their names. scaled: gives the bytes to count for those in the log."""
+    """The segments of a log by name. scaled: turns bytes of the log into those to count."""
     segments: dict[str, list[Segment]] = {}
     live = most = 0
     for entry in log:
@@ -93,8 +93,8 @@ def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
 
 
 def run_operation(func, args: tuple, kwargs: dict):
-    """Its result. Kernels of experts take dtypes besides bf16; the code for their shapes does not (torch
-    2.13).
+    """The result of an operation. The kernels for grouped experts take other dtypes than bf16 too, but their
+    shape function takes bf16 only (torch 2.13).
     """
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
@@ -125,12 +125,14 @@ def trace_of_log(
     pictures: object,
     scaled=int,
 ) -> Trace:
-    """gone: bytes of each block's input that went after its end. scaled: see segments_of."""
+    """The Trace of a log. gone: bytes of each block's input, if freed after the block's end, else 0. scaled:
+    see segments_of.
+    """
     segments = segments_of(log, scaled)
     blocks = []
     for block, size in zip(segments["block"], gone, strict=True):
         blocks.append(Segment(block.peak, block.rest - scaled(size)))
-    # The input of the last block goes within the segment of the loss.
+    # The input of the last block is freed in the segment of the loss.
     last = scaled(gone[-1])
     peak, rest = segments["loss"][0]
     loss = Segment(peak + last, rest + last)
@@ -162,18 +164,21 @@ def record_step(
     offload: bool = False,
     pictures=None,
 ) -> Callable[..., Trace]:
-    """What makes its trace, see trace_of_log: of a model on meta, with its adapters and chunked loss, as it
-    will be sharded. packed: a mask keeps documents apart. recompute, offload: as --activation_checkpointing,
-    --activation_offload. repeats_keys: see sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
+    """Run a step on fake tensors. Returns a function that makes its Trace, with the argument `scaled`
+    of trace_of_log.
+
+    model: on meta, with adapters and chunked loss, as it will be sharded. packed: a mask keeps documents
+    apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys: see
+    sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
     """
     layers = list(decoder_layers(model))
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     kinds, firsts = kinds_of(layers, apart)
     repeats = [layer for layer in layers if layer not in firsts]
     live, traced = LiveBytes(), None
-    # Where nothing keeps the input of a block it goes, but only after the mark at the block's end.
-    inputs: list[tuple] = []  # of each block that ran: its input's storage, weakly, and the bytes
-    gone: list[int] = []  # bytes of the inputs that went
+    # If nothing keeps the input of a block, it is freed, but only after the end of the block is marked.
+    inputs: list[tuple] = []  # by block: a weak reference to its input's storage, and the bytes
+    gone: list[int] = []  # bytes of the inputs that were freed
     with ExitStack() as stack:
         if repeats_keys:
             from ..model.attention import repeat_grouped_keys
@@ -210,7 +215,7 @@ def record_step(
             hidden = traced.hidden(ids)
         else:
             hidden = backbone(model)(ids, use_cache=False).last_hidden_state
-        gone.append(gone_bytes(inputs))  # the last one's goes before the loss
+        gone.append(gone_bytes(inputs))  # the last block's input is freed before the loss
         if has_logits:
             total = head(hidden.flatten(0, 1).index_select(0, places), places)
         else:  # the scores of a pair
@@ -225,10 +230,10 @@ def record_step(
 
 
 def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.Module]]:
-    """(which kind each block is, the first block of each kind). Blocks of one kind have the same class,
-    attention and parameters.
+    """(the kind of each block, the first block of each kind). Blocks of one kind have the same class,
+    attention and parameter shapes.
 
-    apart: the first block is a kind of its own, since no gradient goes to what comes before it.
+    apart: the first block is a kind of its own, since no gradient flows to its input.
     """
     keys = []
     for i, layer in enumerate(layers):
@@ -242,27 +247,27 @@ def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.M
 
 
 def few_chunks(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """The first two chunks of the loss and its last. Those between are like the second: each begins with what
-    the one before has left.
+    """The first two chunks of the loss and the last one. The chunks between are like the second: each begins
+    with the memory that the chunk before has left.
     """
     chunks = chunk_bounds(tokens, chunk_tokens)
     return [*chunks[:2], chunks[-1]] if len(chunks) > 3 else chunks
 
 
 def first_product(sums, d_logits, h, add=loss._add_product) -> None:
-    """The first of the many products in loss._add_product, which are alike."""
+    """Only the first of the many products in loss._add_product, which are alike."""
     rows = loss.CPU_ROWS
     add([sums[0][:rows]], d_logits[:, :rows], h)
 
 
 def pass_over(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """The forward of a block that is like one that ran."""
+    """The forward of a block that need not run, because another block of its kind does."""
     return hidden_states
 
 
 def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> Callable:
-    """A forward that marks a block's begin and end, where its backward begins, and before the first block
-    also where that ends. It adds to inputs and gone, see record_step.
+    """A forward that logs where the block begins and ends and where its backward begins; for the first block
+    also where its backward ends. It appends to inputs and gone, see record_step.
     """
     forward = layer.forward
 
@@ -270,7 +275,7 @@ def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> C
         live.log.append("back")
 
     def marked(*args, **kwargs):
-        layer.forward = forward  # a second one is part of the backward
+        layer.forward = forward  # a second call is the recomputation in the backward
         live.log.append("to block")
         hidden = args[0] if args else kwargs["hidden_states"]
         if inputs:
@@ -289,7 +294,7 @@ def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> C
 
 
 def gone_bytes(inputs: list[tuple]) -> int:
-    """Of the last block's input, if it is gone."""
+    """Bytes of the last block's input if it has been freed, else 0."""
     storage, size = inputs[-1]
     return size if storage() is None else 0
 
@@ -301,12 +306,13 @@ def parameters_in(
     without: Iterable[nn.Module] = (),
     part: nn.Module | None = None,
 ) -> Iterator[None]:
-    """New parameters and buffers in place of those of a part of the model, or of all of it, without memory,
-    in the dtype that FSDP gathers; not in the modules `without`, which do not run.
+    """Within it new parameters and buffers stand in for those of `part`, or of the whole model, in the dtype
+    in which FSDP gathers them. In a FakeTensorMode they have no memory. Modules in `without` keep theirs:
+    they do not run.
     """
     kept = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
     tables = []  # (parameters or buffers of a module, a copy of them)
-    made = {None: None}  # one for each tensor: weights may be tied
+    made = {None: None}  # a new tensor for each old one: weights may be tied
     for _, module in (part or model).named_modules(memo={*without}):
         for table in (module._parameters, module._buffers):
             tables.append((table, dict(table)))
@@ -322,7 +328,7 @@ def parameters_in(
 
 
 def empty_like(tensor: torch.Tensor, gathered: torch.dtype) -> torch.Tensor:
-    """Of the same shape, where new tensors are. Parameters of floating point get the dtype `gathered`."""
+    """A new tensor of the same shape. Floating-point parameters get the dtype `gathered`."""
     if not isinstance(tensor, nn.Parameter):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     dtype = gathered if tensor.is_floating_point() else tensor.dtype

@@ -1,4 +1,4 @@
-"""Where files lie that can be made again."""
+"""The cache folder, for files that can be made again."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from .errors import ConfigError
 
 
 def cache_folder(name: str) -> Path:
-    """For what can be made again, in $XDG_CACHE_HOME or ~/.cache. ConfigError: a user without a home."""
+    """$XDG_CACHE_HOME/raw_fsdp/NAME or ~/.cache/raw_fsdp/NAME. ConfigError if the user has no home."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:

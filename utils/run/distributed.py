@@ -1,8 +1,8 @@
-"""Start and stop torch.distributed; World; the few collectives; sizes -> a DeviceMesh.
+"""Start and stop torch.distributed; World; the few collectives; the DeviceMesh.
 
-RANK and WORLD_SIZE are read here and nowhere else. The default group is gloo, on the CPU: it exists before
-any CUDA context does, carries the small things (counts, error texts), and is enough for a whole run on a
-machine without a GPU.
+A run takes its rank and world size from here; only the error messages read RANK by themselves. The default
+group is gloo, on the CPU: it exists before any CUDA context, carries small objects (counts, error texts), and
+is enough for a whole run on a machine without a GPU.
 """
 
 import os
@@ -25,23 +25,23 @@ from .errors import ConfigError, check, differences, print0
 from .signals import die_with_parent
 
 FIX = "(fix: start with torchrun, or unset it)"
-START_SECONDS = 600  # that ranks wait for each other
-# and while another machine tokenizes data that this one has tokenized before
+START_SECONDS = 600  # how long ranks wait for each other
+# The same while another machine tokenizes data that this one has in its cache.
 PATIENT_SECONDS = 7 * 24 * 3600
-# What torch reads when it first allocates on a GPU, the first that is set (c10/cuda/CUDAAllocatorConfig.h of
-# torch 2.13; before 2.9 the second alone): names of variables.
+# The variables that torch reads at its first allocation on a GPU; the first one that is set counts
+# (c10/cuda/CUDAAllocatorConfig.h of torch 2.13; before 2.9 only the second).
 CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
-# Of groups that move tensors, by device: gloo also beside GPUs, for objects and what --cpu_offload keeps on
-# the host.
+# Backends of groups that move tensors, by device. GPUs have gloo too, for objects and for what --cpu_offload
+# keeps on the host.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-NVIDIA = Path("/dev/nvidia0")  # of the first GPU, made by its driver
+NVIDIA = Path("/dev/nvidia0")  # the first GPU, if its driver is loaded
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the others; `device` is where it computes. local_rank, local_size: among all
-    processes of this machine, whatever the group.
+    """This process's rank among `size` ranks, and the device on which it computes. local_rank and local_size
+    count all processes of this machine, also if `group` has fewer.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    group: dist.ProcessGroup | None = None  # of these ranks; None: the default group, of all
+    group: dist.ProcessGroup | None = None  # of the `size` ranks; None: the group of all ranks
 
     @property
     def gpu_name(self) -> str:
@@ -57,11 +57,11 @@ class World:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # one process without a group, for what needs none
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # a single process without a group
 
 
 def init_distributed(use_gpu: bool = True) -> World:
-    """Join the gloo group that torchrun's variables describe; a world of one where there are none.
+    """Join the gloo group that torchrun's variables describe; without them, make a world of one rank.
 
     Raises ConfigError for variables that do not fit together, a port in use, more ranks on this machine than
     GPUs, or a GPU that this torch cannot use.
@@ -87,12 +87,12 @@ def init_distributed(use_gpu: bool = True) -> World:
         return world
     wait = timedelta(seconds=START_SECONDS)
     try:
-        # torchrun's, which outlives restarts
+        # torchrun's own store, which outlives restarts
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait
             )
-            # not to meet the dead
+            # hides the keys of ranks from before the restart
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     except dist.DistNetworkError as error:
@@ -108,9 +108,9 @@ def init_distributed(use_gpu: bool = True) -> World:
 
 
 def check_architecture(capability: tuple[int, int], built_for: list[str]) -> None:
-    """Raise ConfigError where no kernel of torch runs on a GPU. built_for: "sm_80", "compute_90", ...
+    """Raise ConfigError if this torch has no kernels for a GPU. built_for: "sm_80", "compute_90", ...
 
-    An sm_ kernel runs on GPUs of its major version, from its minor one on; compute_ also on later ones.
+    sm_XY runs on GPUs with major version X and minor version Y or higher; compute_XY also on later majors.
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/#application-compatibility
     """
     for architecture in built_for:
@@ -126,8 +126,8 @@ def check_architecture(capability: tuple[int, int], built_for: list[str]) -> Non
 
 
 def check_own_gpus(world: World, gpu: str) -> None:
-    """Raise ConfigError where two ranks have one GPU. gpu: its UUID where a launcher shows each rank one; "":
-    ranks take those that they see by number.
+    """Raise ConfigError if two ranks use the same GPU. gpu: its UUID, if the launcher does not show all GPUs
+    to each rank; "" if it does, because then each rank takes its own by number.
     """
     owners = gather(world, gpu)
     for rank, owner in enumerate(owners):
@@ -140,9 +140,7 @@ def check_own_gpus(world: World, gpu: str) -> None:
 
 
 def use_all_cores(world: World) -> None:
-    """Share the cores among the ranks of a machine, for what is computed beside a GPU: torchrun sets one
-    thread for each.
-    """
+    """Divide the machine's cores among its ranks, for CPU work beside a GPU: torchrun sets 1 thread each."""
     if torch.get_num_threads() == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
@@ -150,8 +148,8 @@ def use_all_cores(world: World) -> None:
 def stop_distributed() -> None:
     """Leave the group, if there is one.
 
-    gloo's threads may still let go of the last tensors, for which they need Python; asking for it while
-    Python ends aborts the process (https://github.com/pytorch/pytorch/issues/190489), so they get their time.
+    gloo's threads may still release the last tensors, for which they need Python's GIL. Asking for it while
+    Python ends aborts the process (https://github.com/pytorch/pytorch/issues/190489), so wait 0.1 s for them.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -159,11 +157,11 @@ def stop_distributed() -> None:
 
 
 def set_timeout(seconds: float = START_SECONDS, group: dist.ProcessGroup | None = None) -> None:
-    """How long ranks wait for each other from now on, in every group that there is by now but the saver's.
+    """Set how long ranks wait for each other, in every group that exists now except the saver's.
 
-    Every rank of the group calls it. As torchtitan does: distributed/utils.py, set_pg_timeouts.
+    Every rank of the group calls it. As in torchtitan: distributed/utils.py, set_pg_timeouts.
     """
-    dist.barrier(group)  # nobody is in an earlier collective
+    dist.barrier(group)  # no rank is in an earlier collective
     _set_timeouts(seconds)
 
 
@@ -197,18 +195,18 @@ def all_reduce_sum(value: torch.Tensor | float, world: World) -> float:
 
 
 def sum_on_device(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Sum of a () tensor over all ranks of a mesh, in double precision, where it is: no host waits for it."""
+    """Sum of a () tensor over a mesh, in double precision, on its device: the host does not wait for it."""
     parts = DTensor.from_local(value.double(), mesh, [Partial()] * mesh.ndim, run_check=False)
     return parts.full_tensor()
 
 
 @contextmanager
 def together(world: World, patient: bool = False) -> Iterator[None]:
-    """Run a block in which any rank may raise ConfigError; then all ranks raise one that names the ranks
-    concerned.
+    """Run a block in which any rank may raise ConfigError. If one does, all ranks raise a ConfigError that
+    names the ranks concerned.
 
-    This is what lets one rank find a bad file without leaving the others in a collective. The block itself
-    must not communicate after a point where a rank can fail. patient: it may take one machine hours.
+    So one rank may find a bad file without leaving the others in a collective. The block must not communicate
+    after a point where a rank can fail. patient: the block may take hours on one machine.
     """
     mine = None
     try:
@@ -247,13 +245,13 @@ def env_int(name: str, default: int | None = None) -> int | None:
 
 
 def use_expandable_segments(device: torch.device) -> None:
-    """Have torch's allocator of GPU memory map pages as it needs them, in place of blocks of fixed sizes, of
-    which it loses 10 to 25 % between them in published runs of FSDP2. What the user has set stays.
+    """Let torch's GPU allocator map pages as it needs them, in place of blocks of fixed size. Gaps between
+    such blocks cost 10 to 25 % of the memory in published runs of FSDP2. What the user has set stays.
     """
     if device.type != "cuda" or torch.cuda.is_initialized():
         return
     if not any(name in os.environ for name in CUDA_SETTINGS):
-        # torch 2.11 warns of this name, but 2.9 ignored the new one (pytorch issue 183387)
+        # torch 2.11 warns about this name, but 2.9 ignores the new one (pytorch issue 183387)
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
         print0(f"allocator PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}, since it was not set")
 
@@ -266,7 +264,7 @@ def device_of(local_rank: int, local_size: int) -> torch.device:
         check(is_meant or not NVIDIA.exists(), f"{what} {NVIDIA} (fix: {fix})")
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1:  # perhaps one for each rank: see check_own_gpus
+    if count == 1:  # the launcher may show each rank one GPU: see check_own_gpus
         return torch.device("cuda", 0)
     too_many = f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
     check(local_size <= count, f"{too_many} (fix: --nproc_per_node {count})")
@@ -274,9 +272,10 @@ def device_of(local_rank: int, local_size: int) -> torch.device:
 
 
 def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
-    """Sizes by axis: `shard` (FSDP), or `replicate` and `shard` (HSDP): shards within a group, copies across.
+    """The axes of the mesh and their sizes: `shard` (FSDP), or `replicate` and `shard` (HSDP: weights are
+    sharded within a group of ranks and replicated across groups).
 
-    0 means: derived from the other. Raises ConfigError where their product is not the number of ranks.
+    0: derived from the other number. Raises ConfigError if the product is not the number of ranks.
     """
     flags = f"--replicate {replicate} x --shard {shard}"
     shard = shard or max(1, ranks // (replicate or 1))
@@ -289,9 +288,9 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
 
 def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
-    """The mesh of mesh_axes; by default one axis, `shard`. On GPUs NCCL begins here.
+    """The device mesh with these axes, see mesh_axes; default: one axis, `shard`. On GPUs this starts NCCL.
 
-    A world with a group of its own has one axis.
+    A world with a group of its own can have only one axis.
     """
     axes = axes or mesh_axes(world.size)
     if world.device.type == "cuda":
@@ -301,7 +300,7 @@ def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
     return _mesh_of(dist.group.WORLD, world.device.type, tuple(axes), tuple(axes.values()))
 
 
-@cache  # each group has threads that wake 100 times a second
+@cache  # each new group adds threads that wake 100 times a second
 def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
     backend = dict.fromkeys(names, BACKENDS[device_type])
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backend)

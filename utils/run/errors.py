@@ -22,25 +22,25 @@ from .memory import note_peak
 
 @dataclass
 class Story:
-    """How far the run is, for who says how it ends."""
+    """The current act and the planned memory, for the messages that say how a run ended."""
 
     act: str = "parse"
-    planned: str = ""  # memory, as the plan has it
-    less_memory: Callable[[], str] | None = None  # finds what needs less of it
+    planned: str = ""  # the planned memory, as part of a message
+    less_memory: Callable[[], str] | None = None  # finds flags that need less memory
 
 
 story = Story()
 
-# What a terminal obeys or breaks a line at: C0 and C1 but the tab, separators of lines, marks that turn the
-# direction of writing, and half surrogates, which stand for bytes that are no text.
+# Characters that a terminal obeys, or that break a line: C0 and C1 except the tab, line separators, marks
+# that change the direction of writing, and lone surrogates, which stand for bytes that are not valid text.
 CONTROL = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def escaped(text: object, keep: str = "") -> str:
-    """Text that is safe on a terminal and stays on its line: control characters as \\n, \\r or \\u001b, which
-    is what JSON writes. Those in `keep` stay. Escaping twice changes nothing.
+    """Text that is safe on a terminal and stays on one line: control characters become \\n, \\r or \\u001b,
+    as in JSON. Characters in `keep` stay. Escaping twice changes nothing.
     """
     return CONTROL.sub(
         lambda found: found[0] if found[0] in keep else json.dumps(found[0])[1:-1], str(text)
@@ -48,10 +48,10 @@ def escaped(text: object, keep: str = "") -> str:
 
 
 class ConfigError(Exception):
-    """Bad input: one error, or a list of several, each of which is printed as one line.
+    """Bad input: one error, or a list of errors. Each is printed as one line.
 
-    A line break within an error is escaped like every other control character: it came with a name.
-    agreed: every rank raises it together, so rank 0 alone prints it.
+    A line break within an error is escaped like every other control character: it comes from a name or value
+    that the message quotes. agreed: all ranks raise the same error together, so only rank 0 prints it.
     """
 
     def __init__(self, message: str | list[str], agreed: bool = False):
@@ -71,23 +71,28 @@ def check(condition: object, message: str | list[str]) -> None:
 
 
 def act(name: str) -> None:
-    """Announce an act of the recipe's story, so that a log, a hang or a crash tells where it was."""
+    """Announce the next act of the recipe, so that a log shows where a run hung or crashed. The peak memory
+    of the act before it is recorded.
+    """
     note_peak(story.act)
     story.act = name
     print0(f"--- {name}")
 
 
 def advise_on_memory(planned: str, less: Callable[[], str]) -> None:
-    """What errors say where memory ran out or a rank was killed: what was planned, and what needs less."""
+    """Set what the message says if memory runs out or a rank is killed: the planned memory, and flags that
+    need less. `less` finds these flags; it is called only then.
+    """
     story.planned, story.less_memory = f"; {planned}", less
 
 
 @contextmanager
 def others_code(what: str, fix: str = "") -> Iterator[None]:
-    """Whatever the code of others raises in the block becomes one line, `what: its reason (fix: ...)`.
+    """Turn any exception of third-party code in the block into one ConfigError, `what: reason (fix: ...)`.
 
-    For what reads a config or a tokenizer, or builds a model: with odd values it may raise anything. Rust
-    code panics with an exception that is no Exception. Ctrl-C and exits pass, and so do errors of ours.
+    It is for code that reads a config or a tokenizer, or builds a model: with unusual values that code may
+    raise anything. A panic in Rust code raises a BaseException that is no Exception. Ctrl-C, exits and
+    ConfigErrors pass through.
     """
     try:
         yield
@@ -100,14 +105,14 @@ def others_code(what: str, fix: str = "") -> Iterator[None]:
 
 
 def reason_of_others(error: BaseException) -> str:
-    """The kind and the first words of an exception, on one line."""
+    """The type of an exception and the first 300 characters of its text, on one line."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
 
 
 def say(*parts: object, ready: bool = False) -> None:
-    """Print a line to stdout. If who read it has gone (`| head`, a closed terminal), the run goes on in
-    silence. ready: the text is escaped already, and has line breaks or colours of our own.
+    """Print a line to stdout. If the reader is gone (`| head`, a closed terminal), the run goes on silently.
+    ready: the text is already escaped, and its line breaks or colours are ours.
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     text = " ".join(map(str, parts))
@@ -141,13 +146,13 @@ def rank() -> int:
 
 
 def print_once(*lines: str, agreed: bool = False) -> None:
-    """Write errors; where all ranks `agreed` on them rank 0 alone does, else each names
-    itself.
+    """Write errors to stderr. If all ranks `agreed` on them, only rank 0 writes. Otherwise each of the other
+    ranks writes too, after 5 seconds and with its number.
     """
     by = ""
     if rank() != 0:
-        # Rank 0 most likely says the same, and torchrun ends this process when it has. Leaving first would
-        # cut rank 0 short.
+        # Rank 0 most likely prints the same error, and then torchrun ends this process. If this process
+        # exited first, torchrun would end rank 0 before it has printed.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
         if agreed:

@@ -1,6 +1,6 @@
-"""How a run ends that fails: what a full disk, a lack of memory or a missing rank looks like, in one line.
+"""Explain in one line why a run failed: a full disk, too little memory, or a rank that is gone.
 
-It is imported when that happens.
+This file is imported only when a run fails.
 """
 
 import errno
@@ -17,13 +17,13 @@ from .errors import print_once, rank, story, write_errors
 LOST = re.compile(
     "[Tt]imed? ?out|[Cc]onnection (closed|refused|reset)|[Bb]roken pipe|remote process|aborted"
 )
-REFUSED = "can't allocate memory"  # of torch's CPU allocator
+REFUSED = "can't allocate memory"  # the error of torch's CPU allocator
 _leaving = threading.Lock()
 
 
 def abort_nccl() -> None:
-    """Else NCCL warns of groups that nobody left, beside our line, or its destructor waits for ranks that are
-    gone (https://github.com/pytorch/pytorch/issues/119797).
+    """Abort the NCCL groups. Otherwise NCCL prints warnings about groups that were not destroyed, or its
+    destructor waits for ranks that are gone (https://github.com/pytorch/pytorch/issues/119797).
     """
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized() and torch.distributed.is_initialized():
@@ -31,14 +31,14 @@ def abort_nccl() -> None:
 
 
 def explain(error: Exception) -> None:
-    """Say in one line what a full disk, a lack of memory or a missing rank is, and end the process. Return
-    where it is something else.
+    """If the error comes from a full disk, too little memory or a missing rank, say so in one line and end
+    the process. Otherwise return.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun's, while this error is looked into
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun may send them meanwhile
         signal.signal(number, signal.SIG_IGN)
     text = str(error)
     for code in (errno.ENOSPC, errno.EDQUOT):
-        reason = os.strerror(code)  # safetensors and torch keep the system's words
+        reason = os.strerror(code)  # errors of safetensors and torch contain the system's text
         if reason in text:
             filename = getattr(error, "filename", None)
             file = f" for {filename}" if filename else ""
@@ -61,11 +61,13 @@ def explain(error: Exception) -> None:
 
 
 def say_who_is_gone() -> None:
-    """Where ranks of this machine are gone, the first of the others says so; and the process ends. It stays a
-    moment where there are more, which would else take one that has said so, or is silent, for one more lost.
+    """If ranks of this machine are gone, the lowest rank that still runs says so, and this process ends.
+
+    If several ranks still run, each waits 3 seconds before it ends. Otherwise the others would report it as
+    one more rank that is gone.
     """
     if gone := ranks_gone():
-        _leaving.acquire()  # for good: another thread that comes here too waits for the end
+        _leaving.acquire()  # never released: a second thread waits here until the process ends
         present = ranks_present()
         if rank() == min(present):
             names = ", ".join(map(str, gone[:5]))
@@ -77,9 +79,9 @@ def say_who_is_gone() -> None:
 
 
 def ranks_gone() -> list[int]:
-    """The ranks that this one's launcher has started, and that do not run any more."""
+    """The ranks that this rank's launcher started and that no longer run."""
     present = ranks_present()
-    if rank() not in present:  # nothing is known
+    if rank() not in present:  # this rank does not find itself, so nothing is known
         return []
     first = rank() - int(os.environ.get("LOCAL_RANK", "0"))
     expected = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -87,7 +89,7 @@ def ranks_gone() -> list[int]:
 
 
 def ranks_present() -> set[int]:
-    """The ranks among the processes that this one's launcher has started and that still run."""
+    """The ranks of the processes that this rank's launcher started and that still run."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -95,13 +97,13 @@ def ranks_present() -> set[int]:
             if int(parent) != os.getppid() or state in "ZX":
                 continue
             environment = (stat.parent / "environ").read_bytes()
-        except OSError:  # it has just ended, or is another user's
+        except OSError:  # the process has just ended, or belongs to another user
             continue
         found |= {int(number) for number in re.findall(rb"\0RANK=(\d+)\0", environment)}
     return found
 
 
 def _leave() -> None:
-    """End this process, without waiting for a thread that saves and waits for other ranks."""
-    sys.stdout.flush()  # write_errors has flushed the other
+    """End this process at once, without waiting for a thread that saves and waits for other ranks."""
+    sys.stdout.flush()  # write_errors has flushed stderr
     os._exit(1)

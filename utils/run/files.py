@@ -1,4 +1,4 @@
-"""Files from elsewhere, opened only inside their folder; files that are written whole or not at all."""
+"""Open files of a downloaded folder only inside it; write files completely or not at all."""
 
 import difflib
 import errno
@@ -16,23 +16,26 @@ AGAIN = "(fix: copy or download the folder again)"
 
 
 def did_you_mean(path: Path) -> str:
-    """A neighbour of almost the same name, as "; did you mean X?"; else nothing."""
+    """A file of almost the same name in the same folder, as "; did you mean X?"; "" if there is none."""
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, set(names) - {path.name}, n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
 def impostor(start: bytes) -> str:
-    """What a download often leaves in place of a file."""
+    """What a download left in place of a file, judged by its first bytes: a git-lfs pointer or an HTML
+    page. "" if neither.
+    """
     if start.startswith(b"version https://git-lfs"):
         return "a git-lfs pointer, not the file itself; try `git lfs pull`"
     return "an HTML page, not the file itself" if start.lstrip()[:1] == b"<" else ""
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """folder/name, if that is a file within the folder.
+    """folder/name. ConfigError unless it is a regular file inside the folder, also after links are followed.
 
-    In the Hugging Face cache, files in models--x--y/snapshots/<revision> link to models--x--y/blobs: inside.
+    In the Hugging Face cache, files in models--x--y/snapshots/<revision> are links to models--x--y/blobs,
+    which counts as inside.
     """
     name = name.replace("\0", "\\0")
     root = Path(os.path.realpath(folder))
@@ -47,7 +50,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file in one go: it is complete, as it was, or absent."""
+    """Write a file atomically: whatever happens, it is complete, as it was before, or absent."""
     temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
     try:
         temporary.write_text(text, "utf-8")
@@ -58,11 +61,11 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Say in one line what the file system refused while `path` was written, and what helps against it."""
+    """Turn an error of the file system while `path` is written into one ConfigError with a remedy."""
     try:
         yield
     except Exception as error:
-        # tokenizers raises a bare Exception.
+        # tokenizers raises a plain Exception, with the number only in its text.
         full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
         full = full or "(os error 28)" in str(error)
         if not full and not isinstance(error, OSError):
@@ -79,7 +82,9 @@ def sync_path(path: Path) -> None:
 
 
 def publish(temp: Path, out: Path) -> None:
-    """Put temp in the place of out: never half a folder, and the old one goes when the new one is there."""
+    """Move the folder `temp` to `out`. `out` is never half a folder, and the old one is deleted only when the
+    new one is in place.
+    """
     for path in (*temp.iterdir(), temp):
         sync_path(path)
     old = out.with_name(temp.name.replace(".tmp", ".old", 1))
@@ -91,7 +96,9 @@ def publish(temp: Path, out: Path) -> None:
 
 
 def remove_siblings(out: Path, kind: str) -> None:
-    """Temporary folders (.tmp) that killed saves left beside `out`; models (.old) that they had set aside."""
+    """Delete hidden folders beside `out`. kind .tmp: temporary folders of saves that were killed; .old:
+    former models that a save moved aside.
+    """
     ours = re.compile(re.escape(f"{kind}_{out.name}_") + "[0-9a-f]{8}")
     for path in out.parent.glob(".*"):
         if ours.fullmatch(path.name):
@@ -101,8 +108,8 @@ def remove_siblings(out: Path, kind: str) -> None:
 
 
 def check_replaceable(out: Path, source: Path | None) -> None:
-    """Raise ConfigError unless a save may replace the whole folder: it is absent, empty or a model's, and not
-    the source of this model.
+    """Raise ConfigError unless a save may replace the whole folder `out`: it is absent, empty or a model
+    folder, and neither `out` nor its parent is `source`, the folder that the model is read from.
     """
     fix = "another --output_dir"
     written = (os.path.realpath(out), os.path.realpath(out.parent))

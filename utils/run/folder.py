@@ -1,8 +1,9 @@
-"""The run folder: which one, whose it is while a run uses it, what it already holds, and its plan.json.
+"""The run folder: choose and lock it, find what an earlier start left in it, write its plan.json.
 
     OUT/config.yaml  OUT/metrics.jsonl  OUT/checkpoints/  OUT/model/  OUT/plan.json
 
-A run is finished when its plan.json says what was measured. Nothing that a folder holds is overwritten.
+A run is finished when its plan.json has the measured figures. A later start keeps config.yaml and the lines
+of metrics.jsonl.
 """
 
 import fcntl
@@ -24,16 +25,18 @@ from .settings import save_config
 from .units import GIB
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "adapter")
-_claims = ExitStack()  # closing it gives back what this process has claimed
+_claims = ExitStack()  # closing it releases the lock and removes folders that are still empty
 
 
 def claim_output(output_dir: str, stem: str, world: World, source: Path | None = None) -> Path:
-    """The folder of this run, made and locked by rank 0: --output_dir; after an elastic restart the newest
-    output/STEM-NNN; else the next free one, taken by making it, so no two runs share one.
+    """The folder of this run, made and locked by rank 0; all ranks call it.
 
-    Raises ConfigError on all ranks where it cannot be made or written, a rank sees another folder there,
-    another run is at work in it, or OUT/model could not be replaced: it is `source`, which the model is read
-    from, or no model.
+    It is --output_dir if given; after an elastic restart the newest output/STEM-NNN; else the next free
+    output/STEM-NNN. A number is taken by making its folder, so two runs never share one.
+
+    Raises ConfigError on all ranks if the folder cannot be made or written, another run uses it, or a rank
+    sees another folder at its path; and if a save could not replace OUT/model, see check_replaceable.
+    `source`: the folder that the model is read from.
     """
     restarted = any(gather(world, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
     out, who = Path(output_dir).absolute() if output_dir else None, ""
@@ -47,7 +50,7 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     out, who = broadcast(world, (out, who))
     with together(world), disk_errors(out):
         check_seen(out, who)
-    # NCCL's flight recorder: a collective that times out leaves here which rank was in which.
+    # NCCL's flight recorder: when a collective times out, each rank writes here which collective it was in.
     flights = {"BUFFER_SIZE": "2000", "DUMP_TEMP_FILE": f"{out}/hang_rank_"}
     os.environ.update({f"TORCH_FR_{key}": value for key, value in flights.items()})
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
@@ -63,7 +66,9 @@ def check_seen(out: Path, who: str) -> None:
 
 
 def releases_output(main):
-    """Decorate a recipe's main: however it ends, its claim ends, and a folder that is still empty goes."""
+    """Decorate a recipe's main: however it ends, the lock is released, and a folder that this run made and
+    that is still empty is removed.
+    """
 
     @wraps(main)
     def released(cfg):
@@ -74,14 +79,16 @@ def releases_output(main):
 
 
 def holds_run(out: Path | None) -> bool:
-    """Whether a folder has anything of an earlier run."""
+    """Whether a folder holds files of an earlier run."""
     return out is not None and any((out / name).exists() for name in RUN_FILES)
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What an earlier start left in the run folder. checkpoint: to continue from, None for a fresh start;
-    state: what it was saved with; finished: the steps after which the run ended, 0 if it did not.
+    """What an earlier start left in the run folder.
+
+    checkpoint: the folder to continue from, None for a fresh start. state: the facts stored in that
+    checkpoint. finished: the number of steps of a finished run, else 0.
     """
 
     checkpoint: Path | None = None
@@ -90,9 +97,9 @@ class Resumed:
 
 
 def start_run(out: Path, cfg: object, planned: dict) -> int:
-    """Keep the settings and the plan of this start, on rank 0; which start of the run it is, from 1.
+    """Save the settings and the plan of this start; returns its number, from 1. Only rank 0 calls it.
 
-    config.yaml is the first one's, config_002.yaml and so on are those of later ones.
+    The first start writes config.yaml, later ones config_002.yaml and so on.
     """
     run = 1 + len([*out.glob("config.yaml"), *out.glob("config_[0-9][0-9][0-9].yaml")])
     save_config(cfg, out / ("config.yaml" if run == 1 else f"config_{run:03d}.yaml"))
@@ -101,7 +108,7 @@ def start_run(out: Path, cfg: object, planned: dict) -> int:
 
 
 def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
-    """Write plan.json in one go; `measured` marks the run as finished."""
+    """Write plan.json atomically; `measured` marks the run as finished."""
     content = {"planned": planned} | ({"measured": measured} if measured else {})
     replace_file(out / "plan.json", json.dumps(content, indent=2) + "\n")
 
@@ -109,12 +116,11 @@ def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
 def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
     """Raise ConfigError unless the disk has room.
 
-    Where all ranks of a `world` call it, rank 0 reads the free space for all of them: two readings of a busy
-    disk differ, and the error would be printed once for each.
+    If all ranks of a `world` call it, rank 0 reads the free space for all of them. Readings of a busy disk
+    differ from rank to rank, and then the error would be printed once per rank.
     """
-    free_bytes = (
-        math.inf
-    )  # where the file system does not tell, as some network file systems do not
+    # Some network file systems do not report their free space.
+    free_bytes = math.inf
     with suppress(OSError):
         disk = os.statvfs(folder)
         free_bytes = disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
@@ -126,7 +132,9 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
 
 
 def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
-    """(the folder, what its lock says of this process)"""
+    """Make and lock `out`; None: the next free output/STEM-NNN. Returns (the folder, the text in its lock
+    file, which names this process).
+    """
     for free in [out] if out else (Path("output", f"{stem}-{n:03d}").absolute() for n in count(1)):
         made = [folder for folder in (free, *free.parents) if not os.path.lexists(folder)]
         for folder in reversed(made):
@@ -140,10 +148,10 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
     lock = open(free / ".lock", "a+b")  # noqa: SIM115 - closed with the claim
     _claims.enter_context(lock)
     try:
-        # the kernel undoes it, however the process ends
+        # the kernel releases the lock, however the process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(lock.fileno()), os.lstat(lock.name)):
-            raise BlockingIOError  # who had it has just removed it
+            raise BlockingIOError  # the run that held the lock has just removed the file
     except BlockingIOError:
         lock.seek(0)
         who = lock.read().decode(errors="replace") or "another run"
@@ -157,7 +165,7 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
     lock.truncate(0)
     lock.write(who.encode())
     lock.flush()
-    os.fsync(lock)  # for the other machines
+    os.fsync(lock)  # so that other machines see the text
     return free, who
 
 

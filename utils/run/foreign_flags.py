@@ -1,8 +1,9 @@
-"""Flags of llama-recipes run as they are; those of other projects are answered with ours.
+"""Flags of llama-recipes work as they are; for a flag of another project the error names ours.
 
-foreign_flags.yaml beside this file has two tables. `llama_recipes`: its names -> flags of ours (with the
-value, or for each value that works), or why nothing is to be set. `hints`: names of TRL and transformers'
-TrainingArguments, LLaMA-Factory, Axolotl and torchtune -> ours, for messages only.
+foreign_flags.yaml beside this file has two tables. `llama_recipes` maps each of its names to our flags, to
+our flags for each value that works, or to the reason why nothing has to be set. `hints` lists, for each of
+our flags or for a sentence of advice, the names in TRL and transformers' TrainingArguments, LLaMA-Factory,
+Axolotl and torchtune; it is used in messages only.
 """
 
 import re
@@ -19,16 +20,17 @@ for ours, theirs in TABLES["hints"].items():
 
 
 def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[str, str]]:
-    """(the flags in our words, settings that hold unless they are given elsewhere); each use prints a line.
+    """Translate flags of llama-recipes to ours; each one prints a line.
 
-    texts: by name, as typed. kinds: our settings. A name that no table knows stays. Raises ConfigError with a
-    line for each flag that cannot be followed.
+    Returns (our flags as typed, settings that those of llama-recipes imply; --config and our own flags
+    override these). texts: the typed value of each flag. kinds: our settings. A name that is in no table is
+    returned unchanged. Raises ConfigError with a line for each flag that has no translation.
     """
     known: dict[str, str] = {}
     implied: dict[str, str] = {}
     problems: list[str] = []
     for name, text in texts.items():
-        short = name.rpartition(".")[2]  # train_config.model_name
+        short = name.rpartition(".")[2]  # such as train_config.model_name
         if name in kinds or short in kinds:
             known[short if short in kinds else name] = text
         elif short in TABLES["llama_recipes"]:
@@ -44,7 +46,7 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
             known[name] = text
     check(not problems, problems)
     if "lora_rank" in implied and implied.get("param_dtype") == "bf16":
-        # pure_bf16 beside adapters: the base is frozen, and what trains stays in fp32.
+        # pure_bf16 with LoRA: only the frozen base becomes bf16, the adapters stay in fp32.
         del implied["param_dtype"]
         implied["dtype"] = "bf16"
     if "model" in implied:
@@ -53,9 +55,9 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
 
 
 def _ours(flag: str, meaning: str | dict, text: str, kinds: dict) -> dict[str, str]:
-    """Our settings for a flag of llama-recipes, {} where it changes nothing."""
+    """Our settings for a flag of llama-recipes; {} if it changes nothing."""
     if isinstance(meaning, dict):
-        value = text.lower().rpartition(".")[2]  # ShardingStrategy.FULL_SHARD
+        value = text.lower().rpartition(".")[2]  # such as ShardingStrategy.FULL_SHARD
         check(
             value in meaning,
             f"{flag} {text}: works with {', '.join(meaning)} only (fix: leave it out)",

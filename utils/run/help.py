@@ -1,7 +1,7 @@
-"""What --help prints of a recipe: read from the comments of its settings.
+"""The text of --help, read from the comments of a recipe's settings.
 
-A comment that stands alone below an empty line opens a group; comment lines directly above a field belong to
-it, before the one at its line's end.
+A comment on a line of its own below an empty line starts a group. Comment lines directly above a field belong
+to the field; they come before the comment at the end of its line.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def help_text(cls: type, kinds: dict[str, tuple[type, str | None]]) -> str:
 
 
 def described(cls: type) -> dict[str, dict[str, str]]:
-    """The comment of each field that `cls` declares itself, by group, read from its source."""
+    """{group: {field: comment}} of the fields that `cls` declares itself, read from its source."""
     names = {field.name for field in dataclasses.fields(cls)}
     groups: dict[str, dict[str, str]] = {}
     group = "Flags"

@@ -30,12 +30,12 @@ LINE = {
 
 
 class RunLog:
-    """Where the numbers of a run go: a line on stdout, folder/metrics.jsonl, and trackers on demand.
+    """Writes the numbers of a run to stdout, to folder/metrics.jsonl and to trackers.
 
-    As start 0 of the run it does nothing: so on all ranks but rank 0. On a terminal there is a progress bar
-    with the time left, in a log only whole lines. trackers: of profiling.py, which get the same numbers.
-    done: the step that was resumed from; run: which start of the run this is. Lines of later steps that an
-    earlier start wrote stay.
+    On a terminal it also shows a progress bar with the time left; a log file gets only whole lines. trackers:
+    objects of profiling.py that get the same numbers. done: the step that the run resumed from. run: the
+    number of this start, from 1; with 0 the log does nothing, as on all ranks but rank 0. Lines of
+    metrics.jsonl that an earlier start wrote for later steps stay.
     """
 
     def __init__(self, folder: Path, total_steps, log_every=1, trackers=(), done=0, run=1):
@@ -49,15 +49,16 @@ class RunLog:
             total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent
         )
         if run and (folder / "metrics.jsonl").exists():
-            # a last line that a kill cut would spoil the next
+            # remove an incomplete last line of a killed start, which would spoil the next line
             with open(folder / "metrics.jsonl", "r+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
 
     def step(self, **numbers: float | None) -> None:
-        """Record what is known after optimizer step `step` (from 1): one JSON object, and perhaps a line.
+        """Record the numbers of optimizer step `step` (from 1): one JSON object, and every log_every steps
+        a line on stdout.
 
-        None is left out; NaN and infinity become null, since JSON has neither. Called again for the same step
-        with an eval_loss, it adds another object and its line.
+        None is left out; NaN and infinity become null, since JSON has neither. A second call for the same
+        step, with an eval_loss, adds another object and always a line.
         """
         if not self.run:
             return
@@ -81,7 +82,7 @@ class RunLog:
                 tqdm.write("  ".join([f"step {step}/{self.total_steps}", *shown]))
                 sys.stdout.flush()
         except OSError:
-            # who read stdout has gone (`| head`, a closed terminal), and the run goes on
+            # the reader of stdout is gone (`| head`, a closed terminal); the run goes on
             self.bar.disable = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,13 +1,13 @@
-"""How much memory is in use: of this process by act, and of this machine or its cgroup."""
+"""Memory in use: by this process in each act, and by this machine or its cgroup."""
 
 import ctypes
 from contextlib import suppress
 from pathlib import Path
 
-peaks: dict[str, int] = {}  # the most bytes in use, by act
-reserved_peaks: dict[str, int] = {}  # on a GPU: what torch's allocator had reserved, in use or not
+peaks: dict[str, int] = {}  # peak bytes in use, by act
+reserved_peaks: dict[str, int] = {}  # on a GPU: peak bytes that torch's allocator had reserved
 
-# Names of a version's files: in use, limit; and what the names in memory.stat begin with.
+# By cgroup version: the file of the bytes in use, the file of the limit, the prefix of names in memory.stat.
 CGROUPS = {
     "v1": ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
     "v2": ("memory.current", "memory.max", ""),
@@ -15,7 +15,7 @@ CGROUPS = {
 
 
 def note_peak(act: str) -> None:
-    """An act ends: keep the most memory that was in use in it, and begin anew."""
+    """Record the peak memory of the act that ends, and reset the counters."""
     peaks[act] = max(peak_memory_bytes(), peaks.get(act, 0))
     if _uses_gpu():
         import torch
@@ -24,13 +24,13 @@ def note_peak(act: str) -> None:
         torch.cuda.reset_peak_memory_stats()
         return
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc: what was freed goes back to the system
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew; see proc(5)
+        ctypes.CDLL(None).malloc_trim(0)  # glibc returns freed memory to the system
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
 
 
 def peak_memory_bytes() -> int:
-    """The most memory in use since the act began: on CUDA what torch allocated, else the private memory of
-    this process, the kernel's peak without files that are mapped now.
+    """Peak bytes in use since the act began. On CUDA: what torch allocated. Otherwise: private memory of this
+    process, that is the kernel's peak (VmHWM) less the files that are mapped now.
     """
     if _uses_gpu():
         import torch
@@ -46,10 +46,11 @@ def memory_bytes() -> int:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(bytes in use, bytes in all) of the nearest cgroup, v1 or v2, that leaves this process less than the
-    machine has, else of the machine.
+    """(bytes in use, bytes in total) of the nearest cgroup, v1 or v2, with a limit below the machine's
+    memory; else of the machine.
 
-    Cached files are not in use: the kernel drops them before it kills. root: where proc and sys are.
+    Cached files do not count as in use: the kernel drops them before it kills a process. root: the folder
+    that holds proc and sys.
     """
     meminfo = numbers(root / "proc/meminfo")
     total_bytes = meminfo["MemTotal:"] * 1024
@@ -63,7 +64,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
             version = "v1"
             mount = mount / "memory"
         used_file, limit_file, prefix = CGROUPS[version]
-        # A container sees the last of them only.
+        # Inside a container only the last of these folders may exist.
         for part in (inside, *inside.parents):
             with suppress(OSError, LookupError, ValueError):  # "max" is no number
                 limit_bytes = int((mount / part / limit_file).read_text())
@@ -76,7 +77,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def numbers(file: Path) -> dict[str, int]:
-    """The first number of each line that has one, by name: lines are like `MemTotal: 123 kB`."""
+    """The number of each line such as `MemTotal: 123 kB`, by the line's first word, in the file's unit."""
     found = {}
     for line in file.read_text().splitlines():
         name, number, *_ = [*line.split(), ""]

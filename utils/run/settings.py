@@ -1,8 +1,8 @@
 """A recipe's settings: a flat dataclass <- YAML <- flags; strict names and types; --help from the comments.
 
-A recipe declares each setting once: `name: type = default  # meaning`; see help.py for the comments.
-Types: str, int, float, bool and Literal of strings. A Literal that means something when its flag stands alone
-says so: `field(default="none", metadata={"bare": "8bit"})`.
+A recipe declares each setting once: `name: type = default  # meaning`; see help.py for the comments. Types:
+str, int, float, bool and Literal of strings. If the flag of a Literal may stand without a value, its field
+says which value that means: `field(default="none", metadata={"bare": "8bit"})`.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from .files import did_you_mean, replace_file
 
 SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True)
 SWITCH |= dict.fromkeys(("false", "no", "off", "0"), False)
-BARE = "True"  # what fire hands over for a flag that stands alone
+BARE = "True"  # what fire gives for a flag without a value
 NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0.001 or 1e-3"}
 
 
@@ -38,11 +38,11 @@ def parse_cli(
 ):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
-    aliases names a module beside this one that knows other projects' flags, foreign_flags; it is imported
-    only for a name that `cls` lacks, and may be absent. unless: for a setting that is not given, others that
-    then stand in place of their defaults. others: settings of a sibling that have no effect here.
-    Raises ConfigError, with a line for each name that nobody knows. On --help prints help_text(cls) and exits
-    with 0.
+    aliases: a module beside this one that knows other projects' flags (foreign_flags); it is imported only
+    for a name that `cls` lacks, and may be absent. unless: {setting: {other: value}}; if the setting is not
+    given, these values replace the defaults of the others. others: settings of a sibling recipe that are
+    accepted but have no effect here. Raises ConfigError for wrong values, and with a line for each unknown
+    name. On --help it prints help_text(cls) and exits with 0.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -78,15 +78,15 @@ def parse_cli(
 
 
 def split_words(argv: list[str]) -> dict[str, str]:
-    """The text of each flag by name, as fire splits a command line. Of a flag that is given twice the last
-    one counts, as launch scripts that append theirs expect, and a line says so.
+    """The text of each flag by name, as fire splits a command line. If a flag is given twice, the last one
+    counts, as launch scripts that append flags expect, and a line says so.
     """
     form = "every setting is written --name value"
     for word in argv:
         check(word not in ("-", "--"), f"a lone {word} has no meaning: {form}")
     texts: dict[str, str] = {}
 
-    @SetParseFn(str)  # else fire turns 1e5, a,b and foo#bar into other things
+    @SetParseFn(str)  # otherwise fire converts 1e5, a,b and foo#bar
     def collect(*stray: str, **flags: str) -> None:
         check(not stray, f"{stray[:1]!r} belongs to no flag: {form}")
         texts.update(flags)
@@ -99,7 +99,7 @@ def split_words(argv: list[str]) -> dict[str, str]:
 
 
 def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
-    """Each setting's type, and the text that its flag means where it stands alone (None: it may not)."""
+    """Each setting's type, and the value that its flag means without a value (None: it needs one)."""
     types = typing.get_type_hints(cls)
     kinds = {}
     for field in dataclasses.fields(cls):
@@ -109,7 +109,7 @@ def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
 
 
 def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int | float | bool:
-    """`text` as a value of its type. `where` is the flag, or the line and key of a file."""
+    """`text` as a value of type `kind`, or ConfigError. where: the flag, or the line and key of a file."""
     if kind is bool:
         check(text.lower() in SWITCH, f"{where} takes true or false, not '{text}'")
         return SWITCH[text.lower()]
@@ -138,7 +138,7 @@ def hint(name: str, kinds: dict, renamed: dict[str, str]) -> str:
 
 
 def import_table(aliases: str):
-    """The module that knows other projects' flags; None where there is none: a copy may do without."""
+    """The module that knows other projects' flags; None if a copy of utils lacks it."""
     try:
         return importlib.import_module(f".{aliases}", __package__) if aliases else None
     except ModuleNotFoundError:
@@ -146,13 +146,15 @@ def import_table(aliases: str):
 
 
 def from_settings(cls: type, cfg: object, **own: object):
-    """A dataclass: its fields that are settings too, by name, and `own`, which come first."""
+    """An instance of the dataclass `cls`: fields named in `own` get those values, other fields the value of
+    the setting in `cfg` with the same name, if there is one.
+    """
     names = {field.name for field in dataclasses.fields(cls)} & vars(cfg).keys()
     return cls(**({name: getattr(cfg, name) for name in names} | own))
 
 
 def check_least(cfg: object, **least: int) -> None:
-    """Refuse a number below its least value, which is 0 where `least` names no other."""
+    """Raise ConfigError for a number below its minimum: the one in `least`, else 0."""
     for name, value in asdict(cfg).items():
         if type(value) in (int, float):
             smallest = least.get(name, 0)
@@ -169,15 +171,17 @@ def save_config(cfg: object, path: str | Path) -> None:
 
 
 def load_config(cls: type, path: str | Path):
-    """An instance of `cls` from the flat YAML file `path`; what the file leaves out has its default."""
+    """An instance of `cls` from the flat YAML file `path`; other settings keep their defaults."""
     return cls(**read_yaml(cls, path))
 
 
 def read_yaml(
     cls: type, path: str | Path, others: Sequence[str] = ()
 ) -> dict[str, str | int | float | bool]:
-    """The settings of a flat YAML file, without those named `others`. Only its text counts: YAML's own
-    readings (no as False, 1e-4 as text, 010 as 8) never come into play.
+    """The settings of a flat YAML file, except those named in `others`. ConfigError names the line.
+
+    Values are read from their text, as flags are. YAML's own conversions (no to False, 1e-4 to text, 010 to
+    8) do not apply.
     """
     kinds = kinds_of(cls)
     try:

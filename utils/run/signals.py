@@ -1,6 +1,8 @@
-"""How a run ends before its time. Signals (SIGTERM, Ctrl-C, a closed terminal, SIGUSR1, SIGUSR2): before the
-training they end the process, in it they ask for a checkpoint at the end of the step. Errors: each becomes
-one line and an exit code. And no process outlives the one that started it.
+"""How a run ends early.
+
+Signals (SIGTERM, Ctrl-C, a closed terminal, SIGUSR1, SIGUSR2) end the process before the training; during the
+training they ask for a checkpoint at the end of the step. Each error becomes one line and an exit code. No
+rank outlives its launcher.
 """
 
 import ctypes
@@ -23,9 +25,10 @@ _received: list[int] = []
 
 
 def stop_at_once() -> None:
-    """Any of the signals, but those that nohup ignores, raises KeyboardInterrupt: all is cleaned up then.
+    """Let each of the signals raise KeyboardInterrupt, so that everything is cleaned up. A signal that is
+    ignored already, as under nohup, stays ignored.
 
-    A thread looks at them too, because the main one may wait for other ranks where Python runs no handler.
+    A thread receives the signals too: while the main thread waits for other ranks, Python runs no handler.
     """
     for number in CAUGHT:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -37,9 +40,9 @@ def stop_at_once() -> None:
 
 
 def stop_after_step() -> None:
-    """From now on a signal is only noted, for `stop_asked`; one more after Ctrl-C leaves at once.
+    """From now on a signal is only recorded, for `stop_asked`; a second Ctrl-C ends the process at once.
 
-    It replaces what `stop_at_once` set: a program that calls a recipe's main keeps its own handlers.
+    Only handlers that `stop_at_once` set are replaced: a program that calls a recipe's main keeps its own.
     """
     _received.clear()
     for number in CAUGHT:
@@ -48,8 +51,8 @@ def stop_after_step() -> None:
 
 
 def stop_asked(group=None) -> str:
-    """The name of a signal that any rank of a group has received, or "". Every rank of it calls it. None: all
-    ranks.
+    """The name of a signal that any rank of the group has received, or "". It is a collective: every rank of
+    the group calls it. None: the group of all ranks.
     """
     import torch
     import torch.distributed as dist
@@ -67,10 +70,10 @@ def _look(reader: int) -> None:
             from .failures import ranks_gone, say_who_is_gone
 
             if ranks_gone():
-                time.sleep(1)  # the main thread says so, if it can
+                time.sleep(1)  # the main thread says so first, if it can
                 say_who_is_gone()
-        # At Ctrl-C the terminal and torchrun may each send one, at once; a person takes longer. At the second
-        # torchrun sends SIGTERM.
+        # On Ctrl-C the terminal and torchrun may each send SIGINT, at almost the same time; a person's second
+        # Ctrl-C comes later. On the second one torchrun sends SIGTERM.
         if first == signal.SIGINT and time.monotonic() - begun > 0.5:
             print("second Ctrl-C: leaving at once, without a checkpoint", flush=True)
             os._exit(130)
@@ -79,8 +82,8 @@ def _look(reader: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let Linux kill this process when the one that started it ends; end it where that has happened: its new
-    parent is then the first process, and no Python.
+    """Let Linux kill this process when its parent ends. If that has happened already, exit now: its parent is
+    then process 1, and no Python (in a container torchrun itself may be process 1).
     """
     if sys.platform != "linux":
         return
@@ -90,7 +93,7 @@ def die_with_parent() -> None:
 
 
 def _raise(number: int, _: FrameType | None) -> None:
-    """Once: what comes while all is cleaned up is ignored."""
+    """Raise KeyboardInterrupt once; signals that arrive during the cleanup are ignored."""
     for caught in CAUGHT:
         signal.signal(caught, signal.SIG_IGN)
     raise KeyboardInterrupt(signal.Signals(number).name)
@@ -98,10 +101,10 @@ def _raise(number: int, _: FrameType | None) -> None:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn what escapes a recipe into one line and an exit code: 2 for bad input, 128 and its number for a
-    signal, 1 for no space left, no memory and a rank that is missing. Other errors keep their traceback.
+    """Turn an exception that leaves a recipe into one line and an exit code: 2 for bad input, 128 + N for
+    signal N, 1 for a full disk, too little memory or a missing rank. Other errors keep their traceback.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None: closed
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it is closed
     try:
         yield
     except ConfigError as error:
@@ -109,13 +112,13 @@ def report_errors() -> Iterator[None]:
         sys.exit(2)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != __package__.split(".")[0]:
-            raise  # not a file of this package, of which a copy may leave some out
+            raise  # not a file of this package; a copy may lack only those
         file = error.name.replace(".", "/") + ".py"
         print_once(f"{file} is not here, and these flags need it (fix: copy it too)", agreed=True)
         sys.exit(2)
-    except KeyboardInterrupt as error:  # of _raise, which says by which signal
+    except KeyboardInterrupt as error:  # from _raise, with the name of the signal
         name = str(error) or "SIGINT"
-        if name == "SIGTERM":  # torchrun sends it to the others when a rank has ended
+        if name == "SIGTERM":  # torchrun sends it to the other ranks when one has ended
             from .failures import say_who_is_gone
 
             say_who_is_gone()
@@ -124,7 +127,7 @@ def report_errors() -> Iterator[None]:
     except Exception as error:
         from .failures import explain
 
-        explain(error)  # returns where it knows nothing of it
+        explain(error)  # returns if it has no explanation
         sys.stderr.write(
             f"error: rank {rank()} failed in act '{story.act}'; its traceback follows\n"
         )
@@ -134,5 +137,5 @@ def report_errors() -> Iterator[None]:
             from .failures import abort_nccl
 
             abort_nccl()
-        # else Python visits every object of torch and transformers once more, for a second
+        # otherwise Python's last collection visits every object of torch and transformers: about a second
         gc.freeze()

@@ -7,6 +7,6 @@ IGNORE = -100  # the label of a token that is not trained; cross-entropy leaves 
 
 
 def seed_of(key: str) -> int:
-    """The seed of a generator that follows from the key alone, on every machine."""
+    """A seed computed from `key` alone, so it is the same on every machine."""
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
