@@ -379,8 +379,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     check(not unknown, f"--tasks: lm_eval has no {', '.join(sorted(unknown))}")
 
     def results(asker: Asker) -> dict:
-        new = cfg.max_new_tokens
-        harness = harness_of(base, tokenizer, asker, rows.seq_len, new)
+        harness = harness_of(base, tokenizer, asker, rows.seq_len, cfg.max_new_tokens)
         with others_code("lm_eval"):
             found = evaluate(
                 model=harness,
