@@ -20,7 +20,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     """Profile the 4th and 5th step after `first`, or the last two of a shorter run, into files in `folder`.
 
     Call step() on the result after every optimizer step. Each rank writes a trace of the CPU and the GPU. On
-    CUDA it also writes every memory allocation of the run so far, with the code lines that made it.
+    CUDA it also writes the memory events since this call, at most the last 200,000, with their code lines.
     https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html
     https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """

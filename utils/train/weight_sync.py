@@ -1,10 +1,10 @@
 """Learners and generators: some ranks of a torchrun job learn, the others generate. This module assigns the
 roles, and sends the trained weights from the learners to the generators.
 
-Weights are sent parameter by parameter, in the dtype that the generators store. Each learner sends the rows
-that its shard and a generator's shard have in common directly to that generator. So no row is sent twice, and
-no rank gathers a parameter. With adapters, only the adapters are sent. Another inference engine would replace
-`load_weights` and consume `receive_weights`, with all rows of each parameter as its shard.
+Weights are sent parameter by parameter, in the dtype that the generators store. A learner sends each
+generator only the rows that are in both their shards. So no row is sent twice, and no rank gathers a
+parameter. With adapters, only the adapters are sent. Another inference engine would replace `load_weights`
+and consume `receive_weights`, with all rows of each parameter as its shard.
 
 Generators store adapters in the compute dtype, in which FSDP gathers those of the learners. So both compute
 the same log-probabilities, and the ratio of policies is 1.
