@@ -1,7 +1,7 @@
 """
-Show what a run of finetune.py, prefer.py or vision.py would train on and what it would need, and train
-nothing: rows with their masks, lengths, the global batch, the plan of memory. Takes the flags of all three;
---loss means prefer.py, and --train, or a model that only reads pictures, vision.py.
+Show what a run of finetune.py, prefer.py or vision.py would train on and what it would need, without
+training: rows with their loss masks, lengths, the global batch, the memory plan. Takes the flags of all
+three; --loss selects prefer.py, and --train, or a model without a text-only class, selects vision.py.
 
     python recipes/preview.py --show 2
     python recipes/preview.py --loss dpo --dataset pairs.jsonl --model DIR
@@ -50,10 +50,10 @@ from utils.run.signals import report_errors, stop_at_once
 from utils.run.units import IGNORE
 
 TINY = Path(__file__).resolve().parent / "tiny"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"epochs": 3, "batch_size": 16}
-TASKS = {"": "rows", "kto": "labels"}  # by loss; pairs for the others
-# Flags of the three recipes that change nothing of what is shown.
+TASKS = {"": "rows", "kto": "labels"}  # loss -> task; other losses: pairs
+# Flags of the three recipes that do not change what is shown.
 OTHERS = """beta label_smoothing margin sft_weight desirable_weight undesirable_weight eval_every lr warmup
 schedule weight_decay clip_norm lr_projector lr_vision workers fit force output_dir resume save_every keep
 allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
@@ -283,7 +283,7 @@ def main(cfg: Config) -> bool:
 
 
 def show_masks(examples, tokenizer, count: int, pictured=None) -> None:
-    """Print the first rows, with their trained tokens marked. pictured: PictureBatches of them, or None."""
+    """Print the first rows with their trained tokens marked. pictured: their PictureBatches, or None."""
     for i in range(min(count, len(examples))):
         item = examples[i]
         rooms = rooms_of(pictured, i, tokenizer) if pictured else []
@@ -291,7 +291,7 @@ def show_masks(examples, tokenizer, count: int, pictured=None) -> None:
 
 
 def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
-    """(the text of its tokens, what is shown in their place) of each picture of a row."""
+    """(the text of its tokens, the text shown instead) of each picture of a row."""
     from utils.data.pictures import room_of
 
     sizes = tuple((width, height) for _, width, height in pictured.sources(row))
@@ -304,16 +304,16 @@ def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
 
 
 def show_answers(answers, tokenizer, count: int) -> None:
-    """Print the answers of the first rows: chosen ones and rejected ones, or with their label."""
+    """Print the answers of the first rows: the chosen and the rejected one, or the one that has a label."""
     for i in range(min(2 * count, len(answers))):
         item = answers[i]
-        if len(item.ids):  # a label has one of the two
+        if len(item.ids):  # a labelled answer is one of the two
             side = ("chosen", "rejected")[i % 2]
             print0(f"{escaped(item.where)} {side}\n{marked(item, tokenizer)}\n", ready=True)
 
 
 def print_lengths(examples, held_out) -> None:
-    """The lengths of the rows."""
+    """Print the median and the maximum length of the rows."""
     for name, part in (("lengths", examples), ("held out", held_out)):
         if part:
             half, most = int(part.lengths.median()), int(part.lengths.max())
@@ -323,8 +323,8 @@ def print_lengths(examples, held_out) -> None:
 
 
 def marked(item, tokenizer, rooms=()) -> str:
-    """A row as text, its trained tokens in [[brackets]], its pictures as in rooms, of rooms_of. Line breaks
-    are the row's own, other control characters are escaped.
+    """A row as text, with its trained tokens in [[brackets]] and its pictures replaced by `rooms`, from
+    rooms_of. Line breaks are kept, other control characters are escaped.
     """
     ids, rooms = iter(item.ids.tolist()), list(rooms)
     text = ""
