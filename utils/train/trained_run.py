@@ -51,7 +51,7 @@ class Trained:
     checkpoint: Path | None = None
     adapter: object = None  # peft config of the adapter
     # name in the base -> names in the model with adapters, see lora.base_names
-    names: dict[str, str] | None = None
+    names: dict[str, list[str]] | None = None
 
 
 def open_trained(
