@@ -83,29 +83,29 @@ class Config:
     # chosen answer likelier than the rejected one; lm_eval: EleutherAI's harness, pip install lm-eval
     task: Literal["exact_match", "perplexity", "choices", "pairs", "lm_eval"] = "exact_match"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl,b.csv; empty: the tiny task
-    format: FormName = "auto"  # of rows; completion: texts are no turns of a chat
-    columns: str = ""  # our keys for the rows' columns: prompt=question,answer=solution
-    max_rows: int = 0  # only the first rows of each source, or of each lm_eval task; 0: all
-    match: str = "exact"  # or number (behind ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b
+    format: FormName = "auto"  # format of the rows; completion: texts are not chat turns
+    columns: str = ""  # our key=your column: prompt=question,answer=solution
+    max_rows: int = 0  # read only the first N rows of each source, or lm_eval task; 0: all
+    match: str = "exact"  # or number (after ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b
     tasks: str = ""  # names of lm_eval's tasks: hellaswag,gsm8k
     include_path: str = ""  # folder with more tasks of lm_eval, as .yaml
-    num_fewshot: int = -1  # solved examples before each question of lm_eval; -1: what the task says
-    apply_chat_template: bool = False  # lm_eval: questions are turns of a chat
+    num_fewshot: int = -1  # lm_eval: solved examples before each question; -1: the task's default
+    apply_chat_template: bool = False  # lm_eval: ask questions as chat turns
 
     # How much
-    max_new_tokens: int = 0  # longest answer; 0: 256, of the tiny task 48
-    # tokens of a window, or of a row with its answer; 0: those of the model, at most 2048
+    max_new_tokens: int = 0  # maximum tokens of an answer; 0: 256, for the tiny task 48
+    # maximum tokens of a window, or a row with its answer; 0: the model's positions, at most 2048
     seq_len: int = 0
-    stride: int = 0  # tokens that a window scores; 0: half of --seq_len
-    too_long: Literal["error", "drop"] = "error"  # what becomes of longer rows
+    stride: int = 0  # perplexity: tokens by which the window moves; 0: half of --seq_len
+    too_long: Literal["error", "drop"] = "error"  # what to do with longer rows
     batch_size: int = 32  # sequences per rank and forward
 
     # How
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
-    force: bool = False  # begin though the plan says that it does not fit
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; auto: bf16 if the GPU has it
+    force: bool = False  # start even if the plan says that it does not fit
 
     # Where
-    output_dir: str = ""  # folder of the answers; empty: the next free one in output/
+    output_dir: str = ""  # folder of the results; empty: the next free one in output/
 
     def __post_init__(self):
         check_least(self, batch_size=1, num_fewshot=-1)

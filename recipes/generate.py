@@ -66,23 +66,23 @@ class Config:
     adapter: str = ""  # folder of a LoRA adapter, as peft writes it
     checkpoint: str = ""  # run folder (its newest checkpoint), or one checkpoint of it
     trust_remote_code: bool = False  # run Python code that comes with the model
-    prompts: str = ""  # .txt, a prompt a line; or .jsonl rows with "prompt" or "messages"
-    image_dir: str = ""  # folder of the rows' pictures; empty: that of the data file
-    image_max_pixels: int = 0  # larger pictures are made smaller before the model's own processor
+    prompts: str = ""  # .txt with one prompt per line, or .jsonl rows with "prompt" or "messages"
+    image_dir: str = ""  # folder of the pictures; empty: folder of the data file
+    image_max_pixels: int = 0  # shrink larger pictures, before the model's processor; 0: never
     chat: bool = False  # talk in the terminal; an empty line or Ctrl-D ends it
-    system: str = ""  # what the system turn says
+    system: str = ""  # text of the system turn
     raw: bool = False  # complete the text as it is, without the chat template
 
     # How much
-    max_new_tokens: int = 256  # longest answer
-    temperature: float = 0.0  # 0: always the likeliest token
-    top_p: float = 1.0  # draw from the likeliest tokens that have this share
-    seed: int = 0  # of the draws
+    max_new_tokens: int = 256  # maximum tokens of an answer
+    temperature: float = 0.0  # sampling temperature; 0: greedy
+    top_p: float = 1.0  # sample from the likeliest tokens with this total probability
+    seed: int = 0  # random seed of sampling
     batch_size: int = 8  # prompts per rank and forward
 
     # How
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
-    force: bool = False  # begin though the plan says that it does not fit
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; auto: bf16 if the GPU has it
+    force: bool = False  # start even if the plan says that it does not fit
 
     # Where
     output: str = ""  # .jsonl file for the answers; empty: the terminal

@@ -97,36 +97,36 @@ IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 class Config:
     # What
     model: str = ""  # folder, config.json, Hugging Face id, a name in configs/shapes, or a size: 7B
-    gpus: int = 1  # of the whole run
-    gpus_per_machine: int = 8  # at most
-    gpu: str = ""  # a card's name, in place of --gpu_memory: a10g, 4090, a100-40, h100, h200 ...
-    gpu_memory: float = 24.0  # GiB of one, as torch shows it: a card "of 24 GB" has 22 to 23.5
-    host_memory: float = 0.0  # GiB of one machine; 0: not limited
+    gpus: int = 1  # GPUs of the whole run
+    gpus_per_machine: int = 8  # maximum GPUs of one machine
+    gpu: str = ""  # name of a card, in place of --gpu_memory: a10g, 4090, a100-40, h100, h200 ...
+    gpu_memory: float = 24.0  # GiB of one GPU, as torch shows it: a card "of 24 GB" has 22 to 23.5
+    host_memory: float = 0.0  # GiB of host memory of one machine; 0: not limited
 
     # How
-    seq_len: int = 4096  # tokens of a row
+    seq_len: int = 4096  # maximum tokens of a row
     batch_size: int = 1  # rows per rank and micro-batch
     grad_accum: int = 1  # micro-batches per step
     packing: bool = False  # rows hold several documents
-    # sizes of a row's pictures in pixels, 1344x896,448x448: of a model that reads some
+    # for a model that reads pictures: the sizes of a row's pictures in pixels, 1344x896,448x448
     images: str = ""
-    train: str = ""  # of such a model: language,projector,vision; empty: the first two
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # to compute in
-    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and optimizer
+    train: str = ""  # parts to train of such a model: language,projector,vision; empty: first two
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # compute dtype
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of weights, gradients and optimizer
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     attn: Literal["auto", "sdpa", "eager"] = "auto"
-    lora_rank: int = 0  # adapters of this rank beside frozen weights; 0: train the weights
-    quantization: Literal["none", "8bit", "4bit"] = "none"  # of what is frozen
+    lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
+    quantization: Literal["none", "8bit", "4bit"] = "none"  # of the frozen weights
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    activation_offload: bool = False  # inputs of recomputed layers wait on the host
-    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    activation_offload: bool = False  # keep inputs of recomputed layers on the host
+    cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
     reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
     trust_remote_code: bool = False  # run Python code that comes with the model
 
     # Where
-    json: bool = False  # print one JSON object in place of tables
+    json: bool = False  # print one JSON object, not tables
 
     def __post_init__(self):
         fix = "--gpu_memory 24"

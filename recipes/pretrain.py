@@ -103,71 +103,71 @@ BETAS = (0.9, 0.95)  # of AdamW
 class Config:
     # What
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
-    # random: new weights for a folder's config.json, or for a name in configs/shapes with --tokenizer
+    # random: new weights, for a folder with config.json or a name in configs/shapes (with --tokenizer)
     init: Literal["model", "random"] = "model"
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    # auto: the model's best; with --document_mask varlen, which needs no mask, where the model can
+    # auto: the model's default; with --document_mask: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: FormName = "auto"  # of rows
-    columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
-    bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
+    format: FormName = "auto"  # format of the rows
+    columns: str = ""  # our key=your column: prompt=question,completion=answer
+    bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
-    max_rows: int = 0  # read only the first rows of each source; 0: all
-    eval_dataset: str = ""  # held-out rows, named like --dataset
-    eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
-    eval_every: int = 0  # steps between held-out losses; 0: at the end only
+    max_rows: int = 0  # read only the first N rows of each source; 0: all
+    eval_dataset: str = ""  # held-out data, given like --dataset
+    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # How much
-    epochs: int = 1  # times through the data
-    steps: int = 0  # optimizer steps; 0: whatever --epochs gives
-    tokens: float = 0.0  # or so many tokens in place of --epochs, 2e9; 0: --steps or --epochs
+    epochs: int = 1  # passes over the data
+    steps: int = 0  # optimizer steps; 0: as many as --epochs needs
+    tokens: float = 0.0  # length in tokens, such as 2e9; 0: --steps or --epochs
     global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
     batch_size: int = 1  # sequences per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
-    seq_len: int = 2048  # tokens of a row
-    document_mask: bool = True  # documents of a row do not see each other
+    seq_len: int = 2048  # maximum tokens of a row
+    document_mask: bool = True  # tokens attend only to their own document
     lr: float = 3e-4  # peak learning rate
-    warmup: float = 0.02  # steps of linear warm-up; below 1: a share of all
-    # after the warm-up; wsd: constant, then linear to 0 in the last steps
+    warmup: float = 0.02  # steps of linear warm-up; below 1: a share of all steps
+    # after the warm-up; wsd: constant, then linear to 0 over --decay_share of the steps
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    decay_share: float = 0.2  # of all steps, with --schedule wsd
-    weight_decay: float = 0.1  # not on norms and biases
-    clip_norm: float = 1.0  # largest gradient norm; 0: no clipping
-    seed: int = 0  # order of the data, dropout
+    decay_share: float = 0.2  # wsd: share of all steps in which the learning rate falls
+    weight_decay: float = 0.1  # not applied to norms and biases
+    clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
+    seed: int = 0  # random seed: data order, new weights, dropout
 
     # How
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
-    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
-    # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; auto: bf16 if the GPU has it
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of weights, gradients, optimizer
+    # adamw_8bit: from bitsandbytes, with moments of 2 bytes per weight, not 8
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
-    activation_offload: bool = False  # inputs of recomputed layers wait on the host
+    activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
-    cpu_offload: bool = False  # weights, gradients and optimizer on the host
-    # choose recomputing, offload, resharding and micro-batches
+    cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
+    # choose recomputing, offload, resharding and micro-batches to fit
     fit: Literal["", "same"] = field(default="", metadata={"bare": "same"})
-    force: bool = False  # begin though the plan says that it does not fit
+    force: bool = False  # start even if the plan says that it does not fit
     reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
-    replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
-    shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
-    sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
+    replicate: int = 0  # HSDP: number of copies of the model; 0: ranks / shard
+    shard: int = 0  # HSDP: ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients after each micro-batch: less memory
 
     # Where
     output_dir: str = ""  # run folder; empty: the next free one in output/
-    resume: str = "auto"  # auto: continue what is in --output_dir; none: refuse to; or a checkpoint
+    resume: str = "auto"  # auto: continue a run in --output_dir; none: refuse it; or a checkpoint
     save_every: int = 500  # steps between checkpoints; 0: none
-    keep: int = 2  # newest checkpoints that stay; 0: all
-    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
-    allow_new_data: bool = False  # resume though the data changed
-    timeout: int = 300  # seconds that ranks wait for each other in a step; twice as many in a save
+    keep: int = 2  # number of newest checkpoints to keep; 0: all
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
+    allow_new_data: bool = False  # resume even if the data has changed
+    timeout: int = 300  # seconds that ranks wait for each other in a step; twice that in a save
     save_model: bool = True  # write OUT/model at the end
-    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # of OUT/model
-    log_every: int = 1  # steps between console lines; only there a GPU is waited for
+    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # dtype of OUT/model
+    log_every: int = 1  # steps between console lines; only these steps wait for the GPU
     profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
     tensorboard: bool = False  # also log to OUT/tensorboard
     wandb: bool = False  # also log to Weights & Biases

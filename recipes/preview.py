@@ -65,69 +65,69 @@ class Config:
     model: str = ""  # folder or Hugging Face id; empty: the tiny model that comes with the recipes
     tokenizer: str = ""  # folder or Hugging Face id; empty: the model's own
     trust_remote_code: bool = False  # run Python code that comes with the model
-    # auto: the model's best; with --packing varlen, which needs no mask, where the model can
+    # auto: the model's default; with --packing: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    image_dir: str = ""  # folder of the rows' pictures; empty: that of the data file
-    image_max_pixels: int = 0  # larger pictures are made smaller before the model's own processor
-    format: FormName = "auto"  # of rows
-    columns: str = ""  # our keys for the rows' columns: prompt=question,completion=answer
-    bad_rows: Literal["error", "drop"] = "error"  # drop: list them in OUT/bad_rows.jsonl
-    # prefer.py's, with which rows are pairs, or answers with labels (kto); empty: rows of finetune.py
+    image_dir: str = ""  # folder of the pictures; empty: folder of the data file
+    image_max_pixels: int = 0  # shrink larger pictures, before the model's processor; 0: never
+    format: FormName = "auto"  # format of the rows
+    columns: str = ""  # our key=your column: prompt=question,completion=answer
+    bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
+    # loss of prefer.py: rows are pairs, or answers with labels (kto); empty: rows of finetune.py
     loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto"] = ""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
     chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
-    max_rows: int = 0  # read only the first rows of each source; 0: all
-    eval_dataset: str = ""  # held-out rows, named like --dataset
-    eval_share: float = 0.0  # or this share of --dataset, chosen by row hash and never trained on
+    max_rows: int = 0  # read only the first N rows of each source; 0: all
+    eval_dataset: str = ""  # held-out data, given like --dataset
+    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
 
-    train: str = ""  # language,projector,vision; empty: the first two, or with LoRA the first
+    train: str = ""  # parts: language,projector,vision; empty: first two, with LoRA the first
 
     # How much
-    show: int = 3  # rows that are printed with their masks
-    ranks: int = 0  # plan for so many on one machine; 0: those that torchrun has started, or 1
-    epochs: int = 1  # times through the data
-    steps: int = 0  # optimizer steps; 0: whatever --epochs gives
+    show: int = 3  # rows to print with their loss masks
+    ranks: int = 0  # plan for this many ranks on one machine; 0: those of torchrun, or 1
+    epochs: int = 1  # passes over the data
+    steps: int = 0  # optimizer steps; 0: as many as --epochs needs
     global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
     batch_size: int = 1  # sequences per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
-    seq_len: int = 2048  # tokens of a row
-    too_long: Literal["truncate", "drop", "error"] = "truncate"  # what becomes of longer ones
+    seq_len: int = 2048  # maximum tokens of a row
+    too_long: Literal["truncate", "drop", "error"] = "truncate"  # what to do with longer rows
     packing: bool = False  # several documents in one row; batch sizes then count packs
-    seed: int = 0  # order of the data, dropout
+    seed: int = 0  # random seed: data order, new weights, dropout
 
     # How
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of compute; auto: bf16 if it can
-    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients, optimizer state
-    # 8-bit, of bitsandbytes: moments of 2 bytes a weight, not 8
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; auto: bf16 if the GPU has it
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of weights, gradients, optimizer
+    # adamw_8bit: from bitsandbytes, with moments of 2 bytes per weight, not 8
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    # update each weight as soon as its gradient is there: no gradients are kept; with --clip_norm 0
+    # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
-    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: train the weights
+    lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
     lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
-    lora_targets: str = "all-linear"  # or names (q_proj,v_proj), or a regular expression
+    lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
-    use_dora: bool = False  # adapters for directions, and magnitudes that train (DoRA)
-    modules_to_save: str = ""  # names of modules that train as a whole beside the adapters
+    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
+    modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue
-    # frozen weights in int8 or nf4
+    # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
-    quantize_head: bool = False  # the head too; the loss then needs full logits
+    quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
-    activation_offload: bool = False  # inputs of recomputed layers wait on the host
+    activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
-    cpu_offload: bool = False  # weights, gradients and optimizer on the host
+    cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
     reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
-    replicate: int = 0  # HSDP: so many copies of the model; 0: ranks / shard
-    shard: int = 0  # ranks that share one copy; 0: ranks / replicate, or all
-    sync_each_microbatch: bool = False  # reduce gradients every micro-batch: less memory
+    replicate: int = 0  # HSDP: number of copies of the model; 0: ranks / shard
+    shard: int = 0  # HSDP: ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients after each micro-batch: less memory
 
     # Where
-    async_save: bool = False  # write checkpoints while training goes on, from a copy in host memory
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
 
     def __post_init__(self):
         check_least(self, batch_size=1, epochs=1, seq_len=2)
