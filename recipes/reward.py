@@ -151,7 +151,7 @@ class Config:
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
-    # choose recomputing, offload, resharding and micro-batches to fit; any: also LoRA, 8bit, 4bit
+    # choose recomputing, offload, resharding and micro-batches to fit; any: also LoRA, 8bit and 4bit
     fit: Literal["", "same", "any"] = field(default="", metadata={"bare": "same"})
     force: bool = False  # start even if the plan says that it does not fit
     reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
