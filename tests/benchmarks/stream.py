@@ -1,11 +1,11 @@
 """
-Pre-training data far larger than memory: made text through the token cache and the endless line, on 2 ranks.
+Pre-training data far larger than memory: made text through the token cache and the token stream, on 2 ranks.
 
     python tests/benchmarks/bench.py stream --repeats 1                 # 4 GiB of text
     TEXT_MIB=256 python tests/benchmarks/bench.py stream --repeats 1
 
 The text is that of data.py, in documents of 5 to 30,000 words. Each rank maps the tokens, then reads the
-batches of steps all over the line, of two epochs. Measured is the most anonymous memory that the ranks and
+batches of steps all over the stream, of two epochs. Measured is the most anonymous memory that the ranks and
 the processes which tokenize hold together above what the ranks hold before.
 """
 
