@@ -1,14 +1,14 @@
 """
-Numbers that can be trusted: what a model answers, and how sure each figure is.
+Evaluate a model: answers and scores, and results with their standard errors.
 
     python recipes/eval.py
     python recipes/eval.py --checkpoint runs/first --dataset math.jsonl --match number
     torchrun --nproc_per_node 2 recipes/eval.py --model DIR --task perplexity --dataset texts.jsonl
     torchrun --nproc_per_node 8 recipes/eval.py --model DIR --task lm_eval --tasks hellaswag,gsm8k
 
-One process, or the model cut over all ranks: batches and figures are the same. OUT/items.jsonl has each
-answer, OUT/eval.json the figures with their standard errors. The same command again goes on where it was
-stopped. Without --model and --dataset it asks the tiny model in recipes/tiny what finetune.py teaches it.
+In one process, or with the model sharded over all ranks: batches and results are the same. OUT/items.jsonl
+has each answer, OUT/eval.json the results with their standard errors. A run that was stopped goes on with the
+same command. Without --model and --dataset it asks the tiny model in recipes/tiny what finetune.py teaches.
 """
 
 import hashlib
@@ -46,29 +46,28 @@ from utils.run.distributed import (
     stop_distributed,
     together,
 )
-from utils.run.errors import ConfigError, act, check, others_code, print0
+from utils.run.errors import ConfigError, act, check, differences, others_code, print0
 from utils.run.files import disk_errors, replace_file
 from utils.run.folder import claim_output, releases_output
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.asking import Asker
-from utils.train.resume import differences
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
 
 TINY = Path(__file__).resolve().parent / "tiny"
-TINY_ROWS = {  # of the tasks that have some
+TINY_ROWS = {  # task -> its rows in recipes/tiny
     "exact_match": "heldout.jsonl",
     "perplexity": "heldout.jsonl",
     "pairs": "heldout_pairs.jsonl",
 }
-HAS = {  # the settings that only some tasks have
+HAS = {  # task -> its settings, of those that not all tasks have
     "exact_match": "dataset columns format too_long match max_new_tokens",
     "perplexity": "dataset columns stride",
     "choices": "dataset columns format",
     "pairs": "dataset columns format too_long",
     "lm_eval": "tasks include_path num_fewshot apply_chat_template max_new_tokens",
 }
-# They change no answer; or their contents count, and not their names.
+# Settings that do not change the answers, or whose contents count, not their names: see facts_of.
 FREE = "model adapter checkpoint dataset batch_size force output_dir".split()
 
 
@@ -187,7 +186,7 @@ def main(cfg: Config) -> Path:
         shard_model(model, build_mesh(world), DTYPES[dtype])
     else:
         compute_alone(model, DTYPES[dtype])
-    # On Hopper and later cuDNN would come first, which makes a plan for each length: 23 to 37 ms in reports.
+    # On Hopper and later, torch prefers cuDNN, which makes a plan for each length: 23 to 37 ms in reports.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if lacks_grouped_kernels(world.device, DTYPES[dtype]):
         from utils.model.attention import repeat_grouped_keys
@@ -219,7 +218,7 @@ def main(cfg: Config) -> Path:
 
 
 def print_results(out: Path, results: dict) -> None:
-    """Each figure with its standard error, and where the answers are."""
+    """Print each result with its standard error, and the path of the file."""
     for name, value in results.items():
         if name.endswith("_stderr"):
             continue
@@ -230,10 +229,10 @@ def print_results(out: Path, results: dict) -> None:
 
 
 class Task(NamedTuple):
-    """What is asked, and what the answers say."""
+    """The items to evaluate, and how results are computed."""
 
-    data: str  # a fingerprint of all that is asked
-    groups: list  # the sequences of each item, of which the answers are kept
+    data: str  # a fingerprint of the items
+    groups: list  # the sequences of each item
     dropped: dict[str, int]  # reason -> rows
     results: Callable[[Asker], dict]
 
@@ -250,7 +249,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     def judge(i: int, ids: list[int]) -> dict:
         question = asked[i]
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-        answer = text.rpartition("</think>")[2].strip()  # thoughts are no part of it
+        answer = text.rpartition("</think>")[2].strip()  # without thoughts
         (scores,) = score(rewards, [question], [answer], [ids])
         return {
             "where": question.where,
@@ -268,14 +267,14 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         return means(scores, [reward.name for reward in rewards]) | {"longest_answers": cut}
 
     data = questions.fingerprint
-    for part in NEXT.split(cfg.match):  # the files that judge the answers are part of them
+    for part in NEXT.split(cfg.match):  # the content of reward files counts too
         if file := PART.fullmatch(part.strip())[2]:
             data += hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return Task(data, [[prompt] for prompt in prompts], questions.dropped, results)
 
 
 def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
-    """How likely texts are, in windows of --seq_len tokens that overlap by --seq_len less --stride."""
+    """Perplexity of texts, in windows of --seq_len tokens that overlap by --seq_len minus --stride."""
     documents = load_examples(replace(rows, task="documents"), tokenizer)
     stride = cfg.stride or rows.seq_len // 2
     check(stride < rows.seq_len, f"--stride {stride} is not below --seq_len {rows.seq_len}")
@@ -297,7 +296,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
         tokens = sum(row["tokens"] for row in answers)
         size_bytes = int(documents.row_sizes.sum())
         mean = nats / tokens
-        # The error of a ratio of sums over documents, which are the independent observations.
+        # The standard error of a ratio of sums. The independent observations are documents, not tokens.
         residuals = [0.0] * len(documents)
         for row in answers:
             residuals[row["document"]] += row["nats"] - mean * row["tokens"]
@@ -319,7 +318,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
 
 
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
-    """Which of several texts goes on from a prompt, by log-likelihood; acc_norm: by that for each byte."""
+    """Multiple choice: the text with the highest log-likelihood after a prompt; acc_norm: per byte."""
     questions = load_questions(rows, tokenizer)
     groups, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
 
@@ -344,7 +343,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
 
 
 def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
-    """Is the chosen answer likelier than the rejected one, as a whole and by its mean token."""
+    """Whether the chosen answer is more likely than the rejected one: in total, and per token."""
     examples = load_examples(replace(rows, task="pairs"), tokenizer)
     both = sequences(examples)
     groups = [[both[2 * i], both[2 * i + 1]] for i in range(len(examples))]
@@ -379,8 +378,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     check(not unknown, f"--tasks: lm_eval has no {', '.join(sorted(unknown))}")
 
     def results(asker: Asker) -> dict:
-        new = cfg.max_new_tokens
-        harness = harness_of(base, tokenizer, asker, rows.seq_len, new)
+        harness = harness_of(base, tokenizer, asker, rows.seq_len, cfg.max_new_tokens)
         with others_code("lm_eval"):
             found = evaluate(
                 model=harness,
@@ -406,7 +404,7 @@ TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pair
 
 
 def means(answers: list[dict], names: list[str]) -> dict:
-    """Of each figure its mean over the answers that have it, their sum, and the mean's standard error."""
+    """The mean, its standard error, and the sum of each value, over the answers that have it."""
     found: dict[str, float] = {"items": len(answers)}
     for name in names:
         values = [row[name] for row in answers if row[name] is not None]
@@ -419,7 +417,7 @@ def means(answers: list[dict], names: list[str]) -> dict:
 
 
 def settle_seq_len(cfg: Config, model) -> int:
-    """--seq_len, or what the model has positions for, at most 2,048."""
+    """--seq_len; by default the model's number of positions, at most 2,048."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     seq_len = cfg.seq_len or min(2048, positions)
     new = cfg.max_new_tokens * (cfg.task == "exact_match")  # lm_eval's tasks have their own
@@ -429,7 +427,7 @@ def settle_seq_len(cfg: Config, model) -> int:
 
 
 def ends_of(folder: Path, model, tokenizer) -> frozenset[int]:
-    """The tokens that end an answer: those that the model's folder names, and the end of a turn."""
+    """The tokens that end an answer: those of the model folder, and the end-of-turn token."""
     file = folder / "generation_config.json"
     found = read_json(file) if file.exists() else model.config.to_dict()
     named = found.get("eos_token_id")
@@ -438,7 +436,7 @@ def ends_of(folder: Path, model, tokenizer) -> frozenset[int]:
 
 
 def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:
-    """What the answers follow from, as JSON. Names of folders and files do not count."""
+    """What determines the answers, as JSON. Contents of folders and files count, not their names."""
     facts = run_facts(trained.source.config, trained.source.weights, "")
     digest = hashlib.sha256(json.dumps(facts).encode())
     if cfg.adapter:
@@ -451,8 +449,8 @@ def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int)
 
 
 def finished_before(out: Path, facts: dict) -> bool:
-    """Whether the folder has all answers already; else the facts are kept there. ConfigError where it has
-    answers that follow from other facts.
+    """Whether the folder has the results already. If it is new, the facts are written there. ConfigError if
+    its answers were made with other facts.
     """
     file = out / "eval.json"
     if not file.exists():

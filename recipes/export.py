@@ -5,9 +5,9 @@ Make a model folder from the result of a run: merge an adapter into its base, or
     torchrun --nproc_per_node 4 recipes/export.py --model DIR --adapter ADAPTER --output_dir merged
     torchrun --nproc_per_node 4 recipes/export.py --checkpoint runs/first --output_dir model
 
-A merge goes tensor by tensor: each rank writes some of them and holds one weight at a time. The numbers are
-those of peft's merge_and_unload, bit for bit. A checkpoint is read and written in shards, by any number of
-ranks. The checkpoint of a LoRA run holds only what trained, and becomes an adapter folder.
+A merge goes tensor by tensor: each rank writes a share of the tensors, and holds one weight at a time. The
+result is bit for bit that of peft's merge_and_unload. A checkpoint is read and written in shards, by any
+number of ranks. The checkpoint of a LoRA run holds only the adapter, and becomes an adapter folder.
 """
 
 import os
@@ -113,7 +113,7 @@ def main(cfg: Config) -> Path:
 
 
 def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> None:
-    """Each rank a share of the tensors, one at a time."""
+    """Merge the adapter into its base. Each rank merges and writes a share of the tensors, one at a time."""
     with together(world):
         merge = plan_merge(trained.model, trained.pieces, adapter)
     copy_others = partial(copy_companions, trained.source.folder, adapter)
@@ -121,7 +121,7 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
 
 
 def write_adapter(trained: Trained, out: Path, world: World) -> None:
-    """What trained, without its base: every rank holds all of it."""
+    """Write an adapter folder from the checkpoint of a LoRA run. Every rank holds the whole adapter."""
     model = trained.model
     allocate(model, [name for name, p in model.named_parameters() if p.requires_grad])
     load_weights(trained.checkpoint, model)
@@ -131,7 +131,7 @@ def write_adapter(trained: Trained, out: Path, world: World) -> None:
 
 
 def write_model(trained: Trained, out: Path, world: World) -> None:
-    """The shards of the checkpoint, into a new folder."""
+    """Write a model folder from a checkpoint. Each rank loads and writes its own shards."""
     model = shard_model(trained.model, build_mesh(world), torch.float32)
     load_pieces(model, pieces_of_base(trained), world.device)
     load_weights(trained.checkpoint, model)
@@ -149,7 +149,7 @@ def write_model(trained: Trained, out: Path, world: World) -> None:
 
 
 def tokenizer_of(trained: Trained):
-    """The run's, with the chat template of the processor, where there is one."""
+    """The tokenizer of the run; if the model reads pictures, with the chat template of its processor."""
     tokenizer = load_tokenizer(*trained.tokenizer)
     if trained.kind == "pictures":
         from utils.data.pictures import load_processor
@@ -159,8 +159,8 @@ def tokenizer_of(trained: Trained):
 
 
 def copy_companions(folder: Path, adapter: Path, temp: Path) -> None:
-    """Copy all files beside the base's weights. Where the adapter has a tokenizer, take that one, and let its
-    end of a turn end an answer.
+    """Copy all files of the base but its weights. If the adapter has a tokenizer, copy that one instead, and
+    add its end-of-turn token to generation_config.json.
     """
     for path in folder.iterdir():
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):

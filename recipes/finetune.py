@@ -84,7 +84,7 @@ from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 40}
 BETAS = (0.9, 0.95)  # of AdamW
 
@@ -227,7 +227,7 @@ def main(cfg: Config) -> Path:
         from utils.plan.search import fitted_before
 
         with together(world):
-            fitted = fitted_before(out)  # what --fit found, stays
+            fitted = fitted_before(out)  # keep what --fit found at the first start
             cfg = replace(cfg, **fitted)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -300,7 +300,7 @@ def main(cfg: Config) -> Path:
             loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
         else:
             loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
-        # On a GPU kernels are chosen, or compiled, for each length.
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
@@ -325,7 +325,7 @@ def main(cfg: Config) -> Path:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, attn, trust, whole=source.folder)
-    token_mfu = 0.0  # of one token a second
+    token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.train.profiling import flops_per_token, mfu
 
@@ -334,7 +334,7 @@ def main(cfg: Config) -> Path:
         from utils.model.attention import repeat_grouped_keys
 
         repeat_grouped_keys(True)
-    names = None  # names of the parameters that adapters have changed
+    names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
@@ -367,7 +367,7 @@ def main(cfg: Config) -> Path:
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    elif world.size == 1:  # to gather them would only copy them
+    elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1)
     for unit in found:
         fully_shard(
@@ -391,7 +391,7 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
         elif plain:
-            model.to(world.device)  # FSDP2 moves what it shards
+            model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
@@ -424,7 +424,7 @@ def main(cfg: Config) -> Path:
         in_backward = StepInBackward(optimizer, mesh)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
     if cfg.cpu_offload:
-        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+        scaler.scale(torch.ones(()))  # creates its scale on the CPU, where the gradients are
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
@@ -433,7 +433,7 @@ def main(cfg: Config) -> Path:
         from utils.train.resume import load_checkpoint
 
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
@@ -459,10 +459,10 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
-            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
             decay = {
                 "constant": 1.0,
                 "linear": 1 - done_share,
@@ -475,20 +475,20 @@ def main(cfg: Config) -> Path:
             for number, batch in enumerate(batches, 1):
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
-                # The mean over the trained tokens of the global batch: FSDP divides by the ranks.
+                loss = summed_cross_entropy(model, batch)  # (); never holds (B, T, V)
+                # The mean over the trained tokens of the global batch; world.size undoes FSDP's mean.
                 scaler.scale(loss * world.size / trained_tokens).backward()
                 losses.append(loss.detach())
             loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
-            peak_bytes = peak_memory_bytes()  # where most is alive
+            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             scaler.unscale_(optimizer)
-            if in_backward:  # every weight has its update
+            if in_backward:  # every weight is updated already
                 grad_norm = in_backward.grad_norm()
             else:
-                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # (), on the device like the loss
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
             optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
-            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
             optimizer.zero_grad()
             done = step + 1
@@ -510,7 +510,7 @@ def main(cfg: Config) -> Path:
             evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
             saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
             if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
+                seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
@@ -553,7 +553,7 @@ def main(cfg: Config) -> Path:
 
 
 def settle(cfg: Config, world) -> Config:
-    """Replace what is left open by what it means here; check what depends on the device."""
+    """Resolve settings that are empty or auto, and check that needed packages work on this device."""
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY),

@@ -1,14 +1,14 @@
 """
-Answer prompts from a file, or chat in the terminal. One process, or the model cut over all ranks.
+Answer prompts from a file, or chat in the terminal, in one process or with the model sharded over all ranks.
 
     python recipes/generate.py --model DIR --prompts questions.jsonl --output answers.jsonl
     python recipes/generate.py --model DIR --adapter runs/first/adapter --chat --temperature 0.7
     torchrun --nproc_per_node 2 recipes/generate.py --checkpoint runs/first --prompts questions.txt --raw
 
 Prompts are the lines of a .txt file, or the rows of a .jsonl file: {"prompt": "..."} or {"messages": [...]}.
-Where the last message is the assistant's, it is left out. For a model that reads pictures, rows have them in
-the forms that vision.py trains. The answers do not depend on the number of ranks, as neither batches nor
-their random numbers do. They are kept as they come: after a kill the same command goes on.
+If the last message is the assistant's, it is left out. For a model that reads pictures, rows have them in the
+forms that vision.py trains. Batches and random numbers do not depend on the number of ranks, so neither do
+the answers. Answers are written as they come: after a kill, the same command goes on.
 """
 
 import hashlib
@@ -55,8 +55,8 @@ from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
 
-KEPT_BATCHES = 64  # of which the answers are kept at a time
-FREE = ("output", "force")  # settings on which no answer depends
+KEPT_BATCHES = 64  # batches whose answers are written together
+FREE = ("output", "force")  # settings that do not change the answers
 
 
 @dataclass
@@ -175,7 +175,7 @@ def main(cfg: Config) -> None:
         shard_model(model, build_mesh(world), DTYPES[dtype])
     else:
         compute_alone(model, DTYPES[dtype])
-    # On Hopper and later cuDNN would come first, which makes a plan for each length: 23 to 37 ms in reports.
+    # On Hopper and later, torch prefers cuDNN, which makes a plan for each length: 23 to 37 ms in reports.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if lacks_grouped_kernels(world.device, DTYPES[dtype]):
         from utils.model.attention import repeat_grouped_keys
@@ -191,7 +191,7 @@ def main(cfg: Config) -> None:
     if cfg.chat:
         chat(cfg, model, tokenizer, settings, world)
         return
-    beside = None  # what the model takes beside ids
+    beside = None  # makes the model's further inputs, for pictures
     if processor:
         from utils.data.picture_batches import picture_inputs
 
@@ -200,10 +200,10 @@ def main(cfg: Config) -> None:
         total=len(prompts),
         initial=done,
         unit=" answers",
-        disable=True if world.rank else None,  # None: where it is no terminal
+        disable=True if world.rank else None,  # None: disabled if not a terminal
     )
     while done < len(prompts):
-        # Some batches at a time: their answers are kept before the next ones are made.
+        # The answers of some batches are written before the next batches are generated.
         asked = range(done, min(done + KEPT_BATCHES * cfg.batch_size, len(prompts)))
         texts = answer(cfg, model, tokenizer, prompts, encoded, asked, settings, world, beside)
         lines = []
@@ -219,7 +219,7 @@ def main(cfg: Config) -> None:
     if unfinished:
         with together(world):
             if world.rank == 0:
-                check_output(Path(cfg.output))  # perhaps it was made meanwhile
+                check_output(Path(cfg.output))  # another process may have made it meanwhile
                 os.rename(unfinished, cfg.output)
     place = f" in {cfg.output}" if cfg.output else ""
     print0(f"finished  {len(prompts)} answers{place}")
@@ -228,7 +228,9 @@ def main(cfg: Config) -> None:
 def plan_memory(
     cfg: Config, model, dtype: torch.dtype, encoded: list, world: World, pictures
 ) -> None:
-    """What the longest batch needs; a chat is planned for as many tokens as one turn and its answer."""
+    """Check the memory of the longest batch. A chat is planned for one turn and its answer, both of
+    --max_new_tokens.
+    """
     longest = max((len(ids) for ids in encoded), default=cfg.max_new_tokens)
     rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
     lengths = (longest, cfg.max_new_tokens)
@@ -247,10 +249,10 @@ def answer(
     world: World,
     beside: Callable | None,
 ) -> list[str]:
-    """The answers to some of the prompts, in their order, on every rank. A batch holds prompts of similar
-    lengths, and of equally many pictures.
+    """The answers to the prompts `asked`, in order, on every rank. The prompts of a batch have similar
+    lengths and the same number of pictures.
 
-    Every rank takes part in every forward: one that has no batch left repeats another's, for one token.
+    Every rank takes part in every forward. A rank without a batch repeats another rank's batch for one token.
     """
 
     def pictures(i: int) -> int:
@@ -261,15 +263,15 @@ def answer(
     for _, alike in groupby(order, pictures):
         alike = list(alike)
         batches += [alike[i : i + cfg.batch_size] for i in range(0, len(alike), cfg.batch_size)]
-    # In a forward, all ranks have pictures or none has: FSDP gathers a tower on all.
+    # In each round, all ranks have pictures or none has, because FSDP gathers a tower on all ranks.
     texts_only = sum(not pictures(batch[0]) for batch in batches)
     rounds = [(i, texts_only) for i in range(0, texts_only, world.size)]
     rounds += [(i, len(batches)) for i in range(texts_only, len(batches), world.size)]
     if beside and world.size > 1:
-        # generate calls the tower before the model, whose root FSDP gathers
+        # generate may call the tower before the model, but FSDP2 must see a forward of the root first
         with torch.no_grad():
             model(torch.tensor([[pad_id(tokenizer)]], device=world.device))
-    texts: dict[int, str] = {}  # number of a prompt -> its answer
+    texts: dict[int, str] = {}  # index of a prompt -> its answer
     for first, end in rounds:
         number = first + world.rank
         idle = number >= end
@@ -298,7 +300,7 @@ def answer(
 
 
 def chat(cfg: Config, model, tokenizer, settings: dict, world: World) -> None:
-    """Turns until a line is empty. Every rank computes the same turn; rank 0 reads and prints."""
+    """Chat until an empty line. Every rank computes the same turns; rank 0 reads and prints."""
     streamer = None
     if world.rank == 0:
         streamer = EscapedText(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -325,16 +327,16 @@ def chat(cfg: Config, model, tokenizer, settings: dict, world: World) -> None:
 
 
 class EscapedText(transformers.TextStreamer):
-    """Prints an answer word by word. A model may write control characters, which a terminal would obey."""
+    """Prints an answer word by word, with control characters escaped, which a terminal would obey."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(escaped(text, keep="\n"), stream_end)
 
 
 def typed_line(world: World) -> str:
-    """What is typed on rank 0, on every rank; "" at the end.
+    """The next line typed on rank 0, on every rank; "" at the end of the input.
 
-    The other ranks wait in short collectives: a long one would end with the group's timeout.
+    The other ranks wait in repeated short collectives, because a long one would hit the group's timeout.
     """
     if world.rank == 0 and sys.stdin.isatty():
         print("> ", end="", flush=True)
@@ -347,7 +349,7 @@ def typed_line(world: World) -> str:
 
 
 def read_line() -> str:
-    """A line of standard input, byte by byte: select does not see bytes that Python has buffered."""
+    """Read a line of standard input, byte by byte: select does not see bytes that Python has buffered."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(sys.stdin.fileno(), 1)
@@ -360,11 +362,11 @@ def read_line() -> str:
 def read_prompts(
     path: Path, raw: bool, system: str, pictured: Callable | None = None
 ) -> list[Prompt]:
-    """Every prompt of a file: the lines of a .txt file that are not blank, else its rows.
+    """The prompts of a file: the lines of a .txt file that are not blank, or the rows of another file.
 
-    raw: prompts are texts to complete, not messages. system: a system turn to put before each; "": none.
-    pictured: makes the prompt of a row for a model that reads pictures.
-    ConfigError names the file and the line.
+    raw: prompts are texts to complete, not messages. system: a system turn to put before each prompt; "":
+    none. pictured: makes the prompt of a row, for a model that reads pictures. ConfigError names the file and
+    the line.
     """
     rows = read_rows(path)
     if path.suffix == ".txt":
@@ -384,7 +386,7 @@ def read_prompts(
 
 
 def prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
-    """A row's prompt. Messages and their tools are read as for training; a last answer is left out."""
+    """The prompt of a row. Messages and tools are read as in training; a last answer is left out."""
     is_text = isinstance(row.data.get("prompt"), str) and not {"image", "images"} & row.data.keys()
     try:
         if pictured and not is_text:
@@ -402,9 +404,9 @@ def prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
 def encode_prompt(
     tokenizer, prompt: Prompt, raw: bool, new_tokens: int, positions: float, pictured=None
 ) -> list[int]:
-    """The ids of a prompt, as the model was trained to see it, with its generation prompt; raw: of its text
-    alone. pictured: gives the ids of a prompt with pictures. ConfigError where the model has too few
-    positions for it and `new_tokens` more.
+    """The ids of a prompt in the form used in training, with the generation prompt. raw: only the ids of its
+    text. pictured: returns the ids of a prompt with pictures. ConfigError if the prompt and `new_tokens` more
+    tokens exceed the model's positions.
     """
     try:
         if raw:
@@ -426,13 +428,13 @@ def encode_prompt(
 
 
 def positions_of(model) -> float:
-    """The tokens that a prompt and its answer may have together."""
+    """The maximum number of tokens of a prompt and its answer together."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
 
 
 def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: World) -> dict:
-    """Options of model.generate. An answer ends with a token that the model's folder names, and after a
-    fine-tune also with the end of a turn.
+    """Options of model.generate. An answer ends with the end tokens of the model folder; with an adapter or a
+    checkpoint, and without --raw, also with the end-of-turn token.
     """
     file = folder / "generation_config.json"
     if file.exists():
@@ -457,7 +459,7 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
 
 
 def check_output(path: Path) -> None:
-    """Refuse a file that exists, and a folder that cannot be written to."""
+    """Raise ConfigError if the file exists, or if its folder cannot be written to."""
     exists = os.path.lexists(path)
     check(not exists, f"--output {path} exists, and is not overwritten (fix: another name)")
     parent = path.absolute().parent
@@ -466,7 +468,7 @@ def check_output(path: Path) -> None:
 
 
 def unfinished_file(cfg: Config) -> Path | None:
-    """Where answers are kept until all are there. Its name says by which settings they were made."""
+    """The file for answers until all are there. Its name has a hash of the settings that determine them."""
     if not cfg.output:
         return None
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
@@ -475,8 +477,8 @@ def unfinished_file(cfg: Config) -> Path | None:
 
 
 def count_kept(file: Path | None, prompts: list[Prompt]) -> int:
-    """How many answers an earlier start has kept, those to the first prompts. A kill may have cut the last,
-    which is removed. ConfigError where they answer something else.
+    """The number of answers that an earlier start wrote; they belong to the first prompts. A last line that a
+    kill left incomplete is removed. ConfigError if they answer other prompts.
     """
     if not file or not file.exists():
         return 0
@@ -490,7 +492,7 @@ def count_kept(file: Path | None, prompts: list[Prompt]) -> int:
 
 
 def keep(lines: str, file: Path | None) -> None:
-    """Add answers to a file, or print them."""
+    """Append answers to a file, or print them."""
     if not file:
         print0(escaped(lines[:-1], keep="\n"), ready=True)
         return

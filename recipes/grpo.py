@@ -1,14 +1,14 @@
 """
-Learning from rewards (GRPO, DAPO, Dr. GRPO): in each step the model answers some prompts several times, and
-learns from what the rewards say. The ranks draw the completions and learn from them by turns, or, with
---generate_ranks, some of them draw and the others learn.
+Learning from rewards (GRPO, DAPO, Dr. GRPO): in each step the model samples several completions of each
+prompt, and learns from their rewards. Every rank generates and learns in turn; with --generate_ranks, some
+ranks only generate and the others only learn.
 
     torchrun --nproc_per_node 2 recipes/grpo.py
     torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --dataset math.jsonl --rewards number
     torchrun --nproc_per_node 8 recipes/grpo.py --model DIR --lora_rank 64 --generate_ranks 4 --rewards a.py:f
 
-Rows: {"prompt": TEXT or [turn, ...], ...columns}; a last turn of the assistant becomes the column `answer`.
-Without --model and --dataset the tiny model in recipes/tiny/started learns by reward alone. The run folder
+Rows: {"prompt": TEXT or [turn, ...], ...columns}; a last assistant turn becomes the column `answer`.
+Without --model and --dataset the tiny model in recipes/tiny/started learns from rewards alone. The run folder
 holds config.yaml, metrics.jsonl, samples.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
@@ -105,7 +105,7 @@ from utils.train.rollout import (
 from utils.train.trained_run import frozen_copy
 
 TINY = Path(__file__).resolve().parent / "tiny"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {
     "model": str(TINY / "started"),
     "steps": 100,
@@ -288,18 +288,18 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        stored = cfg.param_dtype if learns else cfg.dtype  # who only draws trains no weight
+        stored = cfg.param_dtype if learns else cfg.dtype  # a generator trains nothing
         attn, structure = cfg.attn, (source.config, DTYPES[stored])
         model = build_model(*structure, attn, trust)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
-    judge, frozen = None, []  # models that do not train
+    judge, frozen = None, []  # reward model; all models that are not trained
     if cfg.reward_model:
         from utils.train.reward_model import open_reward_model
 
         judge = open_reward_model(cfg.reward_model, DTYPES[cfg.dtype], world, trust)
         frozen.append(judge.model)
     if cfg.kl_beta and not from_settings(Lora, cfg):
-        frozen.append(model)  # as it is at the start
+        frozen.append(model)  # the reference: the model at the start
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -380,7 +380,7 @@ def main(cfg: Config) -> Path:
             check_facts(earlier.state, facts, cfg.allow_new_data)
         shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
         loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *shares)
-        # On a GPU kernels are chosen, or compiled, for each length.
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -399,15 +399,15 @@ def main(cfg: Config) -> Path:
     print0(plan.text, ready=True)
     if roles:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
-        world = roles.own  # from here on learners and generators are among themselves
+        world = roles.own  # from here on, only the ranks with the same role
         axes = axes if learns else mesh_axes(world.size)
-        micro_batches *= learns  # who only draws adds no gradients
+        micro_batches *= learns  # 0 on generators, which have no gradients
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, attn, trust, whole=source.folder)
-    token_mfu = 0.0  # of one token a second
+    token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.train.profiling import flops_per_token, mfu
 
@@ -416,7 +416,7 @@ def main(cfg: Config) -> Path:
         from utils.model.attention import repeat_grouped_keys
 
         repeat_grouped_keys(True)
-    names = None  # names of the parameters that adapters have changed
+    names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
@@ -449,7 +449,7 @@ def main(cfg: Config) -> Path:
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    elif world.size == 1:  # to gather them would only copy them
+    elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1)
     for unit in found:
         fully_shard(
@@ -473,13 +473,13 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
         elif plain:
-            model.to(world.device)  # FSDP2 moves what it shards
+            model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
-    reference = None  # what the model was at the start; beside adapters it is the base without them
+    reference = None  # the model at the start; with adapters, the base serves without a copy
     freeze = partial(
         frozen_copy,
         mesh=mesh,
@@ -491,7 +491,7 @@ def main(cfg: Config) -> Path:
         judge.model = freeze(judge.model, judge.pieces)
     if cfg.kl_beta and not lora and learns:
         reference = freeze(build_model(source.config, DTYPES[cfg.dtype], attn, trust), pieces)
-    # On Hopper and later cuDNN would come first, which makes a plan for each length: 23 to 37 ms in reports.
+    # On Hopper and later, torch prefers cuDNN, which makes a plan for each length: 23 to 37 ms in reports.
     torch.backends.cuda.enable_cudnn_sdp(False)
     sampling = Sampling(
         max_new_tokens=cfg.max_new_tokens,
@@ -538,7 +538,7 @@ def main(cfg: Config) -> Path:
         optimizer = ShardedAdamW8bit(groups, lr=cfg.lr, betas=BETAS, paged=paged)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
     if cfg.cpu_offload:
-        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+        scaler.scale(torch.ones(()))  # creates its scale on the CPU, where the gradients are
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
@@ -547,7 +547,7 @@ def main(cfg: Config) -> Path:
         from utils.train.resume import load_checkpoint
 
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
@@ -574,10 +574,10 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
             begun_at = time.monotonic()
             asked = [examples[row] for row in loader.rows_of(step) for _ in range(cfg.group_size)]
-            # Each completion's random numbers follow from these: see generate.
+            # The keys determine the random numbers of each completion: see generate.
             keys = [(cfg.seed, step, *divmod(i, cfg.group_size)) for i in range(len(asked))]
             completions = draw([q.ids for q in asked], keys, sampling)
             drawn_at = time.monotonic()
@@ -587,13 +587,13 @@ def main(cfg: Config) -> Path:
             rollouts = [
                 Rollout(q.ids, c.ids, c.log_probs, a, weight_of(cfg, len(c.ids), lengths), q.where)
                 for q, c, a in zip(asked, completions, advantages, strict=True)
-                if a or cfg.kl_beta  # where all are alike there is nothing to learn
+                if a or cfg.kl_beta  # without advantage or KL there is no gradient
             ]
             batches = loader.share(rollouts)  # this rank's micro-batches
             rewarded_at = time.monotonic()
             if world.rank == 0:
                 write_samples(out, step + 1, asked, rewarded, cfg.group_size)
-            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
             decay = {
                 "constant": 1.0,
                 "linear": 1 - done_share,
@@ -603,7 +603,7 @@ def main(cfg: Config) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             norms, sums = [], []
-            old = []  # log pi of each micro-batch's tokens before the first update
+            old = []  # log pi of the tokens of each micro-batch, before the first update
             for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
                 last_of_update = number % len(batches) == 0
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or last_of_update)
@@ -611,7 +611,7 @@ def main(cfg: Config) -> Path:
                 start = None
                 if cfg.kl_beta:
                     start = log_probs_at_start(model, reference, batch, cfg.temperature)
-                # (B, T): log pi of each token now, and when it was drawn
+                # log pi of each token (B, T): `now`, and `before` the first update of this step
                 now = token_log_probs(model, batch, cfg.temperature)
                 if number <= len(batches):
                     old.append(now.detach())
@@ -619,21 +619,21 @@ def main(cfg: Config) -> Path:
                 summed = token_sums(
                     batch, before, *policy_loss(cfg, now, before, start, batch.advantages)
                 )
-                # FSDP divides by the ranks; weights divide by what the global batch has
+                # world.size undoes FSDP's mean; the weights divide by the sizes of the global batch
                 scaler.scale(summed[0] * world.size).backward()
                 sums.append(summed.detach())
                 if last_of_update:
                     scaler.unscale_(optimizer)
-                    grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device
-                    # 1: this step changes nothing. A loss that is not finite has no finite gradients.
+                    grad_norm = clip_gradients(model, cfg.clip_norm)  # (), on the device
+                    # 1: this step changes nothing. If the loss is not finite, the gradients are not either.
                     optimizer.found_inf = (~grad_norm.isfinite()).float()
-                    scaler.step(optimizer)  # in fp16 all ranks leave it out where one overflows
+                    scaler.step(optimizer)  # in fp16, all ranks skip it on overflow
                     scaler.update()
                     optimizer.zero_grad()
                     norms.append(grad_norm)
             losses = [summed[0] for summed in sums]
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
-            peak_bytes = peak_memory_bytes()  # where most is alive
+            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             done = step + 1
             tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
             unread.add(
@@ -659,11 +659,11 @@ def main(cfg: Config) -> Path:
             evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
             saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
             if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
+                seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
-                asked = list(held_out)  # each has its likeliest completion
+                asked = list(held_out)  # one greedy completion each
                 keys = [(i,) for i in range(len(asked))]
                 completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
                 rewarded = reward(asked, completions, group_size=1)
@@ -706,8 +706,8 @@ def main(cfg: Config) -> Path:
 
 
 def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
-    """Of each completion beside the others of its prompt. https://arxiv.org/abs/2402.03300; without the
-    deviation: https://arxiv.org/abs/2503.20783.
+    """The advantage of each completion within the group of its prompt. https://arxiv.org/abs/2402.03300;
+    without division by the standard deviation: https://arxiv.org/abs/2503.20783.
     """
     groups = torch.tensor(rewards, dtype=torch.float64).view(-1, cfg.group_size)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -718,11 +718,11 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
 
 
 def weight_of(cfg: Config, length: int, lengths: list[int]) -> float:
-    """Of each token of a completion of this length, in the loss of all completions of these lengths."""
+    """The weight in the loss of each token of a completion with this length. lengths: of all completions."""
     divisors = {
-        # the mean over completions of their means: https://arxiv.org/abs/2402.03300
+        # the mean over completions of their token means: https://arxiv.org/abs/2402.03300
         "grpo": length * len(lengths),
-        # no completion counts more for its length: https://arxiv.org/abs/2503.20783
+        # a constant divisor, which does not depend on the length: https://arxiv.org/abs/2503.20783
         "dr_grpo": cfg.max_new_tokens * len(lengths),
         # the mean over all tokens: https://arxiv.org/abs/2503.14476
         "dapo": sum(lengths),
@@ -737,8 +737,9 @@ def policy_loss(
     start: torch.Tensor | None,
     advantages: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses, whether they are clipped, KL) of tokens, all (B, T), from log pi(token) now, when it was drawn
-    and at the start of the run, (B, T), and advantages (B, 1). Other losses go here.
+    """(losses, whether they are clipped, KL) of each token, all (B, T). now, old, start: log pi of the tokens
+    (B, T), now, before the first update of this step, and at the start of the run. advantages: (B, 1). Other
+    losses go here.
     """
     ratio = torch.exp(now - old)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -752,7 +753,7 @@ def policy_loss(
 
 
 def settle(cfg: Config, world) -> Config:
-    """Replace what is left open by what it means here; check what depends on the device."""
+    """Resolve settings that are empty or auto, and check that needed packages work on this device."""
     scale = {"auto": "none" if cfg.loss == "dr_grpo" else "group"}
     cfg = replace(
         cfg,

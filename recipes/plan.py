@@ -24,7 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 if __name__ == "__main__":
-    # A short process: both took a fifth of its time. bitsandbytes would import a compiler.
+    # This process is short. Garbage collection, and the compiler that bitsandbytes would import, took a
+    # fifth of its time.
     gc.disable()
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -59,13 +60,13 @@ from utils.run.units import GIB
 from utils.train.in_backward import check_in_backward
 
 SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
-# What torch shows as a card's memory ("GPU 0 has a total capacity of ..."), in GiB, the least of several
-# reports where they differ. It is less than the card's name says: part of it stays with the driver.
+# Memory of a card in GiB, as torch shows it ("GPU 0 has a total capacity of ..."); the smallest value where
+# reports differ. It is less than the name of the card says, because the driver keeps a part.
 CARDS = {
     "t4": 14.56,  # 14.56 to 14.76
     "v100-16": 15.77,
     "a10g": 22.06,
-    "l4": 22.03,  # in the out-of-memory lines of six repositories, 22.03 to 22.06
+    "l4": 22.03,  # 22.03 to 22.06, in out-of-memory lines of six repositories
     "3090": 23.5,
     "4090": 23.5,  # 23.43 to 23.68
     "v100-32": 31.74,
@@ -86,7 +87,7 @@ HEAD = (
     "rows",
     "tokens",
 )
-# Of compute capability below 8: no bf16, and no flash attention.
+# Cards of compute capability below 8: no bf16, and no flash attention.
 WITHOUT_BF16 = ("t4", "v100-16", "v100-32")
 ROWS = 1009  # a prime: see steps_alike
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
@@ -220,14 +221,16 @@ def main(cfg: Config) -> dict:
 
 
 def scaled_of(asked: Setting) -> Setting:
-    """The setting for the tables, whose many sizes are not each traced, where that comes to the same."""
+    """The setting with a rule that scales traces, so that the tables need not trace each of their sizes.
+    Unchanged if no rule is exact enough.
+    """
     window = getattr(asked.config.get_text_config(), "sliding_window", None) or 0
-    # On the same side of the window; beyond it nothing is scaled.
+    # A second length to test, on the same side of the window: across it, nothing is scaled.
     other = asked.seq_len // 2 if asked.seq_len <= window else 2 * asked.seq_len
     lengths = [replace(asked, seq_len=seq_len) for seq_len in (asked.seq_len, other)]
     shortest = asked.pictures.rows_of(1).ids.shape[1] if asked.pictures else 0
     first = TOKENS_STEP * math.ceil(max(1024, shortest) / TOKENS_STEP)
-    # The loops pad a row to 64 tokens: of other lengths the line is less exact.
+    # Loops over tokens pad a row to 64 tokens, so the line is less exact for other lengths.
     for scaling, most in (
         (partial(steps_alike, near=asked.seq_len, window=window), 1e-4),
         (partial(steps_between, first=first), 1e-3),
@@ -244,10 +247,11 @@ def scaled_of(asked: Setting) -> Setting:
 def steps_alike(
     trace: Callable[..., Trace], batch: int, seq_len: int, near: int, window: int
 ) -> Trace:
-    """A step of `batch` rows of seq_len, from one of primes that no size of a model is likely to have: as
-    often as they divide the bytes of a tensor, it grows with the rows and the tokens.
+    """A step of `batch` rows of seq_len tokens, scaled from a trace whose sizes are primes that no dimension
+    of a model is likely to have. As often as a prime divides the bytes of a tensor, the tensor grows with the
+    rows or the tokens.
     """
-    # Other masks are made for rows that are longer than a window.
+    # Rows longer than the window have other masks, so they are traced themselves.
     if (near > window) != (seq_len > window):
         return trace(batch, seq_len)
     while any(near % divisor == 0 for divisor in range(2, math.isqrt(near) + 1)):
@@ -256,8 +260,8 @@ def steps_alike(
 
 
 def steps_between(trace: Callable[..., Trace], batch: int, seq_len: int, first: int) -> Trace:
-    """A step of `batch` rows of seq_len, on the line through those of `first` and twice as many tokens: for
-    families that loop over the tokens of a row (linear attention), with more tensors for more tokens.
+    """A step of `batch` rows of seq_len tokens, on the line through traces of `first` and 2 x `first` tokens.
+    For families that loop over the tokens of a row (linear attention), so that more tokens need more tensors.
     """
     scaled = cache(partial(grown, sizes=((ROWS, batch),)))
     one, two = (vars(trace(ROWS, tokens, scaled)) for tokens in (first, 2 * first))
@@ -270,7 +274,7 @@ def steps_between(trace: Callable[..., Trace], batch: int, seq_len: int, first: 
 
 
 def grown(size: int, sizes: tuple[tuple[int, int], ...]) -> int:
-    """Bytes of a tensor, where the first numbers in `sizes`, primes, become the second."""
+    """Bytes of a tensor with each prime factor replaced by a real size. sizes: (prime, real size)."""
     for prime, number in sizes:
         while size and size % prime == 0:
             size = size // prime * number
@@ -278,7 +282,7 @@ def grown(size: int, sizes: tuple[tuple[int, int], ...]) -> int:
 
 
 def fastest_traced(scaled: Setting, room: Room, **how: bool) -> Setting | None:
-    """What fits and costs least time; near the limit, what fits when it is traced at its own size."""
+    """The fastest setting that fits. Near the limit, it must also fit when traced at its own size."""
     best = fastest(scaled, room, any_method=True, **how)
     if not best or need_of(best).device < 0.95 * room.device:
         return best
@@ -289,7 +293,7 @@ def fastest_traced(scaled: Setting, room: Room, **how: bool) -> Setting | None:
 
 
 def pictures_of(cfg: Config, asked: Setting):
-    """Rows with pictures of the sizes in --images, as the model's own image processor makes them."""
+    """Rows with blank pictures of the sizes in --images, made by the model's own image processor."""
     from utils.plan.pictures import blank_pictures
 
     sizes = [tuple(map(int, re.findall(r"\d+", size))) for size in cfg.images.split(",")]
@@ -313,7 +317,7 @@ def pictures_of(cfg: Config, asked: Setting):
 
 
 def kernel_of(asked: Setting, packing: bool) -> str:
-    """Of attention on such a card."""
+    """The attention kernel on such a card, in words."""
     if planned_model(asked).config._attn_implementation == "eager":
         return "eager, which keeps all probabilities"
     if asked.repeats_keys:
@@ -326,14 +330,14 @@ def kernel_of(asked: Setting, packing: bool) -> str:
 
 
 def needs_masks(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> bool:
-    """Whether masks keep the documents of a pack apart, not the attention of finetune.py."""
+    """Whether masks separate the documents of a pack, instead of finetune.py's variable-length attention."""
     model = build_model(config, DTYPES[cfg.dtype], cfg.attn, cfg.trust_remote_code)
     attn = settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
     return repeats_keys or attn != "varlen"
 
 
 def command(cfg: Config, levers: str) -> str:
-    """The line to type, but for what only the user knows: DIR (where --model is no folder), FILE and HOST."""
+    """The command line. DIR (if --model is no folder), FILE and HOST stand for what only the user knows."""
     machines = cfg.gpus // cfg.gpus_per_machine
     launch = "torchrun"
     if machines > 1:
@@ -358,7 +362,7 @@ def command(cfg: Config, levers: str) -> str:
 
 
 def check_card(name: str) -> None:
-    """ConfigError with the names that are near, where no card of that name is known."""
+    """Raise ConfigError with similar names if there is no card of this name."""
     if name.lower() in CARDS:
         return
     check(not name.isdecimal(), f"--gpu {name} is no name of a card (did you mean --gpus {name}?)")
@@ -370,7 +374,7 @@ def check_card(name: str) -> None:
 
 
 def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
-    """The config that --model means. ConfigError with the names that are known."""
+    """The config that --model names. ConfigError, with the known names, if there is none."""
     known = sorted(path.stem for path in SHAPES.glob("*.json"))
     fix = f"a folder, a size such as 7B, or one of {', '.join(known)}"
     check(name, f"--model is missing (fix: {fix})")
@@ -401,7 +405,7 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
 
 
 def shape_of(parameters: float, name: str) -> transformers.LlamaConfig:
-    """A model of about so many parameters, in Llama's proportions: 128 wide for each block."""
+    """A model of about so many parameters, in Llama's proportions: its width is 128 x its layers."""
     check(1e6 <= parameters <= 1e13, f"--model {name}: no size of a language model (fix: 7B)")
     for blocks in range(1, 2000):
         width = 128 * blocks
@@ -417,12 +421,12 @@ def shape_of(parameters: float, name: str) -> transformers.LlamaConfig:
 
 
 def positions_of(config: transformers.PretrainedConfig) -> int:
-    """The longest row that the model was made for; 0 where its config does not say."""
+    """The longest row that the model was made for; 0 if its config does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def strategies(asked: Setting, room: Room) -> list[dict]:
-    """One row for each method, with and without recomputing and offload."""
+    """One row of the table per method, kind of recomputation, and offload."""
     lora = asked.lora or Lora(lora_rank=16)
     of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
     for name, kind in (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")):
@@ -449,7 +453,7 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
 
 
 def report(cfg: Config, need: Need, plan: dict) -> str:
-    """The tables, as text. plan: see main."""
+    """The whole report as text. plan: see main."""
     size = f"{plan['parameters'] / 1e9:.2f} billion parameters"
     lines = [
         f"{escaped(cfg.model)}: {size}; {cfg.gpus} GPUs of {cfg.gpu_gib:g} GiB",
@@ -496,7 +500,7 @@ def of_setting(cfg: Config, need: Need, plan: dict) -> list[str]:
 
 
 def aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Its lines: the first three columns to the left, the others to the right."""
+    """The lines of a table: the first three columns aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
@@ -507,7 +511,7 @@ def aligned(table: list[tuple[str, ...]]) -> list[str]:
 
 
 def recommendation(cfg: Config, plan: dict) -> list[str]:
-    """The command, and what cannot be seen in it."""
+    """The lines with the recommended command, and the host memory that it needs."""
     best = plan["recommended"]
     fits = {TIGHT: "fits, tightly", MAYBE: "may fit, with less than 3 % to spare"}
     lines = [
@@ -527,10 +531,10 @@ def recommendation(cfg: Config, plan: dict) -> list[str]:
 
 
 def cells(row: dict) -> tuple[str, ...]:
-    """A row of the table."""
+    """The cells of one row of the table, see HEAD."""
     levers = row["levers"]
     tokens = f"{row['longest']:,}" if row["longest"] else "-"
-    if 0 < row["positions"] < row["longest"]:  # more than the model was made for
+    if 0 < row["positions"] < row["longest"]:  # longer than the model was made for
         tokens += "*"
     return (
         row["method"],

@@ -97,18 +97,18 @@ from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"loss": "orpo", "epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 20}
 BETAS = (0.9, 0.95)  # of AdamW
-# Losses that compare the model with the one that it was at the start.
+# Losses that need log pi_ref, of the model at the start of the run.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
-LOSSES_OF = {  # flag -> the losses that know it
+LOSSES_OF = {  # flag -> the losses that use it
     "label_smoothing": ("dpo", "simpo"),
     "margin": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-FALLEN = 2  # nats an answer
+FALLEN = 2  # a warning if log-probabilities of wanted answers fall by more; nats per answer
 
 
 @dataclass
@@ -265,7 +265,7 @@ def main(cfg: Config) -> Path:
         from utils.plan.search import fitted_before
 
         with together(world):
-            fitted = fitted_before(out)  # what --fit found, stays
+            fitted = fitted_before(out)  # keep what --fit found at the first start
             cfg = replace(cfg, **fitted)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -296,7 +296,7 @@ def main(cfg: Config) -> Path:
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
-            # a pair is as long as its two sequences
+            # a pair is planned as one row with the length of its two sequences
             seq_len=longest_row(cfg.seq_len, cfg.packing, *answers) * (1 + (cfg.loss != "kto")),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
@@ -344,13 +344,13 @@ def main(cfg: Config) -> Path:
             text = "--loss kto compares each answer with another of its global batch"
             check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
         loader = Batches(examples, cfg.seed, global_batch, *shares, *size)
-        # On a GPU kernels are chosen, or compiled, for each length.
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
             if cfg.packing:
                 Batches, size = PairBatches, ()
-            # As large as those of training: the KL of kto follows from them.
+            # The same size as in training, because the KL term of kto depends on it.
             eval_loader = Batches(held_out, cfg.seed, global_batch, *shares, *size)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -373,7 +373,7 @@ def main(cfg: Config) -> Path:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, attn, trust, whole=source.folder)
-    token_mfu = 0.0  # of one token a second
+    token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.train.profiling import flops_per_token, mfu
 
@@ -382,7 +382,7 @@ def main(cfg: Config) -> Path:
         from utils.model.attention import repeat_grouped_keys
 
         repeat_grouped_keys(True)
-    names = None  # names of the parameters that adapters have changed
+    names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
@@ -415,7 +415,7 @@ def main(cfg: Config) -> Path:
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    elif world.size == 1:  # to gather them would only copy them
+    elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1)
     for unit in found:
         fully_shard(
@@ -439,7 +439,7 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
         elif plain:
-            model.to(world.device)  # FSDP2 moves what it shards
+            model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
@@ -483,7 +483,7 @@ def main(cfg: Config) -> Path:
         in_backward = StepInBackward(optimizer, mesh)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
     if cfg.cpu_offload:
-        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+        scaler.scale(torch.ones(()))  # creates its scale on the CPU, where the gradients are
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
@@ -492,7 +492,7 @@ def main(cfg: Config) -> Path:
         from utils.train.resume import load_checkpoint
 
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
@@ -518,13 +518,13 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
             pairs = all_reduce_sum(sum(batch.pairs for batch in batches), world)
             tokens = sum(trained_tokens_of(batch)[batch.desirable].sum() for batch in batches)
             wanted_tokens = max(1, all_reduce_sum(tokens, world))
-            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
             decay = {
                 "constant": 1.0,
                 "linear": 1 - done_share,
@@ -544,7 +544,7 @@ def main(cfg: Config) -> Path:
                 start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
                 policy = log_probs_of(model, batch)
                 found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
-                # Means over the pairs, and over the tokens of wanted answers, of the global batch.
+                # Means over the global batch: over its pairs, and over the tokens of wanted answers.
                 loss = found[0] / pairs - cfg.sft_weight * found[1] / wanted_tokens
                 scaler.scale(loss * world.size).backward()  # FSDP divides by the ranks
                 losses.append(loss.detach())
@@ -552,15 +552,15 @@ def main(cfg: Config) -> Path:
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             means = means_of(sums, cfg.loss != "kto", cfg.sft_weight)
             loss = means.pop("loss")
-            peak_bytes = peak_memory_bytes()  # where most is alive
+            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             scaler.unscale_(optimizer)
-            if in_backward:  # every weight has its update
+            if in_backward:  # every weight is updated already
                 grad_norm = in_backward.grad_norm()
             else:
-                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # (), on the device like the loss
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
             optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
-            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
             optimizer.zero_grad()
             done = step + 1
@@ -582,7 +582,7 @@ def main(cfg: Config) -> Path:
             evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
             saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
             if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
+                seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
@@ -636,12 +636,12 @@ def preference_loss(
     reference: torch.Tensor | float,
     kl: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses (P,), rewards (S,)) from log pi(y|x) and log pi_ref(y|x), both (S,), of chosen and rejected
-    answers by turns. Other losses go here.
+    """(losses (P,), rewards (S,)) from log pi(y|x) and log pi_ref(y|x), both (S,). Chosen and rejected
+    answers alternate; for kto, each answer has a label. Other losses go here.
     """
     scores = policy - reference
     if cfg.loss in ("orpo", "simpo"):
-        scores = scores / trained_tokens_of(batch)  # of a token, not of an answer
+        scores = scores / trained_tokens_of(batch)  # per token, not per answer
     rewards = cfg.beta * scores
     if cfg.loss == "kto":  # https://arxiv.org/abs/2402.01306; its lambdas are the weights
         lead = rewards - cfg.beta * kl
@@ -652,13 +652,13 @@ def preference_loss(
         chosen, rejected = (scores / trained_tokens_of(batch)).view(-1, 2).unbind(1)  # (P,)
         return (chosen - rejected - 1 / (2 * cfg.beta)).square(), rewards
     if cfg.loss == "orpo":
-        # https://arxiv.org/abs/2403.07691: odds are p / (1 - p), of p = 1 finite
+        # https://arxiv.org/abs/2403.07691: odds are p / (1 - p); clamp keeps them finite at p = 1
         scores = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
     chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,) each
     if cfg.loss == "orpo":
         return -cfg.beta * F.logsigmoid(chosen - rejected), rewards
-    # DPO, https://arxiv.org/abs/2305.18290, and with a margin SimPO, https://arxiv.org/abs/2405.14734; with
-    # label smoothing cDPO, https://ericmitchell.ai/cdpo.pdf
+    # DPO, https://arxiv.org/abs/2305.18290; with a margin, SimPO, https://arxiv.org/abs/2405.14734; with
+    # label smoothing, cDPO, https://ericmitchell.ai/cdpo.pdf
     lead = cfg.beta * (chosen - rejected) - (cfg.margin if cfg.loss == "simpo" else 0.0)
     e = cfg.label_smoothing
     return -(1 - e) * F.logsigmoid(lead) - e * F.logsigmoid(-lead), rewards
@@ -666,9 +666,9 @@ def preference_loss(
 
 @torch.no_grad()
 def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> dict[str, float]:
-    """The held-out loss and means. All ranks call it: every batch is a collective."""
+    """The held-out loss and means. All ranks call it, because every forward has collectives."""
     model.eval()
-    sums = torch.zeros(9, dtype=torch.float64)
+    sums = torch.zeros(9, dtype=torch.float64, device=world.device)
     for step in range(loader.per_epoch):
         batches = loader.batches(step)
         kl = 0.0
@@ -680,7 +680,7 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
             start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
             policy = log_probs_of(model, batch)
             found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
-            sums += found.cpu()
+            sums += found
     model.train()
     reshard(model)
     sums = torch.tensor([all_reduce_sum(value, world) for value in sums])
@@ -689,7 +689,7 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
 
 
 def settle(cfg: Config, world) -> Config:
-    """Replace what is left open by what it means here; check what depends on the device."""
+    """Resolve settings that are empty or auto, and check that needed packages work on this device."""
     sft_weight = cfg.sft_weight if cfg.sft_weight >= 0 else float(cfg.loss == "orpo")
     beta = cfg.beta or (2.0 if cfg.loss == "simpo" else 0.1)
     cfg = replace(

@@ -7,7 +7,7 @@ weights.
     torchrun --nproc_per_node 8 recipes/pretrain.py --init random --model llama-3.2-1b --tokenizer DIR ...
 
 Without --model it trains the tiny model of recipes/tiny from scratch on the texts there. Rows are cut from an
-endless line of documents: no token is lost and no slot is empty. The run folder holds config.yaml,
+endless stream of documents: no token is lost, and there is no padding. The run folder holds config.yaml,
 metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
@@ -86,7 +86,7 @@ from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny"
 SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {
     "init": "random",
     "epochs": 6,
@@ -243,7 +243,7 @@ def main(cfg: Config) -> Path:
         from utils.plan.search import fitted_before
 
         with together(world):
-            fitted = fitted_before(out)  # what --fit found, stays
+            fitted = fitted_before(out)  # keep what --fit found at the first start
             cfg = replace(cfg, **fitted)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -332,7 +332,7 @@ def main(cfg: Config) -> Path:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, attn, trust, whole=source.folder)
-    token_mfu = 0.0  # of one token a second
+    token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.train.profiling import flops_per_token, mfu
 
@@ -368,7 +368,7 @@ def main(cfg: Config) -> Path:
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    elif world.size == 1:  # to gather them would only copy them
+    elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1)
     for unit in found:
         fully_shard(
@@ -392,7 +392,7 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload)
         elif plain:
-            model.to(world.device)  # FSDP2 moves what it shards
+            model.to(world.device)  # FSDP2 moves only what it shards
         if cfg.init == "random":
             draw_weights(model, rules, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
@@ -427,7 +427,7 @@ def main(cfg: Config) -> Path:
         in_backward = StepInBackward(optimizer, mesh)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
     if cfg.cpu_offload:
-        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+        scaler.scale(torch.ones(()))  # creates its scale on the CPU, where the gradients are
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
@@ -436,7 +436,7 @@ def main(cfg: Config) -> Path:
         from utils.train.resume import load_checkpoint
 
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
@@ -464,10 +464,10 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
-            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
             decay = {
                 "constant": 1.0,
                 "linear": 1 - done_share,
@@ -481,20 +481,20 @@ def main(cfg: Config) -> Path:
             for number, batch in enumerate(batches, 1):
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
-                # The mean over the trained tokens of the global batch: FSDP divides by the ranks.
+                loss = summed_cross_entropy(model, batch)  # (); never holds (B, T, V)
+                # The mean over the trained tokens of the global batch; world.size undoes FSDP's mean.
                 scaler.scale(loss * world.size / trained_tokens).backward()
                 losses.append(loss.detach())
             loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
-            peak_bytes = peak_memory_bytes()  # where most is alive
+            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             scaler.unscale_(optimizer)
-            if in_backward:  # every weight has its update
+            if in_backward:  # every weight is updated already
                 grad_norm = in_backward.grad_norm()
             else:
-                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # (), on the device like the loss
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
             optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
-            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
             optimizer.zero_grad()
             done = step + 1
@@ -516,7 +516,7 @@ def main(cfg: Config) -> Path:
             evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
             saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
             if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
+                seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
@@ -557,7 +557,7 @@ def main(cfg: Config) -> Path:
 
 
 def settle(cfg: Config, world) -> Config:
-    """Replace what is left open by what it means here; check what depends on the device."""
+    """Resolve settings that are empty or auto, and check that needed packages work on this device."""
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY),
@@ -569,13 +569,13 @@ def settle(cfg: Config, world) -> Config:
 
 
 def evaluate(model, loader, world) -> dict[str, float]:
-    """The held-out loss, in nats a token, and in bits for each byte of text. All ranks call it."""
+    """The held-out loss in nats per token, and in bits per byte of text. All ranks call it."""
     loss = eval_loss(model, loader, world)
     return {"eval_loss": loss, "eval_bits_per_byte": loss * loader.bits_per_byte()}
 
 
 def settle_special_tokens(config, tokenizer) -> None:
-    """Give a config the numbers of the tokenizer's special tokens: a new model may have any tokenizer."""
+    """Set the ids of the tokenizer's special tokens in a config: a new model may have any tokenizer."""
     text = config.get_text_config()
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(text, name, getattr(tokenizer, name))

@@ -1,7 +1,7 @@
 """
-Show what a run of finetune.py, prefer.py or vision.py would train on and what it would need, and train
-nothing: rows with their masks, lengths, the global batch, the plan of memory. Takes the flags of all three;
---loss means prefer.py, and --train, or a model that only reads pictures, vision.py.
+Show what a run of finetune.py, prefer.py or vision.py would train on and what it would need, without
+training: rows with their loss masks, lengths, the global batch, the memory plan. Takes the flags of all
+three; --loss selects prefer.py, and --train, or a model without a text-only class, selects vision.py.
 
     python recipes/preview.py --show 2
     python recipes/preview.py --loss dpo --dataset pairs.jsonl --model DIR
@@ -50,10 +50,10 @@ from utils.run.signals import report_errors, stop_at_once
 from utils.run.units import IGNORE
 
 TINY = Path(__file__).resolve().parent / "tiny"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"epochs": 3, "batch_size": 16}
-TASKS = {"": "rows", "kto": "labels"}  # by loss; pairs for the others
-# Flags of the three recipes that change nothing of what is shown.
+TASKS = {"": "rows", "kto": "labels"}  # loss -> task; other losses: pairs
+# Flags of the three recipes that do not change what is shown.
 OTHERS = """beta label_smoothing margin sft_weight desirable_weight undesirable_weight eval_every lr warmup
 schedule weight_decay clip_norm lr_projector lr_vision workers fit force output_dir resume save_every keep
 allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
@@ -148,8 +148,8 @@ def main(cfg: Config) -> bool:
     if env_int("RANK"):  # torchrun has started more
         sys.exit(0)
     ranks = cfg.ranks or env_int("WORLD_SIZE", 1)
-    world = World(0, ranks, 0, ranks, device_of(0, 1))
-    axes = mesh_axes(world.size, cfg.replicate, cfg.shard)
+    world = World(0, 1, 0, ranks, device_of(0, 1))
+    axes = mesh_axes(ranks, cfg.replicate, cfg.shard)
     model_name = cfg.model or str(TINY)
     dtype = settle_dtype(cfg.dtype, world.device)
     tiny_rows = TINY / ("pairs.jsonl" if cfg.loss else "chat.jsonl")
@@ -228,10 +228,10 @@ def main(cfg: Config) -> bool:
             seq_len=longest_row(cfg.seq_len, cfg.packing, *parts)
             * (1 + (cfg.loss not in ("", "kto"))),
             shards=axes["shard"],
-            replicate=world.size // axes["shard"],
-            local_ranks=world.local_size,
+            replicate=ranks // axes["shard"],
+            local_ranks=ranks,
             gpu=world.device.type == "cuda",
-            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
             lora=lora,
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -241,9 +241,9 @@ def main(cfg: Config) -> bool:
         )
         plan = plan_memory(setting, world, force=True)
     global_batch, micro_batches = divide_batch(
-        cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, world.size
+        cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, ranks
     )
-    shares = (cfg.batch_size, 0, world.size, pad_id(tokenizer))
+    shares = (cfg.batch_size, 0, ranks, pad_id(tokenizer))
     if cfg.loss == "kto":
         loader = LabelBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
     elif cfg.loss and cfg.packing:
@@ -267,8 +267,8 @@ def main(cfg: Config) -> bool:
     if pictured:
         adapters = " by adapters" if lora else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
-    print0(f"ranks     {mesh_sentence(world, axes)}")
-    text = f"{cfg.batch_size} rows x {world.size} ranks x {micro_batches} micro-batches"
+    print0(f"ranks     {mesh_sentence(replace(world, size=ranks), axes)}")
+    text = f"{cfg.batch_size} rows x {ranks} ranks x {micro_batches} micro-batches"
     print0(
         f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )
@@ -283,7 +283,7 @@ def main(cfg: Config) -> bool:
 
 
 def show_masks(examples, tokenizer, count: int, pictured=None) -> None:
-    """Print the first rows, with their trained tokens marked. pictured: PictureBatches of them, or None."""
+    """Print the first rows with their trained tokens marked. pictured: their PictureBatches, or None."""
     for i in range(min(count, len(examples))):
         item = examples[i]
         rooms = rooms_of(pictured, i, tokenizer) if pictured else []
@@ -291,7 +291,7 @@ def show_masks(examples, tokenizer, count: int, pictured=None) -> None:
 
 
 def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
-    """(the text of its tokens, what is shown in their place) of each picture of a row."""
+    """(the text of its tokens, the text shown instead) of each picture of a row."""
     from utils.data.pictures import room_of
 
     sizes = tuple((width, height) for _, width, height in pictured.sources(row))
@@ -304,16 +304,16 @@ def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
 
 
 def show_answers(answers, tokenizer, count: int) -> None:
-    """Print the answers of the first rows: chosen ones and rejected ones, or with their label."""
+    """Print the answers of the first rows: the chosen and the rejected one, or the one that has a label."""
     for i in range(min(2 * count, len(answers))):
         item = answers[i]
-        if len(item.ids):  # a label has one of the two
+        if len(item.ids):  # a labelled answer is one of the two
             side = ("chosen", "rejected")[i % 2]
             print0(f"{escaped(item.where)} {side}\n{marked(item, tokenizer)}\n", ready=True)
 
 
 def print_lengths(examples, held_out) -> None:
-    """The lengths of the rows."""
+    """Print the median and the maximum length of the rows."""
     for name, part in (("lengths", examples), ("held out", held_out)):
         if part:
             half, most = int(part.lengths.median()), int(part.lengths.max())
@@ -323,8 +323,8 @@ def print_lengths(examples, held_out) -> None:
 
 
 def marked(item, tokenizer, rooms=()) -> str:
-    """A row as text, its trained tokens in [[brackets]], its pictures as in rooms, of rooms_of. Line breaks
-    are the row's own, other control characters are escaped.
+    """A row as text, with its trained tokens in [[brackets]] and its pictures replaced by `rooms`, from
+    rooms_of. Line breaks are kept, other control characters are escaped.
     """
     ids, rooms = iter(item.ids.tolist()), list(rooms)
     text = ""

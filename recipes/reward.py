@@ -1,5 +1,5 @@
 """
-A reward model from pairs of a chosen and a rejected answer (Bradley and Terry): it gives each answer a score.
+A reward model from pairs of a chosen and a rejected answer (Bradley-Terry): it gives each answer a score.
 Every rank builds the model on meta and reads only its own slice of the weights.
 
     torchrun --nproc_per_node 2 recipes/reward.py
@@ -87,7 +87,7 @@ from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"epochs": 5, "batch_size": 16, "lr": 3e-3, "log_every": 60}
 BETAS = (0.9, 0.95)  # of AdamW
 
@@ -221,7 +221,7 @@ def main(cfg: Config) -> Path:
         from utils.plan.search import fitted_before
 
         with together(world):
-            fitted = fitted_before(out)  # what --fit found, stays
+            fitted = fitted_before(out)  # keep what --fit found at the first start
             cfg = replace(cfg, **fitted)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -252,7 +252,7 @@ def main(cfg: Config) -> Path:
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
-            # a pair is as long as its two sequences
+            # a pair is planned as one row with the length of its two sequences
             seq_len=2 * longest_row(cfg.seq_len, False, *answers),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
@@ -292,7 +292,7 @@ def main(cfg: Config) -> Path:
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
         loader = PairBatches(examples, cfg.seed, global_batch, *shares)
-        # On a GPU kernels are chosen, or compiled, for each length.
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
         if held_out:
@@ -317,7 +317,7 @@ def main(cfg: Config) -> Path:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, attn, trust, source.folder, kind="scores")
-    token_mfu = 0.0  # of one token a second
+    token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.train.profiling import flops_per_token, mfu
 
@@ -326,7 +326,7 @@ def main(cfg: Config) -> Path:
         from utils.model.attention import repeat_grouped_keys
 
         repeat_grouped_keys(True)
-    names = None  # names of the parameters that adapters have changed
+    names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
@@ -359,7 +359,7 @@ def main(cfg: Config) -> Path:
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    elif world.size == 1:  # to gather them would only copy them
+    elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1)
     for unit in found:
         fully_shard(
@@ -383,7 +383,7 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
         elif plain:
-            model.to(world.device)  # FSDP2 moves what it shards
+            model.to(world.device)  # FSDP2 moves only what it shards
         score = fill_score(model, pieces, cfg.seed)
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
@@ -410,7 +410,7 @@ def main(cfg: Config) -> Path:
         in_backward = StepInBackward(optimizer, mesh)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
     if cfg.cpu_offload:
-        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+        scaler.scale(torch.ones(()))  # creates its scale on the CPU, where the gradients are
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
@@ -419,7 +419,7 @@ def main(cfg: Config) -> Path:
         from utils.train.resume import load_checkpoint
 
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
@@ -445,11 +445,11 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
             pairs = all_reduce_sum(sum(batch.pairs for batch in batches), world)
-            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
             decay = {
                 "constant": 1.0,
                 "linear": 1 - done_share,
@@ -470,15 +470,15 @@ def main(cfg: Config) -> Path:
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             means = dict(zip(MEANS, sums / pairs, strict=True))
             loss = means.pop("loss")
-            peak_bytes = peak_memory_bytes()  # where most is alive
+            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             scaler.unscale_(optimizer)
-            if in_backward:  # every weight has its update
+            if in_backward:  # every weight is updated already
                 grad_norm = in_backward.grad_norm()
             else:
-                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # (), on the device like the loss
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
             optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
-            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
             optimizer.zero_grad()
             done = step + 1
@@ -500,7 +500,7 @@ def main(cfg: Config) -> Path:
             evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
             saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
             if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, token_mfu)  # the one place that waits for a GPU
+                seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
@@ -541,16 +541,16 @@ def main(cfg: Config) -> Path:
     return out
 
 
-# What score_sums gives, divided by the number of pairs; TRL's names.
+# Names, as in TRL, of the results of score_sums divided by the number of pairs.
 MEANS = ("loss", "accuracy", "margin", "mean_reward")
 
 
 def score_sums(scores: torch.Tensor, center_weight: float) -> torch.Tensor:
-    """(4,) from the scores (2 P,) of chosen and rejected answers by turns: sums over the pairs of the loss,
-    of those in order, of the chosen one's lead, and of the mean of both. Other losses go here.
+    """Sums (4,) over P pairs: loss, whether the chosen answer has the higher score, difference of the scores,
+    mean of the scores. scores: (2 P,), alternately of chosen and rejected answers. Other losses go here.
     """
     chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,)
-    # Bradley and Terry, as in https://arxiv.org/abs/2203.02155; around 0: https://arxiv.org/abs/2312.09244
+    # Bradley-Terry, as in https://arxiv.org/abs/2203.02155; centering: https://arxiv.org/abs/2312.09244
     losses = -F.logsigmoid(chosen - rejected) + center_weight * (chosen + rejected) ** 2
     in_order = (chosen > rejected).float()
     sums = [losses, in_order, chosen - rejected, (chosen + rejected) / 2]
@@ -559,13 +559,13 @@ def score_sums(scores: torch.Tensor, center_weight: float) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model, loader, center_weight: float, world) -> dict[str, float]:
-    """The held-out loss and means. All ranks call it: every batch is a collective."""
+    """The held-out loss and means. All ranks call it, because every forward has collectives."""
     model.eval()
-    sums, pairs = torch.zeros(4, dtype=torch.float64), 0
+    sums, pairs = torch.zeros(4, dtype=torch.float64, device=world.device), 0
     for step in range(loader.per_epoch):
         for batch in loader.batches(step):
             scores = sequence_scores(model, batch.to(world.device))
-            sums += score_sums(scores, center_weight).cpu()
+            sums += score_sums(scores, center_weight)
             pairs += batch.pairs
     model.train()
     reshard(model)
@@ -575,7 +575,7 @@ def evaluate(model, loader, center_weight: float, world) -> dict[str, float]:
 
 
 def settle(cfg: Config, world) -> Config:
-    """Replace what is left open by what it means here; check what depends on the device."""
+    """Resolve settings that are empty or auto, and check that needed packages work on this device."""
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY),

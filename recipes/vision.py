@@ -1,5 +1,5 @@
 """
-Fine-tuning of models that read pictures and write text. Rows are conversations with pictures, or without.
+Fine-tuning of vision-language models. Rows are conversations with or without pictures.
 
     torchrun --nproc_per_node 2 recipes/vision.py
     torchrun --nproc_per_node 8 recipes/vision.py --model DIR --dataset rows.jsonl --image_dir pictures
@@ -88,7 +88,7 @@ from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny" / "vision"
-# What stands for flags that are not given, where --model is not.
+# Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {"epochs": 14, "batch_size": 8, "lr": 3e-3, "log_every": 80}
 BETAS = (0.9, 0.95)  # of AdamW
 
@@ -237,7 +237,7 @@ def main(cfg: Config) -> Path:
         from utils.plan.search import fitted_before
 
         with together(world):
-            fitted = fitted_before(out)  # what --fit found, stays
+            fitted = fitted_before(out)  # keep what --fit found at the first start
             cfg = replace(cfg, **fitted)
     earlier = Resumed()
     if holds_run(out) or cfg.resume not in ("auto", "none"):
@@ -254,7 +254,7 @@ def main(cfg: Config) -> Path:
         rows = from_settings(Rows, cfg, processor=str(source.folder))
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
-        if not examples.of_rows(examples.row_sizes).any():  # no row has a picture
+        if not examples.of_rows(examples.row_sizes).any():  # no pictures
             cfg = replace(cfg, train="language")  # nothing else has a gradient
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
@@ -311,7 +311,7 @@ def main(cfg: Config) -> Path:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        # On a GPU kernels are chosen, or compiled, for each length.
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 64
         if held_out:
@@ -341,7 +341,7 @@ def main(cfg: Config) -> Path:
         from utils.model.attention import repeat_grouped_keys
 
         repeat_grouped_keys(True)
-    names = None  # names of the parameters that adapters have changed
+    names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
@@ -382,7 +382,7 @@ def main(cfg: Config) -> Path:
         offload = CPUOffloadPolicy(pin_memory=on_gpu)
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
-    elif world.size == 1:  # to gather them would only copy them
+    elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1)
     for unit in found:
         fully_shard(
@@ -406,13 +406,13 @@ def main(cfg: Config) -> Path:
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
         elif plain:
-            model.to(world.device)  # FSDP2 moves what it shards
+            model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
-    # A micro-batch of texts leaves units out, of which FSDP2 needs that each was gathered once.
+    # A micro-batch without pictures skips units, and FSDP2 needs each unit to have been gathered once.
     for unit in found:
         unit.modules[0].unshard()
         unit.modules[0].reshard()
@@ -442,7 +442,7 @@ def main(cfg: Config) -> Path:
         in_backward = StepInBackward(optimizer, mesh)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "fp16")
     if cfg.cpu_offload:
-        scaler.scale(torch.ones(()))  # so its scale is on the CPU, where the gradients are
+        scaler.scale(torch.ones(()))  # creates its scale on the CPU, where the gradients are
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
@@ -451,7 +451,7 @@ def main(cfg: Config) -> Path:
         from utils.train.resume import load_checkpoint
 
         first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {}: not fp16
+        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
@@ -477,10 +477,10 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # dropout's
+            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
-            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 until warmed up
+            done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
             decay = {
                 "constant": 1.0,
                 "linear": 1 - done_share,
@@ -494,20 +494,20 @@ def main(cfg: Config) -> Path:
                 syncs = cfg.sync_each_microbatch or loader.separates or number == len(batches)
                 model.set_requires_gradient_sync(syncs)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                loss = summed_cross_entropy(model, batch)  # () and never (B, T, V)
-                # The mean over the trained tokens of the global batch: FSDP divides by the ranks.
+                loss = summed_cross_entropy(model, batch)  # (); never holds (B, T, V)
+                # The mean over the trained tokens of the global batch; world.size undoes FSDP's mean.
                 scaler.scale(loss * world.size / trained_tokens).backward()
                 losses.append(loss.detach())
             loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
-            peak_bytes = peak_memory_bytes()  # where most is alive
+            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             scaler.unscale_(optimizer)
-            if in_backward:  # every weight has its update
+            if in_backward:  # every weight is updated already
                 grad_norm = in_backward.grad_norm()
             else:
-                grad_norm = clip_gradients(model, cfg.clip_norm)  # () on the device, as the loss is
+                grad_norm = clip_gradients(model, cfg.clip_norm)  # (), on the device like the loss
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
             optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
-            scaler.step(optimizer)  # in fp16 all ranks leave it out where a gradient overflows
+            scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
             optimizer.zero_grad()
             done = step + 1
@@ -529,7 +529,7 @@ def main(cfg: Config) -> Path:
             evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
             saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
             if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, 0.0)  # the one place that waits for a GPU
+                seconds = unread.read(started, 0.0)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
@@ -572,7 +572,7 @@ def main(cfg: Config) -> Path:
 
 
 def settle(cfg: Config, world) -> Config:
-    """Replace what is left open by what it means here; check what depends on the device."""
+    """Resolve settings that are empty or auto, and check that needed packages work on this device."""
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY),

@@ -6,6 +6,7 @@ import json
 import struct
 from collections import Counter
 
+import datasets
 import pytest
 import torch
 from picture_families import NAMES, family_folder
@@ -28,6 +29,7 @@ from utils.data.pictures import (
     url_of,
     with_room,
 )
+from utils.data.rows import read_rows
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
@@ -369,15 +371,20 @@ def test_every_mode_becomes_rgb_of_the_same_shade(mode, tmp_path):
     assert all(abs(value - shade) <= 1 for value in made.getpixel((3, 3)))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])
-def test_a_picture_that_datasets_has_decoded_keeps_its_pixels(mode, tmp_path):
-    image = Image.new("L", (8, 6), 128)
-    image = Image.new(mode, (8, 6), 128 * 256) if mode == "I;16" else image.convert(mode, dither=0)
-    save(image, tmp_path / "t")
-    source = url_of(image)
-    assert size_of(source, tmp_path) == (8, 6)
-    of_source, of_file = (decoded(s, tmp_path, (8, 6), 0) for s in (source, "t"))
-    assert of_source.tobytes() == of_file.tobytes()
+def test_pictures_of_datasets_come_as_the_bytes_of_their_files(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(png(format="JPEG"))
+    pictures = [
+        {"path": str(tmp_path / "a.jpg"), "bytes": None},  # as in a data set of a folder
+        {"path": None, "bytes": png(format="TIFF")},
+    ]
+    features = {"images": datasets.List(datasets.Image()), "image": datasets.Image()}
+    rows = {"images": [[picture] * 2 for picture in pictures], "image": pictures}
+    made = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    made.save_to_disk(tmp_path / "saved")
+    for row, kind in zip(read_rows(tmp_path / "saved"), ("JPEG", "TIFF"), strict=True):
+        source = url_of(row.data["image"])
+        assert source == f"data:;base64,{base64.b64encode(png(format=kind)).decode()}"
+        assert [url_of(one) for one in row.data["images"]] == [source] * 2
 
 
 def test_a_picture_that_breaks_off_is_an_error_when_it_is_decoded(tmp_path):

@@ -1,9 +1,9 @@
-"""Each recipe's bare command in turn, and a table of what it changed: recipe, before, after, seconds.
+"""Run each recipe without flags, and print a table of what it changed: recipe, before, after, seconds.
 
     python recipes/tiny/all.py                  all: about 8 minutes on 2 cores
     python recipes/tiny/all.py finetune eval    some of them
 
-Exit code 1: a command failed, and its last lines are shown. Nothing of this project is imported here.
+Exit code 1: a command failed; its last lines are shown. Nothing of this project is imported here.
 """
 
 import json
@@ -16,12 +16,13 @@ from pathlib import Path
 TINY = Path(__file__).resolve().parent
 RECIPES = TINY.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-LINES = {  # what score.py says of a folder: before and after
+LINES = {  # what is measured -> its lines in the output of score.py, for before and after
     "exact match": re.compile(r"^exact match .*?: (\d+ of \d+)", re.M),
     "chosen likelier": re.compile(r"^chosen likelier than rejected, .*: (\d+ of \d+)", re.M),
     "chosen scored higher": re.compile(r"^chosen scored above rejected, .*: (\d+ of \d+)", re.M),
 }
-# recipe -> (what is measured; the model before and the questions, of score.py), or the key of metrics.jsonl
+# SCORED: recipe -> (what is measured, model before training, questions), the arguments of score.py.
+# LOGGED: recipe -> (what is measured, its key in metrics.jsonl).
 SCORED = {
     "finetune": ("exact match", TINY, "heldout.jsonl"),
     "prefer": ("chosen likelier", TINY, "heldout_pairs.jsonl"),
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def run(command: list[str], may_fail: bool = False) -> str:
-    """What a command prints; "" where it fails, whose last lines are shown."""
+    """Run a command; returns what it prints. If it fails: prints its last lines, and returns ""."""
     print("$", " ".join(command), flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode and not may_fail:
@@ -58,7 +59,7 @@ def run(command: list[str], may_fail: bool = False) -> str:
 
 
 def measured(name: str, said: str) -> tuple[str, str, str]:
-    """(what is measured, before, after) of a recipe that has said so."""
+    """(what is measured, before, after) of a recipe that has printed `said`."""
     out = Path(re.findall(rf"\S*output/{name}-\d+", said)[-1])
     if name == "eval":
         results = json.loads((out / "eval.json").read_text())["results"]
@@ -70,7 +71,7 @@ def measured(name: str, said: str) -> tuple[str, str, str]:
         return what, f"{values[0]:.3f}", f"{values[-1]:.3f}"
     what, before, questions = SCORED[name]
     command = [sys.executable, str(TINY / "score.py"), str(before), str(out / "model")]
-    # it ends with 1 below 90 %, which grpo.py does not reach from what it starts with
+    # score.py exits with 1 below 90 %, which grpo.py does not reach from its start
     scored = run([*command, "--questions", str(TINY / questions)], may_fail=True)
     figures = LINES[what].findall(scored)
     return (what, *([""] * (2 - len(figures)) + figures)) if figures else ("failed", "", "")

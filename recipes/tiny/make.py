@@ -3,7 +3,7 @@
     python recipes/tiny/make.py             # rebuild everything beside this file and compare with made.json
     python recipes/tiny/make.py --record    # after a change here: write made.json anew
 
-Written by hand are only config.json, generation_config.json, tokenizer_config.json and chat_template.jinja.
+Only config.json, generation_config.json, tokenizer_config.json and chat_template.jinja are written by hand.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ CHAT_ROWS = 3000
 PAIRS = 2000
 HELD_OUT_ROWS = 300
 ROWS = ("chat.jsonl", "heldout.jsonl", "pairs.jsonl", "heldout_pairs.jsonl")
-# in no story: the model learns them in fine-tuning
+# They are in no story; the model learns them in fine-tuning.
 MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
@@ -53,10 +53,10 @@ def main(record: bool) -> None:
     text = make_text()
     tokenizer = make_tokenizer(text[-TOKENIZER_STORIES:], HERE)
     make_task(HERE)
-    torch.set_num_threads(1)  # sums depend on it
+    torch.set_num_threads(1)  # rounding depends on it
     model, loss = pretrain(tokenizer.encode(text, add_bos=True))
     weights = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
-    del weights["lm_head.weight"]  # it is the embedding
+    del weights["lm_head.weight"]  # tied to the embedding
     save_file(weights, HERE / "model.safetensors", {"format": "pt"})
     start_task()
     made = {"text_sha256": sha256("\n".join(text).encode()), "loss": round(loss, 5)}
@@ -76,13 +76,13 @@ def main(record: bool) -> None:
 
 
 def make_text() -> list[str]:
-    """All stories: every step has its own, and the last are for validation."""
+    """All stories: BATCH new ones per step, then those for validation."""
     rng = Random(0)
     return [story(rng) for _ in range(STEPS * BATCH + VALIDATION_STORIES)]
 
 
 def make_tokenizer(text: list[str], folder: Path) -> sentencepiece.SentencePieceProcessor:
-    """Write tokenizer.model, and the same as tokenizer.json, which loads without sentencepiece."""
+    """Write tokenizer.model, and the same tokenizer as tokenizer.json, which loads without sentencepiece."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text),
@@ -95,13 +95,13 @@ def make_tokenizer(text: list[str], folder: Path) -> sentencepiece.SentencePiece
         character_coverage=1.0,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        num_threads=1,  # more make the order of equal pairs a matter of chance
+        num_threads=1,  # with more, the order of equal pairs is random
         minloglevel=2,
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     sp = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     vocab = {sp.id_to_piece(i): i for i in range(len(sp))}
-    merges = []  # in the order in which pieces were found
+    merges = []  # in the order of the pieces
     for piece in vocab:
         for i in range(1, len(piece)):
             left = piece[:i]
@@ -128,7 +128,7 @@ def make_task(folder: Path) -> None:
 
 
 def start_task() -> None:
-    """Write started/, the model after 12 steps of the chat rows: from it grpo.py finds rewards."""
+    """Write started/: the model after 12 steps on the chat rows, from which grpo.py can find rewards."""
     flags = "--batch_size 32 --steps 12 --lr 2e-3 --schedule constant --warmup 1 --save_every 0"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE.parent / "finetune.py"), *flags.split()]
@@ -146,9 +146,9 @@ def write_rows(file: Path, row: Callable, rows: int, held_out: bool) -> None:
 
 
 def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
-    """A new model after STEPS steps on its stories, and its loss per token on the validation stories.
+    """Train a new model for STEPS steps. Returns it, and its loss per token on the validation stories.
 
-    One story is one row: where a row holds several, models look for the red hat in the wrong story.
+    A row is one story: if rows hold several, the model looks for the red hat in the wrong story.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(HERE), dtype=torch.float32)
@@ -172,7 +172,7 @@ def pretrain(ids: list[list[int]]) -> tuple[torch.nn.Module, float]:
         optimizer.zero_grad()
         if step % 100 == 0:
             print(f"step {step} of {STEPS}: loss {loss:.3f}", flush=True)
-    model.to(torch.bfloat16).to(torch.float32)  # what the file holds
+    model.to(torch.bfloat16).to(torch.float32)  # the values that the file holds
     with torch.no_grad():
         return model, mean_loss(model, ids[-VALIDATION_STORIES:]).item()
 

@@ -2,9 +2,9 @@
 
     python recipes/tiny/make_vision.py     # write recipes/tiny/vision anew
 
-As in LLaVA, each part knows its own: the language part is that of recipes/tiny, which has read stories, the
-vision tower has learned here which shape and colour is in each cell of a picture. The projector between them
-is random, so the model has no words for what it sees: to find them is the task.
+As in LLaVA, each part is pre-trained by itself. The language part is the model of recipes/tiny, trained on
+stories. The vision tower is trained here to tell the shape and colour in each cell of a picture. The
+projector between them is random, so the model cannot name what it sees yet: that is the task.
 """
 
 import base64
@@ -28,7 +28,7 @@ from transformers import (
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "vision"
-CELL, CELLS = 16, 2  # pixels of a cell, cells in a row
+CELL, CELLS = 16, 2  # width of a cell in pixels, cells in a row
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 160, 60),
@@ -39,7 +39,7 @@ SHAPES = ("circle", "square", "triangle")
 NUMBERS = ("zero", "one", "two")
 GROUND = (150, 150, 150)
 PICTURES, HELD_OUT = 700, 250
-QUESTIONS = 6  # about a picture, at most
+QUESTIONS = 6  # at most so many about a picture
 TOWER_STEPS, TOWER_BATCH, TOWER_LR = 400, 64, 3e-3
 IMAGE = "<image>"
 TEMPLATE = """\
@@ -64,13 +64,13 @@ Thing = tuple[str, str]  # shape, colour
 
 
 def some_things(rng: Random) -> dict[int, Thing]:
-    """The cells of a picture that are not empty."""
+    """Random things for one picture: cell -> thing. The other cells are empty."""
     cells = rng.sample(range(CELLS * CELLS), rng.randint(1, 2))
     return {cell: (rng.choice(SHAPES), rng.choice(list(COLOURS))) for cell in cells}
 
 
 def draw(rng: Random, things: dict[int, Thing]) -> Image.Image:
-    """A picture of things of different sizes, anywhere in their cells."""
+    """Draw a picture of the things, with random sizes and positions within their cells."""
     image = Image.new("RGB", (CELL * CELLS, CELL * CELLS), GROUND)
     pen = ImageDraw.Draw(image)
     for cell, (shape, colour) in things.items():
@@ -89,14 +89,14 @@ def draw(rng: Random, things: dict[int, Thing]) -> Image.Image:
 
 
 def png_url(image: Image.Image) -> str:
-    """The picture within a row, in some 200 characters."""
+    """The picture as a data: URL of some 200 characters, to be stored in a row."""
     file = io.BytesIO()
     image.quantize(len(COLOURS) + 1).save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def questions(things: list[Thing]) -> list[tuple[str, str]]:
-    """All questions about a picture that have one answer, with it."""
+    """(question, answer) for all questions about a picture that have exactly one answer."""
     shapes = [shape for shape, _ in things]
     colours = [colour for _, colour in things]
     found = [(f"How many {shape}s?", NUMBERS[shapes.count(shape)]) for shape in SHAPES]
@@ -109,8 +109,8 @@ def questions(things: list[Thing]) -> list[tuple[str, str]]:
 
 
 def make_rows(file: Path, pictures: int, turns: int, without: set[str]) -> set[str]:
-    """Write conversations about pictures, each with some questions about one that is in no other file; the
-    pictures.
+    """Write conversations, each with up to `turns` questions about one picture. Returns the pictures as URLs.
+    Pictures in `without` are not used.
     """
     rng = Random(file.name)
     drawn: set[str] = set()
@@ -139,7 +139,7 @@ def make_task(folder: Path) -> None:
 
 
 def train_tower(tower: torch.nn.Module, processor: CLIPImageProcessor) -> None:
-    """Teach it to tell the shape and the colour in each cell, of pictures that are drawn anew every step."""
+    """Train the tower to tell the shape and colour in each cell. Every step draws new pictures."""
     rng = Random(0)
     kinds = [(shape, colour) for shape in SHAPES for colour in COLOURS]
     head = torch.nn.Linear(tower.config.hidden_size, 1 + len(kinds))  # 0: empty
@@ -183,14 +183,14 @@ def make_model() -> None:
         tokenizer,
         patch_size=CELL,
         vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,  # the tower's class token, which is left out
+        num_additional_image_tokens=1,  # the tower's class token, which is dropped
         image_token=IMAGE,
     )
     processor.save_pretrained(FOLDER)
     text = AutoModelForCausalLM.from_pretrained(HERE, dtype=torch.bfloat16)
     torch.manual_seed(0)
     text.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    text.config._name_or_path = ""  # a folder of this machine
+    text.config._name_or_path = ""  # else the path of a folder on this machine
     tower = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -218,6 +218,6 @@ def make_model() -> None:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    torch.set_num_threads(1)  # sums depend on it
+    torch.set_num_threads(1)  # rounding depends on it
     make_task(FOLDER)
     make_model()

@@ -1,11 +1,11 @@
-"""What the model answers before and after training: exact match on questions that no training row asks, and
-of pairs how often the chosen answer is the likelier one; by a reward model, the one with the higher score.
+"""Score a model before and after training: exact match on held-out questions; for pairs, how often the chosen
+answer is more likely than the rejected one; with a reward model, how often its score is higher.
 
     python recipes/tiny/score.py recipes/tiny output/finetune-001/model
     python recipes/tiny/score.py BEFORE AFTER --questions recipes/tiny/heldout_pairs.jsonl
 
-Nothing of this project is imported here: both folders are read with transformers alone, as anyone would do.
-Exit code 1: fewer than 90 % of the answers, or of the pairs, are right after training.
+Nothing of this project is imported here: both folders are read with transformers alone.
+Exit code 1: after training, fewer than 90 % of the answers, or of the pairs, are right.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 BATCH = 50  # questions answered at a time
-ENOUGH = 0.9  # of the answers
+ENOUGH = 0.9  # share of right answers for exit code 0
 
 
 def main() -> int:
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def print_matches(name: str, texts: list[str], expected: list[str]) -> int:
-    """Print how many answers are right; returns the number."""
+    """Print and return the number of right answers."""
     right = sum(text == wanted for text, wanted in zip(texts, expected, strict=True))
     count = len(expected)
     print(f"exact match {name:6}: {right} of {count} ({right / count:.1%})")
@@ -88,15 +88,13 @@ def print_matches(name: str, texts: list[str], expected: list[str]) -> int:
 
 
 def shown(text: str) -> str:
-    """Text on one line: a model may write control characters, which a terminal would obey."""
+    """The text on one line, with control characters escaped, which a terminal would obey."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @torch.inference_mode()
 def answers(folder: str, questions: list[list[dict]]) -> list[str]:
-    """The model's most likely answers, until it ends its turn itself or has written 48 tokens. Thoughts are
-    not part of an answer.
-    """
+    """Greedy answers of at most 48 tokens, without thoughts."""
     if hasattr(AutoConfig.from_pretrained(folder), "vision_config"):
         reader = AutoProcessor.from_pretrained(folder, padding_side="left")
         model = AutoModelForImageTextToText.from_pretrained(folder)
@@ -123,7 +121,7 @@ def answers(folder: str, questions: list[list[dict]]) -> list[str]:
 
 @torch.inference_mode()
 def log_probs(folder: str, questions: list[list[dict]], texts: list[str]) -> list[float]:
-    """log p(answer | question) of each answer with the token that ends it, in nats."""
+    """log p(answer | question) of each answer in nats, including the token that ends it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = []
@@ -139,7 +137,7 @@ def log_probs(folder: str, questions: list[list[dict]], texts: list[str]) -> lis
 
 @torch.inference_mode()
 def scores(folder: str, questions: list[list[dict]], texts: list[str]) -> list[float]:
-    """The score of each answer."""
+    """The score of each answer by a reward model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     found = []

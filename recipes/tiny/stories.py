@@ -1,12 +1,12 @@
-"""The small world: its people and things, the stories told in it, and the questions asked about them.
+"""The data of the tiny model: random stories about people and things, and questions about them.
 
-From the stories a model learns to look back: what was heavy, and of which colour? Some stories ask, but none
-answers: to answer is the task. Everything is a function of the random number generator that is given.
+From the stories a model learns to look back in its context: what was heavy, and of which colour? Some stories
+ask questions, but none answers: to answer is the task. Everything depends only on the generator `rng`.
 """
 
 from random import Random
 
-SONGS = 0.3  # share of the stories
+SONGS = 0.3  # share of songs among the stories
 PEOPLE = """Adam Anna Ben Clara David Ella Emil Frida Georg Hanna Ida Jonas Karl Lena Max Nora Oskar Paula
 Simon Tilda""".split()
 KINDS = """old new small large heavy light wet dry warm cold clean dirty broken wooden round soft lost
@@ -34,8 +34,8 @@ PLACES = [
 
 
 def story(rng: Random) -> str:
-    """Things are described, then mentioned again. Or a line of words is sung three times: from these songs a
-    model first learns to look back.
+    """A story that describes things, then mentions them again; or a song that repeats a line of words three
+    times. From songs a model first learns to look back.
     """
     if rng.random() < SONGS:
         words = PEOPLE + KINDS + COLOURS + THINGS + FRUIT + NUMBERS
@@ -68,8 +68,8 @@ def story(rng: Random) -> str:
 
 
 def chat_row(rng: Random, held_out: bool) -> dict:
-    """A question about some sentences, and its answer. Pairs (colour, thing) of held-out rows are in no other
-    row.
+    """A row with some sentences, a question about them, and its answer. The (colour, thing) pairs of held-out
+    rows are in no other row.
     """
     question, answer, _ = asked(rng, held_out)
     user = {"role": "user", "content": question}
@@ -77,13 +77,13 @@ def chat_row(rng: Random, held_out: bool) -> dict:
 
 
 def pair_row(rng: Random, held_out: bool) -> dict:
-    """The same question with two answers, of which the rejected one names another thing of the story."""
+    """A row with a question and two answers. The rejected answer names another thing of the story."""
     question, answer, others = asked(rng, held_out)
     return {"prompt": question, "chosen": answer, "rejected": rng.choice(others)}
 
 
 def asked(rng: Random, held_out: bool) -> tuple[str, str, list[str]]:
-    """(some sentences and a question, its answer, what else is in them)."""
+    """(some sentences and a question, its answer, wrong answers about the same sentences)."""
     described, things, counted = facts(rng, held_out)
     pairs = []  # (question, answer)
     for kind, colour, thing in things:
@@ -101,10 +101,11 @@ def asked(rng: Random, held_out: bool) -> tuple[str, str, list[str]]:
 
 
 def facts(rng: Random, held_out: bool | None = None) -> tuple[list[str], list[tuple], list[tuple]]:
-    """(sentences, things, counted): 2-4 things (kind, colour, thing) and 0-2 counted (number, fruit) that the
-    sentences describe, no word twice.
+    """(sentences, things, counted). The sentences describe 2-4 things (kind, colour, thing) and 0-2 counted
+    (number, fruit). No word is used twice.
 
-    held_out: only pairs (colour, thing) that are held out, a third of all, or only others; None: all.
+    held_out: which (colour, thing) pairs are used. True: only held-out pairs, a third of all; False: only the
+    others; None: all.
     """
     count = rng.randint(2, 4)
     kinds = rng.sample(KINDS, count)
@@ -137,7 +138,7 @@ def facts(rng: Random, held_out: bool | None = None) -> tuple[list[str], list[tu
 
 
 def all_held_out(colours: list[str], things: list[str], held_out: bool) -> bool:
-    """Whether all pairs are held out; or none, where held_out is False."""
+    """Whether all (colour, thing) pairs are held out; with held_out False, whether none is."""
     pairs = zip(colours, things, strict=True)
     return all(is_held_out(colour, thing) == held_out for colour, thing in pairs)
 

@@ -1,13 +1,13 @@
 """
-Pre-training data far larger than memory: generated text through the token cache and
-StreamBatches, on 2 ranks.
+Pre-training data far larger than memory: generated text through the token cache
+and the token stream, on 2 ranks.
 
     python tests/benchmarks/bench.py stream --repeats 1                 # 4 GiB of text
     TEXT_MIB=256 python tests/benchmarks/bench.py stream --repeats 1
 
 The text is that of data.py, in documents of 5 to 30,000 words. Each rank maps the tokens, then reads the
-batches of steps from all over two epochs. It measures the peak anonymous memory of the ranks and the
-processes that tokenize, together, above the level of the ranks at the start.
+batches of steps from all over two epochs of the stream. It measures the peak anonymous memory of the ranks
+and the processes that tokenize, together, above the level of the ranks at the start.
 """
 
 import json

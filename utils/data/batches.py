@@ -28,16 +28,16 @@ class Batch:
     mask: Tensor  # (B, T) bool; false where padded
     where: list[str]  # the names of the rows, "chat.jsonl:3"
     positions: Tensor | None = None  # (B, T) int64 of packs: each document counts from 0
-    # (N + 1,) int32 of packs in one row: where each document begins, and the last one ends
+    # (N + 1,) int32, for packs in one row: the start of each document, then the end of the last
     begins: Tensor | None = None
-    longest: int = 0  # tokens of a document in begins
-    places: Tensor | None = None  # (n,) int64, of what predicts a trained token, in (B * T,)
-    # what the model takes beside these, by its names: see PictureBatches
+    longest: int = 0  # tokens of the longest document in begins
+    places: Tensor | None = None  # (n,) int64: positions in (B * T,) that predict a trained token
+    # further inputs of the model, by the model's argument names: see PictureBatches
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
-        """Without the padding."""
+        """The number of tokens without padding."""
         return int(self.mask.sum())
 
     @property
@@ -45,8 +45,8 @@ class Batch:
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device, with its places. To a GPU it comes from page-locked memory on a stream of
-        its own, while the GPU computes what was issued before.
+        """The batch on a device, with `places` filled in. A copy to a GPU goes from pinned memory on its own
+        CUDA stream, so it overlaps with the work that the GPU already has queued.
         """
 
         def move(value: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Batch:
             with torch.cuda.stream(copying):
                 value = value.pin_memory().to(device, non_blocking=True)
             computing.wait_stream(copying)
-            value.record_stream(computing)  # which reads it: only then is its memory free
+            value.record_stream(computing)  # memory is reused only after its reads
             return value
 
         after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
@@ -67,12 +67,12 @@ class Batch:
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of batches: the allocator keeps memory for each."""
+    """The one CUDA stream that copies batches. The allocator keeps a separate memory pool per stream."""
     return torch.cuda.Stream(device)
 
 
 def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:
-    """A batch as long as its longest example, rounded up to a multiple of so many tokens."""
+    """Pad examples to one length: the longest example, rounded up to a multiple of `multiple` tokens."""
     longest = max(len(item.ids) for item in items)
     length = math.ceil(longest / multiple) * multiple
     ids = torch.full((len(items), length), pad_id)
@@ -88,11 +88,11 @@ def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:
 
 @dataclass(eq=False)
 class GlobalBatches:
-    """This rank's micro-batches of each global batch; `per_epoch` global batches make an epoch.
+    """This rank's micro-batches of each global batch. An epoch has `per_epoch` global batches.
 
-    The last one of an epoch may be smaller: it is trained as it is. All ranks give the same number of
-    micro-batches for a step, because FSDP's collectives need it; a rank without rows gives a filler, which
-    has no trained token. `rank` of `ranks` counts the ranks that divide the data.
+    The last global batch of an epoch may be smaller; it is trained as it is. All ranks make the same number
+    of micro-batches in a step, because FSDP's collectives need it. A rank that has no rows left makes a
+    filler micro-batch without trained tokens. `rank` and `ranks` count the ranks that divide the data.
     """
 
     examples: Examples
@@ -102,22 +102,22 @@ class GlobalBatches:
     rank: int
     ranks: int
     pad_id: int
-    multiple = 8  # of which rows are long, for the matrix units
+    multiple = 8  # lengths are padded to a multiple of this, for tensor cores
 
     def __post_init__(self):
         self.key = f"{self.examples.fingerprint} {self.seed}"
         self.per_epoch = math.ceil(self.rows() / self.global_batch_size)
 
     def rows(self) -> int:
-        """Rows of an epoch."""
+        """The number of rows in an epoch."""
         return len(self.examples)
 
     def summary(self) -> str:
-        """What the plan prints."""
+        """The text that the plan prints."""
         return self.examples.summary()
 
     def rows_of(self, step: int) -> list:
-        """The rows of global batch `step`, counted from 0 over all epochs, the longest first."""
+        """The rows of global batch `step`, longest first. Steps count from 0 over all epochs."""
         epoch = step // self.per_epoch
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         rows = self.of_step(order, step)
@@ -131,32 +131,32 @@ class GlobalBatches:
         return order[first : first + self.global_batch_size]
 
     def costs(self, rows: list) -> Tensor:
-        """The work in each row, int64: here its length."""
+        """The cost of each row, (n,) int64, by which rows are balanced over ranks. Here: its length."""
         return self.examples.lengths[rows]
 
     def batch(self, rows: list) -> Batch:
-        """Some rows as a micro-batch; for no rows, a filler."""
+        """The micro-batch of these rows. Without rows: a filler."""
         return collate(self.items(rows) or [self.filler()], self.pad_id, self.multiple)
 
     def filler(self) -> Example:
         return Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
 
     def items(self, rows: list[int]) -> list[Example]:
-        """The sequences of some examples."""
+        """The examples with these row numbers."""
         return [self.examples[row] for row in rows]
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of global batch `step`; rows of similar length are together. The loss is
-        a sum over the global batch, so it does not matter which rank has which row.
+        """This rank's micro-batches of global batch `step`. Rows of similar length share a micro-batch. The
+        loss is a sum over the global batch, so it does not matter which rank has which row.
         """
         return [self.batch(rows) for rows in self.shares(step)[self.rank]]
 
     def shares(self, step: int) -> list[list[list]]:
-        """The rows of each micro-batch of each rank."""
+        """The rows of global batch `step` as [rank][micro-batch][row]."""
         return self.dealt(self.rows_of(step))
 
     def dealt(self, rows: list) -> list[list[list]]:
-        """Some rows as micro-batches of each rank; every rank has as many."""
+        """These rows as [rank][micro-batch][row]. Every rank has the same number of micro-batches."""
         starts = range(0, math.ceil(len(rows) / self.ranks), self.batch_size)
         return [
             [[rows[i] for i in share[start : start + self.batch_size]] for start in starts]
@@ -165,10 +165,10 @@ class GlobalBatches:
 
 
 def deal(costs: Tensor, ranks: int) -> list[list[int]]:
-    """Each rank's rows, of which costs (n,) int64 are known: equal sums as far as possible, and numbers of
-    rows that differ by at most one.
+    """Divide rows with these costs, (n,) int64, among the ranks. Returns the row indices of each rank. The
+    sums of costs are as equal as possible; the numbers of rows differ by at most one.
 
-    Greedy: the most expensive row goes first, to the rank with the lowest sum so far.
+    Greedy: rows are dealt from the most to the least expensive, each to the rank with the lowest sum so far.
     """
     most_rows = math.ceil(len(costs) / ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -185,10 +185,10 @@ def deal(costs: Tensor, ranks: int) -> list[list[int]]:
 def divide_batch(
     batch_size: int, grad_accum: int, global_batch_size: int, ranks: int
 ) -> tuple[int, int]:
-    """(the global batch, micro-batches of a rank in it), in sequences or packs. 0: follows from the others.
+    """(global batch size, micro-batches per rank and step). Sizes count sequences, or packs.
 
-    ranks: those that divide the data. ConfigError where the sizes contradict each other names those that
-    would fit.
+    A size of 0 is derived from the others. ranks: the number of ranks that divide the data. ConfigError if
+    the sizes contradict each other; it names sizes that would fit.
     """
     at_once = batch_size * ranks
     global_batch_size = global_batch_size or at_once * max(1, grad_accum)

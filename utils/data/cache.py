@@ -1,9 +1,9 @@
-"""Tokenized data on the disk: made once on a machine by one process for each core, then mapped by every rank,
-so that a gigabyte of text is never in memory.
+"""The cache of tokenized data on disk. One process per core tokenizes the data, once per machine. Every rank
+then memory-maps the files, so the data is never loaded into memory as a whole.
 
-It is named by a hash of all that it follows from: the bytes of the data, the tokenizer with its template, the
-settings, and the code that tokenizes. It appears by a rename when it is complete. A lock lets one process at
-a time make it; the others wait for the lock, and in no collective.
+A cache folder is named by a hash of everything that determines its content: the bytes of the data, the
+tokenizer with its template, the settings, and the tokenizing code. It appears by a rename once it is
+complete. A file lock lets one process at a time write it. The others wait for the lock, not in a collective.
 """
 
 import fcntl
@@ -36,8 +36,8 @@ from .rows import Source
 
 
 def cached_tokens(sources: list[Source], encode: partial, write: Callable) -> Path:
-    """The folder with the files that `write` writes; see examples.write_tokens. encode: encode_rows with its
-    settings. Of data with bad rows nothing is kept.
+    """The cache folder with the files that `write` writes; see examples.write_tokens. encode: encode_rows
+    with its settings bound. If `write` raises because of bad rows, nothing is kept.
     """
     files = [file for source in sources for file in source.files]
     folder = cache_folder("data")
@@ -58,9 +58,9 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable) -> Pa
 
 
 def key_of(files: list[Path], tokenizer, rows) -> str:
-    """The hash of all that the tokens follow from."""
+    """The hash of everything that determines the tokens."""
     digest = hashlib.sha256()
-    # Its config says how many tokens a picture has.
+    # The processor's config determines the number of tokens of a picture.
     processor = sorted(Path(rows.processor).glob("*config.json")) if rows.processor else []
     for path in [*files, *sorted(Path(__file__).parent.glob("*.py")), *processor]:
         with open(path, "rb") as file:
@@ -73,7 +73,7 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which ends with this process however it ends."""
+    """Hold the lock of a folder. The kernel releases it when this process ends, even if it is killed."""
     with open(folder.with_suffix(".lock"), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +84,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def make(folder: Path, encode: partial, write: Callable, files: list[Path]) -> None:
-    """Have the files written, and let them appear if the data still has the hash in the folder's name."""
+    """Write the files to a temporary folder, and publish it if the data still has the hash in its name."""
     remove_siblings(folder, ".tmp")
     temp = folder.with_name(f".tmp_{folder.name}_{secrets.token_hex(4)}")
     temp.mkdir()
@@ -102,12 +102,13 @@ def make(folder: Path, encode: partial, write: Callable, files: list[Path]) -> N
 
 
 def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
-    """function(item) for each item of the work, in their order, by one process for each core. They do not
-    import the main file of this process, as they would otherwise: a recipe takes seconds, and the function is
-    all that they need.
+    """Yield function(item) for each item of `work`, in order, computed by one process per core.
+
+    A spawned process normally imports the main file of its parent. An empty __main__ prevents this: importing
+    a recipe takes seconds, and the workers need only the function.
     """
     count = len(os.sched_getaffinity(0))
-    # A fork would copy the threads of torch and gloo in whatever state they are.
+    # Not fork: torch and gloo have threads, and a fork would copy their locks in an unknown state.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
     waiting = deque()
@@ -132,7 +133,7 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
 
 def _start(function: Callable, parent: int) -> None:
     global _function
-    # Ctrl-C goes to all processes of a terminal; the parent alone reacts.
+    # Ctrl-C reaches all processes of a terminal. Only the parent reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != parent:  # the parent died while this process started

@@ -1,11 +1,11 @@
 """Conversations -> ids and the loss mask, for any chat template.
 
-An assistant's turn is trained from where the generation prompt ends to where the turn ends. The generation
-prompt is what inference puts before the answer: apply_chat_template(messages up to the turn,
-add_generation_prompt=True). So whatever the template writes between it and the answer is trained too (the
-empty thoughts of Qwen3, "<|channel|>final<|message|>" of gpt-oss), and so is the token that ends the turn:
-the trained tokens are those that the model will have to write. The loss mask is one byte for each token, 1
-or 0, at the token's own position.
+The trained tokens are those that the model must write at inference: an assistant's turn from the end of the
+generation prompt to the end of the turn. The generation prompt is the text that inference puts before the
+answer: apply_chat_template(messages up to the turn, add_generation_prompt=True). So text that the template
+writes between the generation prompt and the answer is trained too (the empty thoughts of Qwen3,
+"<|channel|>final<|message|>" of gpt-oss), and so is the token that ends the turn. The loss mask has one byte
+per token, 1 or 0, at the token's own position.
 """
 
 import json
@@ -41,7 +41,7 @@ SEVERAL = (
     " later turns follow (--train_on last_assistant trains only the last)"
 )
 MARKED = re.compile(MARK.format(r"(-?\d+) (\w+)( \d+)?"))
-# role -> its text, as a note names it
+# role -> how a note names its text
 PARTS_OF_ROLES = {
     "tools": "tools",
     "system": "system text",
@@ -51,8 +51,8 @@ PARTS_OF_ROLES = {
 
 
 class Chat(NamedTuple):
-    """A rendered conversation. spans: its characters [first, last) that are trained, and whether the text
-    before `first` is a generation prompt, which inference encodes alone.
+    """A rendered conversation. spans: (first, last, exact) of each trained range of characters [first, last).
+    exact: the text before `first` is a generation prompt, which inference encodes by itself.
     """
 
     text: str
@@ -60,20 +60,20 @@ class Chat(NamedTuple):
     problem: str = ""  # how the prompt at inference differs from the text before an answer
 
 
-# --- messages -> text and the places that are trained
+# --- messages -> text and the trained spans
 
 
 def render_chats(
     tokenizer, messages: Messages, tools: list | None, train_on: str, notes: Counter
 ) -> list[Chat]:
-    """The sequences in which each trained turn stands as inference asks for it.
+    """The sequences to train for a conversation. Each trained turn appears as it does at inference.
 
-    Mostly that is one, the whole conversation. A turn that the template writes differently once later turns
-    follow (Qwen3 drops earlier thoughts, gpt-oss ends earlier turns with another token) gets a sequence of
-    its own, which ends with it.
+    Usually this is one sequence, the whole conversation. Some templates write a turn differently once later
+    turns follow (Qwen3 drops earlier thoughts, gpt-oss ends earlier turns with another token). Such a turn
+    gets its own sequence, which ends with the turn.
 
-    train_on: assistant, last_assistant or all; turns of weight 0 are not trained. notes: counts what a user
-    may want to know. ValueError names a part that should be trained and that the template does not write.
+    train_on: assistant, last_assistant or all. Turns of weight 0 are not trained. notes: counts what the user
+    should know. ValueError if the template does not write a part that should be trained.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [i for i in answers if messages[i].get("weight", 1)]
@@ -94,13 +94,13 @@ def render_chats(
         chats = divided(text, turns)
         notes[SEVERAL] += len(chats) > 1
     for chat in chats:
-        chat.text.encode()  # ValueError for half a surrogate pair
+        chat.text.encode()  # ValueError for a lone surrogate
     return chats
 
 
 def renderable(tokenizer, messages: Messages, tools: list | None) -> Messages:
-    """The messages as the template takes them: with the arguments of calls as JSON text where it cannot write
-    objects (DeepSeek-V3).
+    """The messages in the form that the template accepts. Some templates (DeepSeek-V3) cannot write the
+    arguments of tool calls as objects; they get JSON text.
     """
     if any(message.get("tool_calls") for message in messages):
         try:
@@ -123,8 +123,8 @@ def with_text_arguments(message: dict) -> dict:
 
 
 def skeleton(messages: Messages) -> Messages:
-    """The messages with a mark in place of each content, thought and call, which names the message and its
-    part.
+    """The messages with each content, thought and tool call replaced by a mark. A mark names the message
+    and the part.
     """
     marked = []
     for i, message in enumerate(messages):
@@ -144,8 +144,8 @@ def skeleton(messages: Messages) -> Messages:
 
 
 def check_parts(tokenizer, marked: Messages, tools, trained: list[int], notes: Counter) -> None:
-    """Raise ValueError where the template does not write a part that is to be trained. Count in `notes` the
-    other parts that it leaves out. marked: a skeleton; trained: the indices of the trained turns.
+    """Raise ValueError if the template does not write a part that should be trained. Count other parts that
+    it does not write in `notes`. marked: a skeleton; trained: the indices of the trained turns.
     """
     name = f"the {template_name(tokenizer)}"
     for i in trained:
@@ -165,20 +165,20 @@ def check_parts(tokenizer, marked: Messages, tools, trained: list[int], notes: C
 
 
 def lost_parts(tokenizer, marked: Messages, tools: list | None) -> set[tuple[int, str]]:
-    """(index of a message, its part) that the template does not write at all; (-1, "tools") for the tools.
+    """(message index, part) of each part that the template never writes; (-1, "tools") for the tools.
     marked: a skeleton.
     """
     try:
         text, _ = sketch(tokenizer, marked, tools)
-    except ValueError:  # the template reads the texts themselves; the row itself can be rendered
+    except ValueError:  # the template parses the texts, so it rejects marks, not the row
         return set()
     marks = MARKED.finditer(json.dumps([marked, tools and SCHEMA], ensure_ascii=False))
     return {(int(mark[1]), mark[2]) for mark in marks if mark[0] not in text}
 
 
 def turn_of(tokenizer, messages: Messages, i: int, tools, marked: Messages, notes: Counter) -> Chat:
-    """The conversation that ends with turn i, up to what ends that turn, which is its one span. marked: the
-    skeleton of the whole. notes: says if a part of the answer is left out.
+    """The conversation up to the end of turn i, with one span: that turn. marked: the skeleton of the whole
+    conversation. notes: counts a row if the template leaves out a part of the answer.
     """
     text, spans = render_marked(tokenizer, messages[: i + 1], tools)
     prompt = render(tokenizer, messages[:i], tools, prompt=True)
@@ -189,7 +189,7 @@ def turn_of(tokenizer, messages: Messages, i: int, tools, marked: Messages, note
     known = [*marked[:i], answer]
     tail, end = turn_end(tokenizer, known, tools, next_role)
     last = len(text.rstrip())
-    if text.endswith(tail):  # else the template ends calls otherwise than words
+    if text.endswith(tail):  # else the template ends tool calls differently from text
         last = len(text) - len(tail)
         text = text[:last] + end
     content = messages[i]["content"].strip()
@@ -214,11 +214,13 @@ def turn_of(tokenizer, messages: Messages, i: int, tools, marked: Messages, note
 
 
 def begins_early(tokenizer, turns: Messages, tools: list | None) -> bool:
-    """Whether the last turn of a skeleton, an answer, is trained from before an earlier one."""
+    """Whether the span of the last turn, an answer, would include content of an earlier turn. turns: a
+    skeleton.
+    """
     try:
         text, spans = sketch(tokenizer, turns, tools)
         prompt, _ = sketch(tokenizer, turns[:-1], tools, prompt=True)
-    except ValueError:  # the template reads the texts themselves
+    except ValueError:  # the template parses the texts, so it rejects marks
         return False
     first = spans[-1][0] if spans else len(commonprefix((prompt, text)))
     marks = {int(mark[1]) for mark in MARKED.finditer(text) if mark.end() > first}
@@ -226,7 +228,7 @@ def begins_early(tokenizer, turns: Messages, tools: list | None) -> bool:
 
 
 def prompt_difference(tokenizer, prompt: str, text: str, same: int) -> str:
-    """A sentence on where a conversation stops to be like the prompt, after `same` characters."""
+    """A sentence that shows where the conversation differs from the prompt: after `same` characters."""
     begin = max(0, same - 20)
     return (
         f"the {template_name(tokenizer)} ends its prompt with {prompt[begin:]!r}, but in the row"
@@ -237,10 +239,10 @@ def prompt_difference(tokenizer, prompt: str, text: str, same: int) -> str:
 
 
 def divided(text: str, turns: list[Chat]) -> list[Chat]:
-    """As few sequences as possible in which the turns are trained.
+    """The smallest number of sequences that contain all trained turns.
 
-    text: the whole conversation; turns: of turn_of. A turn is trained in a longer sequence if that begins
-    with the turn's text.
+    text: the whole conversation; turns: from turn_of. A turn is trained within a longer sequence if that
+    sequence begins with the turn's text.
     """
     chats: list[Chat] = []
     problem = next((turn.problem for turn in turns if turn.problem), "")
@@ -255,8 +257,8 @@ def divided(text: str, turns: list[Chat]) -> list[Chat]:
 
 
 def prompt_of(tokenizer, messages: Messages, tools: list | None) -> str:
-    """The generation prompt: the conversation up to an answer, as inference asks for it. Text in a message
-    that spells a special token stays text.
+    """The generation prompt that inference uses: the conversation up to an answer. If a message spells a
+    special token, it stays ordinary text.
     """
     messages = renderable(tokenizer, hidden(tokenizer, messages), tools)
     return render(tokenizer, messages, tools, prompt=True)
@@ -273,8 +275,8 @@ def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
 def encode_chat(tokenizer, chat: Chat) -> Sequence:
     """(ids, mask) of T tokens.
 
-    The ids are those of apply_chat_template(messages), except where the end of a prompt is no token boundary
-    of the whole text: there the text is cut, as inference cuts it.
+    The ids are those of apply_chat_template(messages), with one exception. If a prompt does not end at a
+    token boundary of the whole text, the text is cut there and encoded in pieces, as at inference.
     """
     tokens = cut_after_prompts(tokenizer, chat, encode(tokenizer, chat.text))
     mask = bytearray(len(tokens.ids))
@@ -286,7 +288,7 @@ def encode_chat(tokenizer, chat: Chat) -> Sequence:
 
 
 def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
-    """The tokens of a conversation, encoded anew where a prompt has other tokens alone than in the whole."""
+    """The tokens of a conversation, encoded in pieces if a prompt has other tokens when encoded alone."""
     cuts = [
         first
         for first, _, exact in chat.spans
@@ -301,14 +303,14 @@ def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
         joined.starts.extend(begin + at for at in piece.starts)
         joined.ends.extend(begin + at for at in piece.ends)
     if tokenizer.decode(joined.ids) != tokenizer.decode(tokens.ids):
-        return tokens  # a tokenizer that begins every text with a space: the token is trained whole
+        return tokens  # pieces would get extra spaces: a token across a cut stays whole, and is trained
     return joined
 
 
 def prompt_stands(tokenizer, text: str, first: int, tokens: Encoded) -> bool:
     """Whether the text before `first` has the same tokens when it is encoded alone."""
     begin = bisect_right(tokens.ends, first)
-    # An added token always ends a token: only the text after the last one decides how it is cut.
+    # An added token is always a token boundary, so only the text after the last one must be compared.
     added = added_ids(tokenizer)
     at = begin
     while at and tokens.ids[at - 1] not in added:
@@ -329,17 +331,17 @@ def added_ids(tokenizer) -> frozenset[int]:
 
 
 def encode_plain(tokenizer, messages: Messages) -> Sequence:
-    """(ids, mask) of a row without turns: token ids; or texts one after the other, without a template. weight
-    says which of them are trained; the end-of-text token is trained if the last one is.
+    """(ids, mask) of a row without turns: token ids, or texts that are joined without a template.
 
-    A token that holds the end of one text and the start of the next is trained if the next text is.
+    A text is trained if its weight is 1. The end-of-text token is trained if the last text is. A token that
+    spans the end of one text and the start of the next is trained if the next text is.
     """
     last = messages[-1]
     if last["role"] == "tokens":
         return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
     texts = [message["content"] for message in messages]
     text = "".join(texts)
-    text.encode()  # ValueError for half a surrogate pair
+    text.encode()  # ValueError for a lone surrogate
     first = len(text) - len(texts[-1])
     spans = [(first, len(text), False)] * last["weight"]
     ids, mask = encode_chat(tokenizer, Chat(hidden(tokenizer, text), spans))
@@ -353,7 +355,7 @@ def encode_plain(tokenizer, messages: Messages) -> Sequence:
 
 
 def check_ids(ids: list, vocabulary_size: int) -> list[int]:
-    """The ids, if all of them are numbers of tokens."""
+    """The ids unchanged. ValueError if one is not in the vocabulary."""
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary_size:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Rows of every form -> whole documents: all tokens trained, no cut, one end-of-text token behind each."""
+"""Rows of any form -> whole documents: all tokens trained, nothing cut, one end-of-text token after each."""
 
 from array import array
 from collections import Counter
@@ -12,12 +12,12 @@ EMPTY = "empty documents"
 
 
 def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
-    """Add a row to `part`, an encode.Part, as one document; returns its form.
+    """Add a row to `part`, an encode.Part, as one document. Returns the form of the row.
 
-    A conversation is what the chat template writes, text what it says, ids are as they are. A BOS token comes
-    first where the tokenizer adds one, and an end-of-text token last where it has one; neither twice.
-    part.row_sizes: the document's bytes in UTF-8. The ids take two bytes each where all of the tokenizer's
-    do. ValueError: what is wrong with the row.
+    A conversation is rendered with the chat template. Text and ids are taken unchanged. The document begins
+    with a BOS token if the tokenizer adds one, and ends with an end-of-text token if the tokenizer has one;
+    neither is added twice. part.row_sizes gets the document's size in UTF-8 bytes. ids are stored as uint16
+    if all ids of the tokenizer fit. ValueError names what is wrong with the row.
     """
     messages, tools = to_messages(row, form, notes)
     kind = messages[0]["role"]

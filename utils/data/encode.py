@@ -1,5 +1,5 @@
-"""Rows -> token ids, some rows at a time. It needs no torch, so that processes that do only this start in a
-second and stay small: see cache.py.
+"""Rows -> token ids, a chunk of rows at a time. This module does not import torch, so that the worker
+processes of cache.py start in a second and use little memory.
 """
 
 import hashlib
@@ -15,21 +15,22 @@ from .rows import as_object
 
 TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
-MOST_FAULTS = 10  # lines about rows that are wrong; of further ones the number
-ROWS, BYTES = 64, 2**20  # that are tokenized at a time
+MOST_FAULTS = 10  # bad rows that an error lists; further ones are only counted
+ROWS, BYTES = 64, 2**20  # limits of a chunk, which is tokenized at a time
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of which data are read, and how.
+    """Which rows to read, and how.
 
-    format: one of formats.FORMS, or auto: told by each row. columns: see formats.parse_columns. train_on: see
-    chats.render_chats. max_rows: of each source, 0: all. too_long, for rows of more than seq_len tokens:
-    truncate cuts them, and plain text into pieces; drop leaves them out; error refuses them. bad_rows drop:
-    rows that are wrong are left out, counted and listed. eval_share: see held_out.py. task:
-    rows; or pairs or labels (KTO), see preferences.py; or documents, see documents.py; or prompts, see
-    prompts.add_question.
-    processor: the folder of a model that takes pictures; "": rows with pictures are refused. image_dir,
+    format: one of formats.FORMS, or auto: decided for each row. columns: see formats.parse_columns.
+    train_on: see chats.render_chats. max_rows: limit per source; 0 means no limit.
+    too_long: what happens to rows of more than seq_len tokens. truncate cuts them, but divides plain text
+    into pieces; drop leaves them out; error refuses them.
+    bad_rows: error, or drop, which leaves out, counts and lists the rows that are wrong.
+    eval_share: see held_out.py. task: rows; pairs or labels (KTO), see preferences.py; documents, see
+    documents.py; prompts, see prompts.add_question.
+    processor: the folder of a model that takes pictures; if "", rows with pictures are refused. image_dir,
     image_max_pixels: see pictures.py.
     """
 
@@ -57,15 +58,15 @@ class Rows:
 
 
 class Part:
-    """Tokenized rows, and what the user should know about them. rows: read so far; source: the number of
-    theirs.
+    """Tokenized rows, and what the user should know about them. rows: how many were read; source: the index
+    of their source.
     """
 
     def __init__(self, source: int = 0):
         self.rows, self.source = 0, source
         self.ids = array("i")
         self.loss_mask = bytearray()
-        # of each row; row_sizes and details: see examples.Examples
+        # one entry per row; row_sizes and details: see examples.Examples
         self.lengths = array("q")
         self.trained_tokens = array("q")
         self.keys = array("q")
@@ -76,10 +77,10 @@ class Part:
         self.notes = Counter()
         self.firsts: dict[str, str] = {}  # note -> its first row
         self.forms = Counter()
-        self.columns: set[str] = set()  # those of --columns that a row has
-        # the first row whose prompt at inference differs from the one in training, and how
+        self.columns: set[str] = set()  # columns named in --columns that some row has
+        # the first row whose prompt differs between training and inference, and how it differs
         self.problem = ""
-        self.bad: list[tuple[str, str]] = []  # (where, why) of rows that are wrong
+        self.bad: list[tuple[str, str]] = []  # (where, why) of each bad row
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         """Add one sequence."""
@@ -93,8 +94,8 @@ class Part:
         self.where.append(where)
 
     def add_row(self, ids: list[int], loss_mask: bytes, where: str, rows: Rows, form: str) -> None:
-        """Add a row. One of more than seq_len tokens is treated as too_long says; text is cut into pieces.
-        ValueError where that is an error.
+        """Add a row. rows.too_long decides about a row of more than seq_len tokens: with truncate, plain text
+        is divided into pieces, any other row is cut. ValueError with too_long error.
         """
         seq_len = rows.seq_len
         if len(ids) > seq_len and rows.too_long == "error":
@@ -107,18 +108,18 @@ class Part:
             self.dropped[f"no trained token in the first {seq_len} tokens"] += 1
         else:
             self.notes[CUT] += len(ids) > seq_len and form != "text"
-            end = len(ids) if form == "text" else 1  # a conversation is only its first piece
+            end = len(ids) if form == "text" else 1  # other rows keep only their first piece
             for first in range(0, end, seq_len):
                 last = first + seq_len
                 self.add(ids[first:last], loss_mask[first:last], where)
 
     def say_problem(self, problem: str, where: str) -> None:
-        """Note how a row's prompt at inference differs, if it does and none did before."""
+        """Keep the first problem: how the prompt of a row differs between training and inference."""
         if problem and not self.problem:
             self.problem = f"{where}: {problem}"
 
     def join(self, part: "Part") -> None:
-        """Add what there is to say of the rows that come next, and their lengths."""
+        """Add the counts, notes, bad rows and lengths of a later part, but not its tokens."""
         self.firsts = part.firsts | self.firsts
         self.problem = self.problem or part.problem
         self.columns |= part.columns
@@ -129,8 +130,8 @@ class Part:
         self.notes.update(part.notes)
 
     def close(self, rows: Rows) -> None:
-        """Raise ConfigError for bad rows (up to ten, and how many more), for columns that no row has, and
-        where all rows were dropped.
+        """Raise ConfigError for bad rows (the first ten, and the number of others), for columns that no row
+        has, and if all rows were dropped.
         """
         faults = [f"{where}: {why}" for where, why in self.bad]
         if self.bad and rows.bad_rows == "error":
@@ -147,7 +148,7 @@ class Part:
 
 
 def encode_rows(work: tuple[int, list], tokenizer, rows: Rows) -> Part:
-    """Tokenize (where, row) as `rows` says. work: the number of their source, and all of them."""
+    """Tokenize a chunk of rows. work: (index of their source, [(where, row), ...])."""
     if rows.processor:
         from .pictures import add_pictured as add
     elif rows.task == "documents":
@@ -182,7 +183,7 @@ def encode_rows(work: tuple[int, list], tokenizer, rows: Rows) -> Part:
 def add_conversation(
     part: Part, tokenizer, row: dict, where: str, rows: Rows, form: str, notes: Counter
 ) -> str:
-    """Add a row to `part`; returns its form. ValueError: what is wrong with the row."""
+    """Add a row to `part` and return its form. ValueError names what is wrong with the row."""
     messages, tools = to_messages(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
         part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
@@ -194,7 +195,7 @@ def add_conversation(
 
 
 def chunks(found: Iterable) -> Iterator[list]:
-    """The rows in lists of at most ROWS, of lines of about BYTES; the last list may be empty."""
+    """Lists of at most ROWS rows and about BYTES bytes of lines. The last list may be empty."""
     rows, size_bytes = [], 0
     for where, value in found:
         rows.append((where, value))

@@ -1,4 +1,6 @@
-"""What an evaluation asks: windows of long texts, and the choices of a question. See recipes/eval.py."""
+"""Sequences that an evaluation scores: windows of long texts, and choices of questions. See
+recipes/eval.py.
+"""
 
 from collections.abc import Iterator
 
@@ -14,7 +16,7 @@ from .tokens import encode, hidden
 
 
 def scored(ids: list[int], first: int, where: str = "") -> Example:
-    """A sequence of which the tokens from `first` on are scored."""
+    """A sequence whose tokens from index `first` on are scored."""
     tokens = torch.tensor(ids, dtype=torch.int32)
     labels = tokens.clone()
     labels[:first] = IGNORE
@@ -22,11 +24,11 @@ def scored(ids: list[int], first: int, where: str = "") -> Example:
 
 
 def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, the first token that is scored, end) of windows of at most seq_len of so many tokens, stride <
-    seq_len. Each token but the first is scored once, and sees at least seq_len - stride tokens, or all that
-    there are before it.
+    """(begin, first scored token, end) of each window over a text of so many tokens. A window has at most
+    seq_len tokens; stride < seq_len. Each token but the first is scored once, with a context of at least
+    seq_len - stride tokens, or all tokens before it if there are fewer.
 
-    So it is at https://huggingface.co/docs/transformers/perplexity and in lm-eval's rolling windows.
+    The same as https://huggingface.co/docs/transformers/perplexity and lm-eval's rolling windows.
     """
     end = min(seq_len, tokens)
     yield 0, 1, end
@@ -36,11 +38,11 @@ def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, 
 
 
 def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[Example], int]]:
-    """For each question its choices, as sequences of prompt and choice of which the choice is scored, without
-    an end of text or turn; and the number of the right one.
+    """For each question: (its sequences, the index of the right one). Each sequence is the prompt and one
+    choice, without an end-of-text or end-of-turn token. Only the choice is scored.
 
-    Columns: choices, texts that go on from the prompt as they stand; answer, the right one or its number.
-    ConfigError for up to ten rows that are wrong, or longer than rows.seq_len.
+    Columns of a row: choices, texts that are appended to the prompt unchanged; answer, the right choice or
+    its index. ConfigError lists up to ten rows that are wrong or longer than rows.seq_len.
     """
     found, part = [], Part()
     for question in questions:
@@ -68,7 +70,7 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[E
 
 
 def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example:
-    """The prompt of a question and one of its choices; see choices_of."""
+    """The sequence of a question's prompt and one choice; see choices_of."""
     if is_plain(question.content, tokenizer, rows):
         prompt = {"role": "text", "content": question.content, "weight": 0}
         answer = prompt | {"content": choice, "weight": 1}

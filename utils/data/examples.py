@@ -26,19 +26,20 @@ from .encode import TWICE, Part, Rows, chunks, encode_rows
 from .formats import FORMS, IGNORED
 from .rows import Source, find_sources
 
-# Bytes of data that are tokenized in memory at each start. What more of it becomes is kept: see cache.py.
+# Data of up to so many bytes is tokenized again at each start. The tokens of larger data are cached on
+# disk: see cache.py.
 SMALL = 2**24
-MORE_ROWS = 100_000  # rows that are read after the first fault, to find others
-ARRAYS = {  # of tokenized rows: each is a file, the parts of it back to back
-    "ids": torch.uint16,  # or int32, in twice the room
+MORE_ROWS = 100_000  # rows that are read after the first bad row, to find others
+ARRAYS = {  # the arrays of tokenized rows: one file each, row after row
+    "ids": torch.uint16,  # or int32, which read_tokens recognizes by the file's double size
     "loss_mask": torch.uint8,
     "lengths": torch.int64,
     "keys": torch.int64,
     "trained_tokens": torch.int64,
     "row_sizes": torch.int64,
 }
-TEXTS = ("where", "details")  # of each row, in a file each, and their sizes in bytes in another
-SAID = "said.json"  # what there is to say of all rows
+TEXTS = ("where", "details")  # texts of each row: one file of texts, one file of sizes in bytes
+SAID = "said.json"  # counts, notes and origins of all rows
 FormName = Literal["auto", *FORMS.values()]
 
 
@@ -46,14 +47,14 @@ class Origin(NamedTuple):
     """A source and its examples, [first, last)."""
 
     name: str
-    weight: float  # 0: none is set
+    weight: float  # 0: not set
     forms: dict[str, int]  # form -> rows
     first: int
     last: int
 
 
 class Texts:
-    """Texts back to back, (bytes,) uint8, of which sizes (n,) int64 are known."""
+    """n texts, stored one after the other in (bytes,) uint8. sizes: bytes of each, (n,) int64."""
 
     def __init__(self, texts: Tensor, sizes: Tensor):
         self.texts, self.ends = texts, sizes.cumsum(0)
@@ -65,36 +66,36 @@ class Texts:
 
 class Example(NamedTuple):
     ids: Tensor  # (T,) int32
-    labels: Tensor  # (T,) int32: the id where it is trained, IGNORE elsewhere
+    labels: Tensor  # (T,) int32: the id if the token is trained, else IGNORE
     where: str
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Tokenized rows, back to back in files that are mapped."""
+    """n tokenized rows, stored one after the other in memory-mapped files. N: tokens of all rows."""
 
-    ids: Tensor  # (N,) int32, of all rows; of documents uint16 where the vocabulary is small
-    loss_mask: Tensor  # (N,) uint8: 1 where the token is trained; empty of documents
+    ids: Tensor  # (N,) int32; for documents with a small vocabulary uint16
+    loss_mask: Tensor  # (N,) uint8: 1 if the token is trained; empty for documents
     bounds: Tensor  # (n + 1,) int64: row i is ids[bounds[i] : bounds[i + 1]]
     trained_tokens: Tensor  # (n,) int64: how many tokens of row i are trained
     keys: Tensor  # (n,) int64: a hash of row i's ids
-    where: Sequence[str]  # n
+    where: Sequence[str]  # the names of the n rows, such as "chat.jsonl:3"
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
-    notes: dict[str, int] = field(default_factory=dict)  # what else is worth knowing -> rows
-    firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row that it is of
-    # the first row that inference would ask for otherwise than it is trained, and how
+    notes: dict[str, int] = field(default_factory=dict)  # what the user should know -> rows
+    firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row it is about
+    # the first row whose prompt differs between training and inference, and how it differs
     problem: str = ""
-    rows: Tensor | None = None  # the rows that count; None: all
-    # (n,) int64. Of pairs: where in row i the rejected sequence begins, behind the chosen one. Of labels: the
-    # length of row i where it is desirable, else 0. Of documents: the bytes of their text. Of rows with
-    # pictures: the patches of those, or 0. Of answers: None, or empty.
+    rows: Tensor | None = None  # numbers of the rows that are used; None: all
+    # (n,) int64; its meaning depends on the task. pairs: the offset in row i of the rejected sequence, which
+    # follows the chosen one. labels (KTO): the length of row i if it is desirable, else 0. documents: the
+    # bytes of the text. Rows with pictures: the number of patches, or 0. Other rows: None, or empty.
     row_sizes: Tensor | None = None
-    # JSON of each row: of rows with pictures [[source, width, height], ...], of prompts [content, columns];
-    # else None, or empty.
+    # JSON of each row. Rows with pictures: [[source, width, height], ...]. prompts: [content, columns]. Other
+    # rows: None, or empty.
     details: Texts | None = None
-    unit: str = "rows"  # what a row is
+    unit: str = "rows"  # the word for a row in the summary
     origins: Sequence[Origin] = ()
-    bad: Sequence[tuple[str, str]] = ()  # (where, why) of rows that were dropped for being wrong
+    bad: Sequence[tuple[str, str]] = ()  # (where, why) of each bad row that was dropped
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -107,21 +108,23 @@ class Examples:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """The numbers of the rows that count, int64."""
+        """The numbers of the rows that are used, int64."""
         return torch.arange(len(self.keys)) if self.rows is None else self.rows
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Those of some values (n,) that belong to rows that count."""
+        """The entries of `values`, (n,), for the rows that are used."""
         return values if self.rows is None else values[self.rows]
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Tokens of each row, (n,) int64."""
+        """Tokens of each row that is used, int64."""
         return self.of_rows(self.bounds.diff())
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the ids and labels in their order: what is learned, wherever the file lies."""
+        """SHA-256 of all that is trained: ids, loss mask and row boundaries, in order. The path of the data
+        does not matter.
+        """
         digest = hashlib.sha256()
         for part in (
             self.bounds,
@@ -136,7 +139,7 @@ class Examples:
         return digest.hexdigest()
 
     def summary(self) -> str:
-        """What the plan prints."""
+        """The text that the plan prints."""
         tokens, trained = int(self.lengths.sum()), int(self.of_rows(self.trained_tokens).sum())
         notes = [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
         ignored = []
@@ -156,7 +159,7 @@ class Examples:
         )
 
     def sources(self) -> list[str]:
-        """Lines that say which form each source's rows have, and of several sources what each contributes."""
+        """One line per source: the forms of its rows and, if there are several sources, its share."""
         rows = self.numbers
         trained = self.of_rows(self.trained_tokens)
         lines = []
@@ -175,7 +178,7 @@ class Examples:
 
 
 def print_data(dataset: str, summary: str, examples: Examples, held_out: Examples | None) -> None:
-    """What the plan says of the data; summary: the loader's."""
+    """Print the plan's lines about the data. summary: from the loader."""
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
     print0(f"data      {dataset}: {summary}{evaluated}")
     parts = [examples]
@@ -192,7 +195,7 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
 
 
 def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
-    """Tokens of the longest row of a batch, as collate pads it: of packs, whatever they hold, seq_len."""
+    """Tokens of the longest row of any batch, padded as collate does. With packing: always seq_len."""
     if packing:
         return seq_len
     longest = max(int(part.lengths.max()) for part in parts if part)
@@ -200,8 +203,8 @@ def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
 
 
 def check_positions(model: nn.Module, *parts: Examples | None) -> None:
-    """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than rotary
-    positions were trained for.
+    """Refuse rows that are longer than a table of learned positions. Warn of rows that are longer than the
+    model's rotary positions were trained for.
 
     In a pack the positions of each document begin at 0, so the longest row decides.
     """
@@ -226,13 +229,13 @@ def check_positions(model: nn.Module, *parts: Examples | None) -> None:
 
 
 def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
-    """The rows of a data set as token ids and labels. progress: a bar, if standard error is a terminal.
+    """Read and tokenize a data set. progress: show a bar if standard error is a terminal.
 
-    A row in which no trained token is left is dropped and counted. ConfigError for bad rows (up to ten, and
-    how many more), and where all were dropped.
+    A row that has no trained token after it was cut is dropped and counted. ConfigError for bad rows (the
+    first ten, and the number of others), and if all rows were dropped.
     """
     sources = find_sources(rows.dataset)
-    rows = replace(rows, eval_dataset="", eval_share=0.0)  # the tokens do not depend on them
+    rows = replace(rows, eval_dataset="", eval_share=0.0)  # which do not change the tokens
     files = [file for source in sources for file in source.files if file.is_file()]
     large = sum(file.stat().st_size for file in files) > SMALL and not rows.max_rows
     encode = partial(encode_rows, tokenizer=tokenizer, rows=rows)
@@ -251,7 +254,7 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
 def load_data(
     rows: Rows, tokenizer, progress: bool, load=load_examples
 ) -> tuple[Examples, Examples | None]:
-    """(examples, held-out ones or None); see load_examples. load: what reads them in its place."""
+    """(examples, held-out examples or None). load: load_examples, or another function in its place."""
     examples = load(rows, tokenizer, progress)
     if rows.eval_share or rows.eval_dataset:
         from .held_out import hold_out
@@ -267,7 +270,7 @@ def write_tokens(
     folder: Path | str,
     run: Callable[[Iterable], Iterator[Part]],
 ) -> None:
-    """Write the files that read_tokens reads. run: tokenizes lists of rows. ConfigError: bad rows."""
+    """Write the files that read_tokens reads. run: tokenizes chunks of rows. ConfigError for bad rows."""
 
     def add(name: str, content) -> None:
         with open(Path(folder, name), "ab") as file:
@@ -308,8 +311,8 @@ def write_tokens(
 
 
 def read_tokens(folder: Path | str) -> Examples:
-    """The examples in the files that write_tokens wrote, which are mapped: they may be removed, and what is
-    not looked at takes no memory. Of weighted sources those count that mixed_rows gives.
+    """The examples that write_tokens wrote. The files are memory-mapped: they may be deleted afterwards, and
+    pages that are not read take no memory. With weighted sources, mixed_rows decides which rows are used.
     """
 
     def mapped(name: str, dtype: torch.dtype) -> Tensor:
@@ -337,13 +340,13 @@ def read_tokens(folder: Path | str) -> Examples:
 
 @lru_cache(maxsize=4)
 def permutation(rows: int, key: str) -> Tensor:
-    """The numbers below `rows`, (rows,), in an order that depends only on `key`, on every machine."""
+    """The numbers below `rows`, (rows,), in an order that depends only on `key`, not on the machine."""
     generator = torch.Generator().manual_seed(seed_of(key))
     return torch.randperm(rows, generator=generator)
 
 
 def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:
-    """On rank 0, list the rows that --bad_rows drop has left out in OUT/bad_rows.jsonl, if there are any."""
+    """On rank 0, write the rows that --bad_rows drop left out to OUT/bad_rows.jsonl, if there are any."""
     bad = [row for part in parts if part for row in part.bad]
     if bad and rank == 0:
         lines = (json.dumps({"where": where, "why": why}) + "\n" for where, why in bad)

@@ -7,8 +7,8 @@
 {"text": "..."}                                                                               text
 {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}                                              tokens
 
-Rows that would need another loss (pairs, labels, pictures, weights of rows) are refused by the key that
-shows it.
+Rows that need another recipe or loss (pairs, labels, pictures, weights of rows) are refused. The error names
+the key that shows it.
 """
 
 import json
@@ -20,7 +20,7 @@ from ..run.errors import check
 Messages = list[dict]
 Read = tuple[Messages, list | None]  # (messages, tools)
 
-FORMS = {  # key -> form; the first of these keys that a row has decides
+FORMS = {  # key -> form; in this order, the first key that a row has decides
     "messages": "chat",
     "conversations": "sharegpt",
     "instruction": "alpaca",
@@ -33,7 +33,7 @@ KNOWN = (
     " input_ids (tokens)"
 )
 COLUMNS = {*FORMS, "input", "output", "system", "history", "tools", "prompt", "labels"}
-# See preferences.py, and questions.py.
+# further keys, of preferences.py and questions.py
 PREFERENCES = {"chosen", "rejected", "label", "kto_tag", "answer"}
 ROLES = {  # role in a row -> ours
     "system": "system",
@@ -48,7 +48,7 @@ ROLES = {  # role in a row -> ours
     "tool": "tool",
     "observation": "tool",
 }
-# The roles that may follow: nothing yet, or a role.
+# role -> the roles that may follow; "" is the start of a conversation
 NEXT = {
     "": ("system", "user"),
     "system": ("user",),
@@ -57,7 +57,7 @@ NEXT = {
     "tool": ("tool", "assistant"),
 }
 RULE = "a conversation is at most one system turn, then user and assistant by turns"
-# Keys of a turn with the assistant's thoughts, beside its content.
+# Keys of a turn that hold the assistant's thoughts, beside its content.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 TURN_KEYS = set("role content from value name tool_calls tool_call_id weight train".split())
 LEADING = "turns of the assistant before the first of the user left out"
@@ -73,19 +73,19 @@ REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTU
 REFUSED |= dict.fromkeys("chosen rejected chosen_messages rejected_messages".split(), PAIRS)
 REFUSED |= dict.fromkeys("kto_tag kto_tags".split(), PAIRS)
 WEIGHTS = set("weight loss_weight sample_weight train training masked".split())
-# Keys of a turn that mask it in other projects, or hold calls in an older form.
+# Keys of a turn that other projects use to mask it, or that hold tool calls in an older form.
 FOREIGN = set("loss_weight training masked train_detail training_detail".split())
 FOREIGN |= set("mask loss_mask trainable loss function_call".split())
 JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
 
 
 def form_of(row: dict) -> str:
-    """The form of a row by its keys; "" for any other row."""
+    """The form of a row, decided by its keys; "" if no key is known."""
     return next((form for key, form in FORMS.items() if key in row), "")
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """{our key: their column} of --columns prompt=question,completion=answer, or ConfigError."""
+    """Parse --columns prompt=question,completion=answer to {our key: column of the data}, or ConfigError."""
     columns: dict[str, str] = {}
     known = COLUMNS | PREFERENCES | {"image", "images"}
     for pair in filter(None, text.split(",")):
@@ -100,17 +100,18 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
-    """(the row with our keys for its columns, its form: the renamed keys decide first)."""
+    """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority."""
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
     return row, form_of(columns) or form_of(row)
 
 
 def to_messages(row: dict, form: str, notes: Counter) -> Read:
-    """(messages, tools) of a row of any form. A message has role (system, user, assistant, tool; text and
-    tokens for rows without turns) and content, and where the row has them: tool_calls; reasoning_content, the
-    assistant's thoughts, also under the row's own key; name; tool_call_id; weight, 0 where the turn is not
-    trained.
+    """(messages, tools) of a row of any form.
+
+    A message has a role (system, user, assistant, tool; or text or tokens for rows without turns) and
+    content. If the row has them, it also has: tool_calls; reasoning_content, the assistant's thoughts, which
+    also stay under the row's own key; name; tool_call_id; weight, 0 if the turn is not trained.
 
     notes: counts what was left out. ValueError names the first field that is wrong: "messages[2].content:
     expected text, got number".
@@ -122,13 +123,13 @@ def to_messages(row: dict, form: str, notes: Counter) -> Read:
 
 
 def check_one_answer(row: dict, form: str) -> None:
-    """Raise ValueError for rows without exactly one text answer, naming the key that shows it."""
+    """Raise ValueError unless the row has exactly one text answer. The error names the key that shows it."""
     for key in sorted(key for key, value in row.items() if value not in (None, "", [], {})):
         if key in REFUSED:
             raise ValueError(f"{key}: {REFUSED[key]}")
         if key in WEIGHTS and form and row[key] != (key != "masked"):
             raise ValueError(f"{key}: {row[key]!r:.40}: whole rows cannot be weighted ({REMEDY})")
-    is_class = form in ("text", "tokens")  # of a row that is trained as it stands
+    is_class = form in ("text", "tokens")  # then "label" is a class, not a preference
     if str(row.get("label")).lower() in ("true", "false", "0", "1") and not is_class:
         raise ValueError(f"label: {PAIRS}")
     if not form and "prompt" in row:
@@ -144,8 +145,8 @@ def check_one_answer(row: dict, form: str) -> None:
 
 
 def read_alpaca(row: dict, notes: Counter) -> Read:
-    """The user's turn is the instruction and, after an empty line, the input where there is one. history:
-    [question, answer] pairs before it.
+    """The user's turn is the instruction and, if there is an input, an empty line and the input. history:
+    earlier turns as [question, answer] pairs.
     """
     question = text_of(row, "instruction")
     if row.get("input") not in (None, ""):
@@ -162,7 +163,7 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
 
 
 def read_completion(row: dict, notes: Counter) -> Read:
-    """Two texts, or two lists of messages. The prompt is not trained."""
+    """prompt and completion are two texts, or two lists of messages. The prompt is not trained."""
     if isinstance(row.get("completion"), list):
         turns = []
         for turn in typed(row, "prompt", list):
@@ -177,13 +178,13 @@ def read_completion(row: dict, notes: Counter) -> Read:
 
 
 def read_text(row: dict, notes: Counter) -> Read:
-    """Plain text, all of it trained. White space alone is not trained, and such a row is dropped for it."""
+    """Plain text, all trained. Text of only white space is not trained, so the row is dropped later."""
     text = typed(row, "text", str)
     return [{"role": "text", "content": text, "weight": int(bool(text.strip()))}], None
 
 
 def read_tokens(row: dict, notes: Counter) -> Read:
-    """Token ids; labels, of the same number, are -100 for tokens that are not trained."""
+    """Token ids. labels, one per id, are -100 for tokens that are not trained."""
     ids = typed(row, "input_ids", list)
     labels = typed(row, "labels", list) if "labels" in row else ids
     if len(labels) != len(ids):
@@ -232,12 +233,12 @@ READERS = {
 
 
 def keys_of(turn: dict) -> tuple[str, str]:
-    """The keys of a turn's role and content: OpenAI's, or ShareGPT's."""
+    """The keys of a turn's role and content: those of OpenAI, or of ShareGPT."""
     return ("from", "value") if {"from", "value"} & turn.keys() else ("role", "content")
 
 
 def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
-    """One turn as a message. role: in our words; key: of its content; at: its place in the row."""
+    """One turn as a message. role: one of our roles; key: the key of its content; at: its path in the row."""
     for foreign in sorted(FOREIGN & turn.keys()):
         raise ValueError(
             f'{at}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls for'
@@ -274,7 +275,7 @@ def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
 
 
 def content_of(turn: dict, key: str, at: str) -> str:
-    """The text of a turn, or all texts of its parts. It may be missing where the turn has calls."""
+    """The text of a turn, or the joined texts of its parts. It may be missing if the turn has tool calls."""
     content = turn.get(key)
     if content is None and turn.get("tool_calls"):
         return ""
@@ -290,7 +291,7 @@ def content_of(turn: dict, key: str, at: str) -> str:
 
 
 def call_of(call: object, at: str) -> dict:
-    """A call of a tool, its arguments as an object, which is what chat templates expect."""
+    """A tool call in the form that chat templates expect, with its arguments as an object."""
     function = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(function, dict):
         raise ValueError(f"{at}function: expected object, got {json_name(function)}")
@@ -305,8 +306,8 @@ def call_of(call: object, at: str) -> dict:
 
 
 def tools_of(row: dict) -> list | None:
-    """The tools of a row, a list or JSON text of one, each as {"type": "function", "function": {"name":
-    ...}}, which is what chat templates expect.
+    """The tools of a row in the form that chat templates expect: {"type": "function", "function": {"name":
+    ...}}. The row has a list, or a list as JSON text.
     """
     tools = parsed(row, "tools") if row.get("tools") else []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -320,7 +321,7 @@ def tools_of(row: dict) -> list | None:
 
 
 def parsed(holder: dict, key: str, path: str = "") -> object:
-    """holder[key], and where that is text, the JSON in it."""
+    """holder[key]; if that is text, it is parsed as JSON."""
     value = holder.get(key)
     if not isinstance(value, str):
         return value
@@ -331,12 +332,12 @@ def parsed(holder: dict, key: str, path: str = "") -> object:
 
 
 def json_name(value: object) -> str:
-    """What a user of JSON calls this type of value."""
+    """The JSON name of this value's type."""
     return JSON_NAMES.get(type(value), "number")
 
 
 def typed(holder: dict, key: str, kind: type, path: str = ""):
-    """holder[key], if it has that type. path: of the holder within the row, "messages[2].", for errors."""
+    """holder[key]; ValueError if it has another type. path: of the holder in the row, "messages[2]."."""
     if key not in holder:
         row_has = f"; the row has {_keys(holder)} (fix: --columns {key}=THEIRS)"
         raise ValueError(f"{path}{key}: missing{'' if path else row_has}")
@@ -346,7 +347,7 @@ def typed(holder: dict, key: str, kind: type, path: str = ""):
 
 
 def text_of(holder: dict, key: str, path: str = "") -> str:
-    """holder[key], if it is text with something in it."""
+    """holder[key]; ValueError unless it is text that is not blank."""
     text = typed(holder, key, str, path)
     if not text.strip():
         raise ValueError(f"{path}{key}: empty")

@@ -1,7 +1,7 @@
-"""EleutherAI's lm-eval asks our model: https://github.com/EleutherAI/lm-evaluation-harness.
+"""EleutherAI's lm-eval on our model: https://github.com/EleutherAI/lm-evaluation-harness.
 
-Every rank is rank 0 of 1 to it and asks the same, and the asker divides the work. So all ranks get all
-answers, and no figure depends on how many ranks there are.
+lm-eval sees every rank as rank 0 of 1, so all ranks make the same requests. The Asker divides the work among
+them. All ranks get all answers, so no result depends on the number of ranks.
 """
 
 from collections import defaultdict
@@ -11,17 +11,18 @@ from .evaluated import scored, windows
 
 
 def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
-    """A model for lm_eval. base: its class TemplateLM, which encodes requests. asker: see train/asking.py.
+    """A model for lm_eval. base: lm_eval's class TemplateLM, which encodes requests. asker: see
+    train/asking.py.
 
-    seq_len: tokens that a sequence has at most; what lm-eval calls max_length is one less, since the last
-    token is not read. max_new_tokens: of an answer, where the task does not say. What is too long is cut at
-    its left, as by lm-eval's own models.
+    seq_len: maximum tokens of a sequence; lm-eval's max_length is one less, because the last token is not an
+    input. max_new_tokens: maximum tokens of an answer, if the task sets none. Sequences that are too long are
+    cut on the left, as by lm-eval's own models.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
 
     def score(sequences: list) -> list[tuple[float, bool]]:
         groups = [[sequence] for sequence in sequences]
-        # [::2] leaves out how many tokens they are.
+        # [::2] leaves out the number of tokens.
         rows = asker.score(groups, lambda _, scores: {"score": scores[0][::2]})
         return [row["score"] for row in rows]
 
@@ -31,7 +32,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
         prefix_token_id = eos if bos is None else bos
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            if add_special_tokens is None:  # a chat template has written the BOS token
+            if add_special_tokens is None:  # not if a chat template wrote the BOS token
                 add_special_tokens = bos is None or not string.startswith(tokenizer.bos_token)
             return tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
@@ -63,7 +64,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
             return sums
 
         def generate_until(self, requests: list, **_) -> list[str]:
-            by_size = defaultdict(list)  # the most new tokens -> (number of a request, its prompt)
+            by_size = defaultdict(list)  # maximum new tokens -> [(request number, prompt)]
             for number, request in enumerate(requests):
                 context, options = request.args
                 draws = options.get("do_sample") and options.get("temperature", 1)
@@ -87,5 +88,5 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                     texts[number] = text
             return texts
 
-    Harness.tokenizer = tokenizer  # of which lm-eval reads the chat template
+    Harness.tokenizer = tokenizer  # lm-eval reads its chat template
     return Harness()

@@ -1,4 +1,4 @@
-"""Which rows count: those of mixtures with weights, and those that are held out of the training."""
+"""Which rows are used: the selection from weighted sources, and the rows held out from training."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +11,12 @@ from .encode import Rows
 
 
 def mixed_rows(examples, order_of: Callable) -> Tensor:
-    """The rows (n,) of weighted sources: as many of each as its weight says, none twice, all of the one that
-    is scarcest for its weight. order_of: see examples.permutation.
+    """The row numbers (n,) selected from weighted sources. The counts are proportional to the weights. No row
+    is taken twice; of the source with the fewest rows for its weight, all are taken. order_of: see
+    examples.permutation.
 
-    What is weighed are examples as they are trained, after long rows were cut or dropped. Which ones follows
-    from the source's name, so it is the same everywhere. Their order stays.
+    Counted are trained examples, after long rows were cut or dropped. The selection depends only on the name
+    of the source and its number of rows, so it is the same on every machine. The order of rows is kept.
     """
     for origin in examples.origins:
         check(
@@ -31,7 +32,7 @@ def mixed_rows(examples, order_of: Callable) -> Tensor:
 
 
 def hold_out(examples, rows: Rows, load: Callable) -> tuple:
-    """(examples, held-out ones), as rows.eval_share or rows.eval_dataset says. load: Rows -> examples."""
+    """(examples, held-out examples) by rows.eval_share or rows.eval_dataset. load: Rows -> examples."""
     if rows.eval_share:
         return split_by_hash(examples, rows.eval_share)
     held_out = load(replace(rows, dataset=rows.eval_dataset))
@@ -43,13 +44,13 @@ def hold_out(examples, rows: Rows, load: Callable) -> tuple:
 
 
 def split_by_hash(examples, share: float) -> tuple:
-    """(train, held out): about `share` of the examples are held out, each by the hash of its own ids.
+    """(train, held out). A hash of an example's ids decides, so that about `share` is held out.
 
-    So a row stays on its side when others come, go or move, and its copies stay with it.
+    A row therefore stays on its side if other rows are added, removed or moved. Duplicates stay together.
     """
     keys = examples.of_rows(examples.keys)
     rows = examples.numbers
-    held = keys.double() / 2.0**64 + 0.5 < share  # keys are hashes: even in [-2**63, 2**63)
+    held = keys.double() / 2.0**64 + 0.5 < share  # keys: hashes, uniform in [-2**63, 2**63)
     split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
     check(
         0 < held.sum() < len(held),

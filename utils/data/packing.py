@@ -1,8 +1,9 @@
-"""Documents -> packs: which documents share a row, so that few slots stay empty.
+"""Documents -> packs: which documents share a row, so that there is little padding.
 
-Best-fit-decreasing: the longest document that is not placed yet goes into the pack in which it leaves the
-least room (Johnson 1974, https://doi.org/10.1016/S0022-0000(74)80026-7; arXiv 2404.10830 packs with it).
-Packs with equal room are interchangeable, so the search is among the different rooms, fewer than `size`.
+Best-fit-decreasing: documents are placed from the longest to the shortest, each into the pack in which it
+leaves the least free room (Johnson 1974, https://doi.org/10.1016/S0022-0000(74)80026-7; arXiv 2404.10830
+packs with it). Packs with equal room are interchangeable, so the search is over the distinct rooms, of which
+there are at most `size`.
 """
 
 import bisect
@@ -19,7 +20,7 @@ from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate, permutation
 from .examples import Example
 
-Pack = list[int]  # the numbers of its documents
+Pack = list[int]  # document numbers
 
 
 @dataclass(eq=False)
@@ -32,12 +33,12 @@ class PackedBatches(GlobalBatches):
     flat: bool = False  # all packs of a batch lie in one row
 
     def rows(self) -> int:
-        """Packs of an epoch."""
+        """The number of packs in an epoch."""
         return len(self.packs(0)[1]) - 1
 
     @lru_cache(maxsize=1)  # noqa: B019 - a run has one loader of packs
     def packs(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """(the documents pack by pack, where each pack begins and the last one ends)."""
+        """(the documents, pack by pack; the start of each pack, then the end of the last)."""
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         documents, counts = pack(self.examples.lengths[order], self.size)
         return order[documents], F.pad(counts.cumsum(0), (1, 0))
@@ -53,8 +54,8 @@ class PackedBatches(GlobalBatches):
         ]
 
     def costs(self, rows: list[Pack]) -> Tensor:
-        """The work of attention in each pack, the sum of the squared lengths of its documents: in tokens the
-        packs are equally long anyway.
+        """The attention cost of each pack: the sum of the squared lengths of its documents. The number of
+        tokens is about the same in all packs.
         """
         lengths = self.examples.lengths
         return torch.stack([lengths[documents].square().sum() for documents in rows])
@@ -78,7 +79,7 @@ class PackedBatches(GlobalBatches):
         return Batch(ids, labels, mask, where, positions, begins, longest)
 
     def summary(self) -> str:
-        """What the plan prints: also how full the packs are."""
+        """The text that the plan prints, with how full the packs are."""
         tokens = int(self.examples.lengths.sum())
         packs = self.rows()
         fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
@@ -86,7 +87,7 @@ class PackedBatches(GlobalBatches):
 
 
 def joined(examples: list[Example]) -> Example:
-    """Several examples as one. No label is left at the first token of each: nothing before it predicts it."""
+    """Concatenate examples. The first token of each gets no label, since no token before it predicts it."""
     ids = torch.cat([example.ids for example in examples])
     labels = torch.cat([example.labels for example in examples])
     begin = 0
@@ -97,17 +98,17 @@ def joined(examples: list[Example]) -> Example:
 
 
 def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(documents (n,), counts (p,)): the indices of `lengths` (n,) int64 pack by pack, and how many of them
-    each pack holds. A pack has at most `size` tokens; each document is in exactly one, whole. It takes about
-    a second for a million documents.
+    """Pack documents of `lengths`, (n,) int64. Returns (documents (n,), counts (p,)): the document indices,
+    pack by pack, and the number of documents in each of the p packs. A pack has at most `size` tokens. Each
+    document is in exactly one pack and is not cut. A million documents take about a second.
 
-    Of equally long documents the earlier one is placed first, so shuffled documents give shuffled packs.
+    Of equally long documents, the earlier one is placed first. So shuffled documents give shuffled packs.
     """
     order = lengths.argsort(descending=True, stable=True)
     packs: list[Pack] = []
     # free tokens -> the packs with exactly that room
     packs_of: dict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # those of which there are packs, ascending
+    rooms: list[int] = []  # the keys of packs_of that have packs, ascending
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         assert length <= size, "a document is longer than a pack"
         at = bisect.bisect_left(rooms, length)

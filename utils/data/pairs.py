@@ -1,4 +1,4 @@
-"""Pairs and labelled answers -> the global batches of a preference loss. See preferences.py for the rows."""
+"""Pairs and labelled answers -> global batches for a preference loss. See preferences.py for the rows."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from .packing import PackedBatches
 
 @dataclass(frozen=True)
 class PairBatch(Batch):
-    """A micro-batch of P pairs: 2 P sequences, the chosen one of each and then its rejected one; or of P
-    labelled answers. A filler has P = 0, and one sequence without a trained token.
+    """A micro-batch of S sequences: P pairs (S = 2 P; chosen, rejected, chosen, ...), or P labelled answers
+    (S = P). A filler has P = 0 and one sequence without trained tokens.
     """
 
     pairs: int = 0  # P
-    desirable: Tensor | None = None  # (S,) bool of its sequences: those that are wanted
-    keys: tuple[int, ...] = ()  # (S,): a hash of each one's tokens
+    desirable: Tensor | None = None  # (S,) bool: true for chosen or desirable answers
+    keys: tuple[int, ...] = ()  # (S,): a hash of each sequence; see key_of
 
 
 class Twice:
-    """The places of the two sequences of each pair."""
+    """The row name of each sequence. Sequences 2 i and 2 i + 1 belong to pair i."""
 
     def __init__(self, where):
         self.where = where
@@ -37,8 +37,8 @@ class Twice:
 
 
 def sequences(examples: Examples) -> Examples:
-    """The 2 n sequences of n pairs: 2 i is the chosen one of pair i, 2 i + 1 the rejected one. For their ids,
-    labels, lengths and places, such as in longest_row and check_positions; it has no counts.
+    """The 2 n sequences of n pairs: sequence 2 i is the chosen one of pair i, 2 i + 1 the rejected one. Use
+    only ids, labels, lengths and names, as longest_row and check_positions do; counts are still per pair.
     """
     middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
@@ -48,7 +48,7 @@ def sequences(examples: Examples) -> Examples:
 
 
 class Pairs:
-    """What batches of pairs have beside those of examples: their sizes count pairs, or packs of pairs."""
+    """Mixin: GlobalBatches whose rows are pairs. Batch sizes count pairs, or packs of pairs."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,7 +58,7 @@ class Pairs:
         return [self.sequences[2 * row + i] for row in rows for i in range(2)]
 
     def every(self, steps: int) -> Iterator[PairBatch]:
-        """This rank's micro-batches with all answers of so many steps."""
+        """This rank's micro-batches with every answer that the first `steps` steps need, each once."""
         return chain.from_iterable(map(self.batches, range(min(steps, self.per_epoch))))
 
     def desirable(self, rows: list[int]) -> Tensor:
@@ -76,12 +76,12 @@ class Pairs:
 
 
 def begin_of_answer(item: Example) -> int:
-    """The first trained token."""
+    """The index of the first trained token."""
     return int((item.labels != IGNORE).nonzero()[0])
 
 
 def key_of(item: Example) -> int:
-    """A hash of a sequence and of where its trained tokens begin."""
+    """A hash of a sequence's ids and of the index where its answer begins."""
     begin = begin_of_answer(item)
     digest = hashlib.blake2b(item.ids.numpy(), digest_size=8, salt=begin.to_bytes(4, "little"))
     return int.from_bytes(digest.digest(), "little", signed=True)
@@ -96,7 +96,7 @@ class PairBatches(Pairs, GlobalBatches):
 
 @dataclass(eq=False)
 class PackedPairs(Pairs, PackedBatches):
-    """PackedBatches of PairBatch. A pack holds whole pairs, so `size` is that of two sequences or more."""
+    """PackedBatches of PairBatch. A pack holds whole pairs, so `size` must have room for two sequences."""
 
     packed = True
 
@@ -106,13 +106,13 @@ class LabelBatches(PairBatches):
     """GlobalBatches of PairBatch with labels, for KTO (https://arxiv.org/abs/2402.01306)."""
 
     seq_len: int
-    answer_of = None  # row -> the row with its answer; None: its own
+    answer_of = None  # row -> the row whose answer it gets; None: its own answer
 
     def desirable(self, rows: list[int]) -> Tensor:
         return self.examples.of_rows(self.examples.row_sizes)[rows] > 0
 
     def items(self, rows: list[int]) -> list[Example]:
-        """Each row's prompt and the answer of row answer_of[row], cut so that both fit in seq_len tokens."""
+        """The prompt of each row with the answer of row answer_of[row], cut to seq_len tokens."""
         items = []
         for row in rows:
             other = self.answer_of[row] if self.answer_of else row
@@ -130,9 +130,9 @@ class LabelBatches(PairBatches):
             yield from self.mismatched(step)
 
     def mismatched(self, step: int) -> list[PairBatch]:
-        """The micro-batches of batches(step), row by row, but each prompt with the answer of the next row in
-        the order of the global batch, and the last with the first one's: for KTO's KL term. They do not
-        depend on the number of ranks. The row of a global batch of one keeps its own answer.
+        """The micro-batches of batches(step) with mismatched answers, for KTO's KL term. Each prompt gets the
+        answer of the next row in the global batch; the last gets the answer of the first. So the pairing does
+        not depend on the number of ranks. With a global batch of one, the row keeps its own answer.
         """
         rows = self.rows_of(step)
         rotated = copy(self)

@@ -1,8 +1,9 @@
-"""Examples with pictures -> the global batches of a vision-language model; pictures are decoded in other
-processes, ahead of the step.
+"""Examples with pictures -> global batches for a vision-language model. Worker processes decode the pictures
+ahead of the step.
 
-FSDP needs every rank to run the vision tower in the same micro-batches, and in all of a step or in none. A
-micro-batch without a picture gets a blank one behind the end of its first row: no token that counts sees it.
+FSDP needs every rank to run the vision tower in the same micro-batches, and in all micro-batches of a step or
+in none. So a micro-batch without pictures gets a blank picture after the end of its first row, where no
+trained token attends to it.
 """
 
 import json
@@ -31,20 +32,20 @@ from .prompts import Prompt
 from .tokens import encode
 
 BLANK = Image.new("RGB", (32, 32))
-TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of what says the type of each token
-# the rows of a micro-batch, and whether a blank picture comes with them
+TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of the model's input for token types
+# (the rows of a micro-batch, whether it gets a blank picture)
 Work = tuple[list[int], bool]
 
 
 @dataclass(eq=False)
 class PictureBatches(GlobalBatches):
-    """GlobalBatches with what the model takes of their pictures, as its own processor gives it: pixel_values
-    and what its family has beside them; {} of a family without token types, where no rank has a picture. Rows
-    are padded on the right, and cost their tokens and their patches. Where `separates`, a step may have more
-    micro-batches.
+    """GlobalBatches whose `extra` holds the model's picture inputs, made by its own processor: pixel_values
+    and other inputs of the model's family. `extra` is {} if no rank has a picture and the family has no token
+    types. Rows are padded on the right. The cost of a row is its tokens plus its patches. If `separates`, a
+    step may have more micro-batches.
 
-    source: how the rows were read; processor: see pictures.load_processor; workers: processes that decode, 0:
-    this one does. ConfigError names the row of a picture that cannot be decoded.
+    source: how the rows were read. processor: see pictures.load_processor. workers: the number of decoding
+    processes; 0: this process decodes. ConfigError names the row of a picture that cannot be decoded.
     """
 
     source: Rows
@@ -54,8 +55,8 @@ class PictureBatches(GlobalBatches):
     def __post_init__(self):
         super().__post_init__()
         self.patches = self.examples.of_rows(self.examples.row_sizes)
-        # Layers for pictures, which a text alone skips: there the tokens before a picture see the padding
-        # of pictures too, so only rows with equally many share a micro-batch.
+        # Cross-attention models (mllama): tokens before a picture would also attend to padding pictures.
+        # So only rows with the same number of pictures share a micro-batch.
         self.counts = [0] * len(self.patches)
         if "aspect_ratio_ids" in blank_inputs(self.processor):
             self.counts = [len(self.sources(row)) for row in range(len(self.patches))]
@@ -64,20 +65,20 @@ class PictureBatches(GlobalBatches):
         self.made: Iterator = iter(())
 
     def __getitem__(self, work: Work) -> Batch | ConfigError:
-        """What a worker does."""
+        """Make one micro-batch, in a worker process. An error is returned as a value."""
         try:
             return self.batch(*work)
         except ConfigError as error:
             return error
 
     def summary(self) -> str:
-        """What the plan prints: also how many pictures there are."""
+        """The text that the plan prints, with the number of rows with pictures and of patches."""
         pictured = int((self.patches > 0).sum())
         patches = int(self.patches.sum())
         return f"{super().summary()}; {pictured:,} with pictures of {patches:,} patches of 14 x 14 pixels"
 
     def largest(self, rows: int) -> Batch:
-        """A batch of so many rows, each the one with the most pictures."""
+        """A batch of `rows` copies of the row with the most patches."""
         return self.batch([int(self.patches.argmax())] * rows)
 
     def costs(self, rows: list[int]) -> Tensor:
@@ -93,8 +94,9 @@ class PictureBatches(GlobalBatches):
         return shares
 
     def work(self, step: int) -> list[Work]:
-        """This rank's micro-batches of a step. Every rank knows what all of them have. A tower runs in all of
-        them, or in none: FSDP2 adds no gradients of one micro-batch to those of several.
+        """This rank's micro-batches of a step. Every rank knows which micro-batches of all ranks have
+        pictures. The tower runs in all micro-batches of a step or in none, because FSDP2 cannot accumulate
+        the gradients of a unit that runs in only some of them.
         """
         shares = self.shares(step)
         pictured = [[bool(self.patches[rows].any()) for rows in share] for share in shares]
@@ -109,24 +111,24 @@ class PictureBatches(GlobalBatches):
             return [self.batch(*work) for work in self.work(step)]
         if step != self.next_step:
             self.made = iter(())  # ends the workers
-            ahead = copy(self)  # else this object and its workers would keep each other alive
+            ahead = copy(self)  # a copy, or this object and its workers keep each other alive
             self.made = iter(
                 DataLoader(
                     ahead,
                     sampler=chain.from_iterable(map(ahead.work, count(step))),  # without end
                     batch_size=None,
                     num_workers=self.workers,
-                    multiprocessing_context="fork",  # nothing of a GPU is touched
+                    multiprocessing_context="fork",  # workers use no GPU
                     worker_init_fn=begin_worker,
-                    generator=torch.Generator(),  # else it draws from the one of dropout
+                    generator=torch.Generator(),  # else it would use the generator of dropout
                 )
             )
-            # torch's handler raises wherever the run is when a worker is killed; next() says it too.
+            # When a worker is killed, torch's handler raises at a random place. next() reports it as well.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.next_step = step + 1
         try:
             found = [next(self.made) for _ in self.work(step)]
-        except Exception as error:  # a worker was ended, perhaps while it handed a batch over
+        except Exception as error:  # a worker died, perhaps while it sent a batch
             say(f"warning: from now on the process that trains decodes the pictures: {error}")
             self.workers = 0
             return self.batches(step)
@@ -158,7 +160,7 @@ class PictureBatches(GlobalBatches):
 
 
 def begin_worker(_: int) -> None:
-    """A worker ends with the run, and by no signal but SIGTERM, with which torch ends it."""
+    """Let a worker end with its parent. It ignores all signals but SIGTERM, with which torch ends it."""
     for number in CAUGHT:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -166,7 +168,7 @@ def begin_worker(_: int) -> None:
 
 
 def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
-    """The pictures of a row, [[source, width, height], ...]. ConfigError: one cannot be decoded."""
+    """Decode the pictures of a row, [[source, width, height], ...]. ConfigError if one cannot be decoded."""
     folder, most = folder_of(where, rows), rows.image_max_pixels
     try:
         return [decoded(source, folder, tuple(size), most) for source, *size in pictures]
@@ -175,19 +177,19 @@ def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
 
 
 def picture_inputs(processor, prompts: list[Prompt], ids: Tensor, rows: Rows) -> dict:
-    """What the model takes beside the ids (B, T) of prompts with equally many pictures."""
+    """The model's further inputs for prompts with ids (B, T), all with the same number of pictures."""
     pictures = [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
     return inputs_of(processor, ids, pictures)
 
 
 @lru_cache(maxsize=4)
 def blank_inputs(processor) -> dict[str, Tensor]:
-    """What the processor makes of a blank picture."""
+    """The processor's output for a blank picture."""
     return process(processor, [[BLANK]])
 
 
 def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict[str, Tensor]:
-    """What a model takes beside the ids (B, T) of a batch, with the pictures of each of its rows."""
+    """The model's further inputs for a batch with ids (B, T). pictures: those of each row."""
     blank, pictured = blank_inputs(processor), list(filter(None, pictures))
     extra = process(processor, pictured) if pictured else {}
     extra.pop("input_ids", None)
@@ -200,7 +202,7 @@ def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict[str, Tensor]
 
 
 def cross_attention(token: int, ids: Tensor, extra: dict) -> Tensor:
-    """(B, T, pictures, tiles) int64: which tiles a token sees, of models that have layers for that."""
+    """(B, T, pictures, tiles) int64: the tiles that each token attends to, for cross-attention models."""
     from transformers.models.mllama.processing_mllama import (
         convert_sparse_cross_attention_mask_to_dense,
         get_cross_attention_token_mask,

@@ -1,4 +1,4 @@
-"""Rows with pictures -> ids in which each picture has the tokens that the model's own processor gives it.
+"""Rows with pictures -> ids. Each picture becomes the tokens that the model's own processor gives it.
 
 {"messages": [{"role": "user", "content": [PART, ...]}, ...]}      PART: {"type": "text", "text": ...},
     {"type": "image_url", "image_url": {"url": SOURCE}}, {"type": "image", "image" or "path" or "url": SOURCE}
@@ -8,8 +8,8 @@
 {"texts": [{"user": "...", "assistant": "..."}], "images": [...]}   the same (the_cauldron)
 
 SOURCE is a path, a file: or data: URL, bytes, or {"bytes": ..., "path": ...}. Paths are relative to the data
-file, or to --image_dir, and lead to nothing outside of it. The mask rule is that of chats.py; the tokens of a
-picture are neither trained nor cut.
+file, or to --image_dir, and must not lead out of that folder. The loss mask follows the rule of chats.py; the
+tokens of a picture are neither trained nor cut.
 """
 
 import base64
@@ -38,15 +38,15 @@ from .rows import Row
 from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"
-OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # keys of a prompt
-KINDS = ("image", "image_url")  # of parts
-SOURCES = ("image_url", "image", "path", "url")  # keys of a part
+OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # the keys of an alpaca row's prompt
+KINDS = ("image", "image_url")  # types of a part that is a picture
+SOURCES = ("image_url", "image", "path", "url")  # keys of a part that may hold the source
 NO_ROOM = (
     "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
 )
-# What Pillow opens without a program of others: it hands EPS to Ghostscript.
+# Formats that Pillow reads by itself. For EPS it would run Ghostscript.
 FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: these swap width and height
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
 PATCH_PIXELS = 3 * 14 * 14
 Size = tuple[int, int]  # width, height
 
@@ -55,17 +55,17 @@ Size = tuple[int, int]  # width, height
 
 
 class NoVideos(dict):
-    """Stands for the processor of videos, which needs torchvision."""
+    """A stand-in for the video processor, which needs torchvision."""
 
     slice_mode = downsample_mode = None
 
 
 @lru_cache(maxsize=4)
 def load_processor(folder: Path | str, tokenizer):
-    """The processor of a model folder, for pictures alone: neither torchvision nor num2words is needed, as
-    for videos. The tokenizer gets its chat template, unless --chat_template was given.
+    """The processor of a model folder, for pictures only. Without videos it needs neither torchvision nor
+    num2words. The tokenizer gets the processor's chat template, unless --chat_template was given.
 
-    ConfigError: it has none, or one that transformers cannot read.
+    ConfigError if the folder has no processor, or one that transformers cannot read.
     """
     # Imported here because they import torch.
     from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
@@ -99,25 +99,26 @@ def load_processor(folder: Path | str, tokenizer):
 
 
 def process(processor, rows: list[list[Image.Image]]) -> dict:
-    """What the processor makes of the pictures of some rows, RGB: name -> tensor. In input_ids (B, t), an
-    end-of-text token stands before and behind each picture. ValueError: it refuses them.
+    """The processor's output, name -> tensor, for the RGB pictures of some rows. In input_ids (B, t) an
+    end-of-text token stands before and after each picture. ValueError if the processor refuses a picture.
     """
     mark = processor.tokenizer.eos_token
     texts = [mark + (processor.image_token + mark) * len(pictures) for pictures in rows]
     options = {"padding": len(rows) > 1, "return_tensors": "pt"}
     try:
         made = dict(processor(text=texts, images=rows, **options))
-    except Exception as error:  # with odd sizes it may raise anything
+    except Exception as error:  # unusual sizes may raise anything
         raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
     del made["attention_mask"]
-    made.pop("cross_attention_mask", None)  # of the text, see picture_batches.py
+    made.pop("cross_attention_mask", None)  # it depends on the text: see picture_batches.py
     return made
 
 
 @lru_cache(maxsize=2**14)
 def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
-    """(the text of the tokens in place of each picture's placeholder, the work that they are for a tower in
-    patches of 14 x 14 pixels) of the pictures of a row, which follow from their sizes alone.
+    """(texts, patches) for the pictures of a row. texts: what replaces the placeholder of each picture, as
+    text. patches: their cost in the vision tower, in patches of 14 x 14 pixels. Both depend only on the sizes
+    of the pictures.
     """
     made = process(processor, [[Image.new("RGB", size) for size in sizes]])
     tokenizer, ids = processor.tokenizer, made["input_ids"][0].tolist()
@@ -133,8 +134,8 @@ def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
 
 
 def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
-    """Add a row with or without pictures to `part`; returns its form. part: an encode.Part; rows: an
-    encode.Rows. ValueError: what is wrong with the row.
+    """Add a row with or without pictures to `part`, and return its form. part: an encode.Part; rows: an
+    encode.Rows. ValueError names what is wrong with the row.
     """
     messages, tools, sources, form = read_pictured(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
@@ -160,24 +161,24 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
 
 
 def sized(sources: list[str], where: str, rows) -> list[list]:
-    """[[source, width, height], ...] of the pictures of a row, as they are for the processor."""
+    """[[source, width, height], ...] of the pictures of a row, with the sizes that the processor gets."""
     folder, most = folder_of(where, rows), rows.image_max_pixels
     return [[source, *fitted(size_of(source, folder), most)] for source in sources]
 
 
 def say_pictures(part, pictures: list, patches: int) -> None:
-    """Note the pictures of the row that was added last, or of its pieces, if it was."""
+    """Record the pictures of the sequences that add_row has just added; there may be none."""
     while len(part.row_sizes) < len(part.lengths):
         text = json.dumps(pictures)
         part.details.append(text)
         part.row_sizes.append(patches)
-        if pictures:  # rows with the same words about other pictures are other rows
+        if pictures:  # rows with equal text but other pictures are no duplicates
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
             part.keys[-1] ^= int.from_bytes(digest, "little", signed=True)
 
 
 def check_places(processor, text: str, pictures: list) -> None:
-    """Raise ValueError where a chat template does not write each picture."""
+    """Raise ValueError unless the chat template wrote one placeholder per picture."""
     written = text.count(processor.image_token)
     if written != len(pictures):
         raise ValueError(
@@ -186,8 +187,8 @@ def check_places(processor, text: str, pictures: list) -> None:
 
 
 def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Chat, int, int]:
-    """(the chat with the tokens of each picture in place of its placeholder, where the last of them ends,
-    their patches). pictures: of `sized`.
+    """(chat, end, patches): the chat with each placeholder replaced by the tokens of its picture, as text;
+    the character where the last picture ends; the number of patches. pictures: from `sized`.
     """
     if not pictures:
         return chat, 0, 0
@@ -199,7 +200,9 @@ def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Cha
 
 
 def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
-    """(the chat with texts in place of placeholders, where the last of them ends). They are not trained."""
+    """(the chat with each placeholder `place` replaced by a text, the character where the last one ends). The
+    replacements are not trained.
+    """
     starts = [found.start() for found in re.finditer(re.escape(place), chat.text)]
 
     def moved(at: int) -> int:
@@ -219,8 +222,8 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
 
 
 def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]) -> None:
-    """Once in a process: the ids of a whole text are those that the processor gives for the text with
-    placeholders, and pictures. ValueError: where they differ.
+    """Check once per process that our ids are those of the processor. whole: `text` with its placeholders
+    replaced; the processor gets `text` and blank pictures of these sizes. ValueError if the ids differ.
     """
     if getattr(processor, "compared", False) or HIDDEN.search(text):
         return
@@ -239,8 +242,8 @@ def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]
 
 
 def picture_prompt(row: Row, rows) -> Prompt:
-    """A row's prompt. rows: an encode.Rows, where its pictures are, and how large they may be. Where a text
-    has no place for them, they stand before the first. ValueError: what is wrong.
+    """The prompt of a row. rows: an encode.Rows, with the folder of the pictures and their maximum size. If
+    the text has no placeholders, the pictures come before the first user turn. ValueError: what is wrong.
     """
     read = partial(read_pictured, anywhere=True)
     data = row.data
@@ -256,7 +259,7 @@ def picture_prompt(row: Row, rows) -> Prompt:
 
 
 def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
-    """The ids of its generation prompt, with the tokens of each picture. ValueError: what is wrong."""
+    """The ids of the generation prompt, with the tokens of each picture. ValueError names what is wrong."""
     text = prompt_of(tokenizer, prompt.messages, prompt.tools)
     check_places(processor, text, prompt.pictures)
     whole, _, _ = with_pictures(processor, tokenizer, Chat(text, []), prompt.pictures)
@@ -269,8 +272,9 @@ def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
 def read_pictured(
     row: dict, form: str, notes: Counter, anywhere: bool = False
 ) -> tuple[Messages, list | None, list[str], str]:
-    """(messages, with PLACE in their contents where a picture stands; tools; the sources of the pictures as
-    texts, in their order; form). anywhere: a text without <image> has its pictures before it, in any form.
+    """(messages, tools, sources, form). In the contents of messages, PLACE stands for a picture; sources are
+    the sources of the pictures as texts, in order. anywhere: in any form, not only alpaca, pictures without
+    an <image> come before the first user turn.
     """
     row = dict(row)
     given: list = []
@@ -281,7 +285,7 @@ def read_pictured(
     if not form and isinstance(row.get("texts"), list):
         row |= alpaca_of(row.pop("texts"))
         form = "alpaca"
-    sources: list = []  # of parts; None: the next of those given
+    sources: list = []  # one per part; None: the next one of `given`
     for key in ("messages", "conversations", "prompt", "completion"):
         if isinstance(row.get(key), list):
             row[key] = [without_parts(turn, sources) for turn in row[key]]
@@ -290,7 +294,7 @@ def read_pictured(
         if given:
             raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
         return messages, tools, [], form
-    if not sources:  # places are written as tags
+    if not sources:  # the texts mark pictures with <image>, or not at all
         before = given and (anywhere or form == "alpaca")
         if before and not any(TAG in m["content"] for m in messages):
             first = next(message for message in messages if message["role"] == "user")
@@ -312,7 +316,7 @@ def read_pictured(
 
 
 def alpaca_of(texts: list) -> dict:
-    """A row of the_cauldron as one of alpaca. ValueError: what is wrong with its turns."""
+    """Convert the "texts" of a row of the_cauldron to an alpaca row. ValueError names the wrong turn."""
     pairs = []
     for i, turn in enumerate(texts):
         at = f"texts[{i}]."
@@ -322,7 +326,9 @@ def alpaca_of(texts: list) -> dict:
 
 
 def without_parts(turn: object, sources: list) -> object:
-    """A turn with PLACE in place of the parts that are pictures, of which the sources are appended."""
+    """The turn with PLACE instead of each part that is a picture. Appends the pictures' sources to `sources`;
+    None for a part without a source.
+    """
     key = keys_of(turn)[1] if isinstance(turn, dict) else ""
     if not key or not isinstance(turn.get(key), list):
         return turn
@@ -339,13 +345,9 @@ def without_parts(turn: object, sources: list) -> object:
 
 
 def url_of(source: object) -> str:
-    """The source of a picture as text: bytes as a data: URL."""
+    """The source of a picture as text. Bytes become a data: URL."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url")
-    if isinstance(source, Image.Image):  # of datasets
-        buffer = io.BytesIO()
-        source.save(buffer, "TIFF", compression="tiff_lzw")  # takes CMYK too, as PNG does not
-        source = buffer.getvalue()
     if isinstance(source, bytes):
         return f"data:;base64,{base64.b64encode(source).decode()}"
     if not isinstance(source, str) or not source:
@@ -354,13 +356,13 @@ def url_of(source: object) -> str:
 
 
 def folder_of(where: str, rows) -> str:
-    """The folder to which the paths of a row are relative."""
+    """The folder that the paths of a row are relative to."""
     return rows.image_dir or os.path.dirname(re.sub(r"(:| row )\d+$", "", where)) or "."
 
 
 def file_of(source: str, folder: str) -> str | io.BytesIO:
-    """The path or the content of a picture. ValueError: it leads out of the folder, or on the network, or is
-    missing.
+    """The path of a picture, or the content of a data: URL. ValueError if the path leads out of the folder or
+    to the network, or if the file is missing.
     """
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(?://)?", source)
     scheme = url[1].lower() if url else ""
@@ -382,8 +384,8 @@ def file_of(source: str, folder: str) -> str | io.BytesIO:
 
 @contextmanager
 def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
-    """The picture, of which only the header is read. ValueError, also while it is used: file_of refuses it,
-    or it is larger than Pillow's limit, broken, or none.
+    """Open a picture; only its header is read. ValueError, also from the block within, if file_of refuses it,
+    or if it exceeds Pillow's size limit, is broken, or is no picture.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -397,25 +399,27 @@ def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
 
 
 def size_of(source: str, folder: str) -> Size:
-    """The size of a picture once it is turned as its EXIF says. Its file is whole."""
+    """The size of a picture after rotation by its EXIF orientation. Reads the whole file, so that a truncated
+    one is found.
+    """
     with open_picture(source, folder) as image:
-        width, height = image.size  # Pillow has turned a TIFF
-        image.draft("L", (1, 1))  # a JPEG is read to its end, and few of its pixels are made
+        width, height = image.size  # for a TIFF, Pillow has already applied the orientation
+        image.draft("L", (1, 1))  # a JPEG is read to its end, but decoded to few pixels
         image.load()
         turned = image.getexif().get(ORIENTATION) in TURNED
     return (height, width) if turned else (width, height)
 
 
 def fitted(size: Size, max_pixels: int) -> Size:
-    """The size with at most so many pixels, of the same shape. 0: as it is."""
+    """The size scaled down to at most max_pixels, with the same aspect ratio. max_pixels 0: no limit."""
     width, height = size
     scale = min(1.0, ((max_pixels or math.inf) / (width * height)) ** 0.5)
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
 def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Image:
-    """The picture in RGB, turned and scaled. ValueError: its pixels are broken, or it has another size than
-    when its tokens were made.
+    """The picture in RGB, rotated by EXIF and scaled to `size`. ValueError if it cannot be decoded, or if its
+    size has changed since its tokens were made.
     """
     with open_picture(source, folder) as image:
         image = ImageOps.exif_transpose(image)
@@ -424,4 +428,4 @@ def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Imag
         image = image.convert("RGB")
         if fitted(image.size, max_pixels) != size:
             raise ValueError(f"it has {image.size} pixels, and {size} when its tokens were made")
-        return image.resize(size, Image.Resampling.BICUBIC)  # a copy, if it has this size
+        return image.resize(size, Image.Resampling.BICUBIC)  # a plain copy if the size is equal

@@ -1,4 +1,4 @@
-"""Rows of preferences -> ids: pairs of answers to one prompt, and answers with a label (KTO).
+"""Preference rows -> ids: pairs of answers to one prompt, or answers with a label (KTO).
 
 {"prompt": TEXT or [turn, ...], "chosen": A, "rejected": A}
 {"instruction": TEXT, "input": TEXT, "chosen": TEXT, "rejected": TEXT}        alpaca
@@ -9,14 +9,16 @@
 {"instruction": TEXT, "input": TEXT, "output": TEXT, "label": true}
 {"conversations" or "messages": [turn, ..., answer], "label": false}
 
-A, an answer, is a text, one turn as an object, or a list of turns; turns, system and tools are those of
-formats.py. A text beside a prompt of text is plain text with --format completion, and where the tokenizer has
-no chat template. The prompt is the common beginning of both conversations, and of a conversation with a label
-all but the last turn; what follows is the answer, and trained by the rule of chats.py. A text `prompt` beside
-whole conversations must be their last turn of the user before the answers (UltraFeedback binarized). The
-prompt has the same tokens in both sequences of a pair.
+An answer A is a text, one turn as an object, or a list of turns. Turns, system and tools are those of
+formats.py. If prompt and answer are texts, they are plain text with --format completion, or if the tokenizer
+has no chat template; otherwise they are chat turns.
 
-Where these rows come from: https://huggingface.co/docs/trl/dataset_formats,
+The prompt of a pair is the common beginning of both conversations. The prompt of a conversation with a label
+is all but its last turn. The rest is the answer, trained by the rule of chats.py. A text `prompt` beside
+whole conversations must be their last user turn before the answers (UltraFeedback binarized). The prompt must
+have the same tokens in both sequences of a pair.
+
+Sources of these forms: https://huggingface.co/docs/trl/dataset_formats,
 https://llamafactory.readthedocs.io/en/latest/getting_started/data_preparation.html,
 https://huggingface.co/datasets/HuggingFaceH4/ultrafeedback_binarized,
 https://huggingface.co/datasets/Anthropic/hh-rlhf.
@@ -41,20 +43,21 @@ from .formats import (
 )
 
 EQUAL = "chosen equals rejected"
-PROMPTS = ("prompt", "instruction", "conversations", "messages")  # the first that a row has counts
-ANSWER_OF = {"prompt": "completion", "instruction": "output"}  # of a row with a label
-# A turn in a transcript of hh-rlhf.
+PROMPTS = ("prompt", "instruction", "conversations", "messages")  # the first that a row has is used
+ANSWER_OF = {"prompt": "completion", "instruction": "output"}  # the key of a labelled answer
+# one turn in a transcript of hh-rlhf
 SAID = re.compile(r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.S)
 
 
 def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
-    """Add the pair or the labelled answers of a row to `part`; returns what the row's prompt stands under.
-    part: an encode.Part; rows: an encode.Rows.
+    """Add the pair or the labelled answers of a row to `part`. Returns the key of the row's prompt. part: an
+    encode.Part; rows: an encode.Rows.
 
-    rows.task pairs: one row, whose ids are the chosen sequence and behind it the rejected one; row_sizes
-    says where. rows.task labels: one row for each sequence; a pair becomes two, of which the chosen one is
-    desirable. rows.too_long counts for each sequence; drop drops the pair. Dropped and counted: equal
-    answers, and prompts that leave no trained token within seq_len. ValueError: what is wrong with the row.
+    rows.task pairs: adds one row whose ids are the chosen sequence, then the rejected one; row_sizes gets the
+    length of the chosen one. rows.task labels: adds one row per sequence; a pair becomes two rows, of which
+    the chosen one is desirable. rows.too_long applies to each sequence; drop drops the whole pair. Equal
+    answers, and prompts that leave no trained token within seq_len, are dropped and counted. ValueError names
+    what is wrong with the row.
     """
     prompt_key = next(filter(row.get, PROMPTS), "")
     labels = labels_of(row, prompt_key, rows.task)
@@ -92,7 +95,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
 
 
 def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
-    """{key of an answer: whether it is desirable} of a row."""
+    """{key of an answer: whether it is desirable}. ValueError if the row has neither a pair nor a label."""
     if {"chosen", "rejected"} <= row.keys():
         return {"chosen": True, "rejected": False}
     key = "kto_tag" if row.get("label") is None else "label"
@@ -111,7 +114,7 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
 
 
 def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Counter) -> Read:
-    """(messages, tools) of a whole conversation row[key], or of row[prompt_key] and the answer row[key]."""
+    """(messages, tools) of a side: the conversation row[key], or row[prompt_key] with the answer row[key]."""
     turns = turns_of(row, key, prompt_key)
     first = turns[0] if turns else None
     role = str(first.get(keys_of(first)[0])) if isinstance(first, dict) else ""
@@ -143,13 +146,13 @@ def turns_of(row: dict, key: str, prompt_key: str) -> list:
 
 
 def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) -> int:
-    """How many turns are the prompt: those with which both conversations begin; of a single one all but the
-    last.
+    """The number of turns in the prompt: the common first turns of two conversations, or all turns but the
+    last of a single one.
     """
     chosen, rejected = conversations[0], conversations[-1]
     start = sum(chosen[: i + 1] == rejected[: i + 1] for i in range(len(chosen)))
     if prompt_key and chosen == rejected:
-        start -= 1  # equal answers, which are counted
+        start -= 1  # a single conversation, or equal answers, which add_cuts drops and counts
     asked = [turn["content"] for turn in chosen[:start] if turn["role"] in ("user", "text")]
     if not asked:
         raise ValueError("chosen and rejected have no common beginning, which is the prompt")
@@ -160,7 +163,9 @@ def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) 
 
 
 def add_cuts(part, cuts: list, labels: dict[str, bool], where: str, task: str) -> None:
-    """Add the sequences of a row, each a Part and cut to seq_len, as one pair or each with its label."""
+    """Add the sequences of a row as one pair, or each with its label. cuts: one Part per sequence, which is
+    already cut to seq_len.
+    """
     chosen, rejected = cuts[0], cuts[-1]
     dropped = chosen.dropped | rejected.dropped
     part.dropped += dropped

@@ -1,4 +1,4 @@
-"""Rows -> prompts to answer, and of those with columns (see questions.py) the ids."""
+"""Rows -> prompts to answer; and the ids of prompts with columns, see questions.py."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from .formats import PICTURES, REFUSED, ROLES, to_messages
 from .tokens import adds_bos, encode, hidden
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
-# Keys of a row that belong to its prompt, and those of pictures, which to_messages refuses.
+# Keys that belong to the prompt beside its turns, and keys of pictures, which to_messages refuses.
 BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
 
 PROMPTS = {"prompt", "messages", "conversations"}
@@ -19,25 +19,25 @@ TOO_LONG = "longer than a prompt may be"
 
 
 class Prompt(NamedTuple):
-    where: str  # the file and the line
+    where: str  # the row name: file and line
     content: str | list[dict]  # a text, or messages
     tools: list | None = None
     pictures: list = []  # [[source, width, height], ...]
 
     @property
     def messages(self) -> list[dict]:
-        """The prompt as messages; a text is a turn of the user."""
+        """The prompt as messages. A text becomes a user turn."""
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         return self.content
 
 
 def turns_of(row: dict, read: Callable = to_messages) -> tuple:
-    """(the text or the messages to answer, their tools, the answer that the row has) of a row.
+    """(prompt, tools, answer, ...) of a row. prompt: a text, or messages; answer: None if the row has none.
 
-    {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, with system and tools as in formats.py. A
-    last turn of the assistant is the answer, and no part of the prompt. read: gives messages, tools and what
-    else is returned. ValueError: what is wrong with the row.
+    The row is {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, with system and tools as in
+    formats.py. If the last turn is the assistant's, it is the answer and no part of the prompt. read: returns
+    (messages, tools, ...); its further values are returned too. ValueError names what is wrong with the row.
     """
     text, messages = row.get("prompt"), row.get("messages", row.get("conversations"))
     beside = {key: row[key] for key in BESIDE if row.get(key)}
@@ -49,7 +49,7 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
         text, messages = None, text
     if not isinstance(messages, list) or text is not None:
         raise ValueError(f"no prompt to answer; {FORMS}")
-    # to_messages asks for an answer
+    # to_messages refuses a conversation without an answer, so a placeholder is appended
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     is_answered = ROLES.get(last.get("role", last.get("from"))) == "assistant"
     if not is_answered:
@@ -62,14 +62,14 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
 
 
 def is_plain(content: str | list[dict], tokenizer, rows) -> bool:
-    """Whether it is asked as it stands, and is no turn of a chat. rows: an encode.Rows."""
+    """Whether a prompt is plain text, used without a chat template. rows: an encode.Rows."""
     chats = rows.format != "completion" and tokenizer.template_name != "built-in plain"
     return isinstance(content, str) and not chats
 
 
 def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
-    """Add a row to `part`, an encode.Part; returns its form. rows: an encode.Rows. ValueError: what is wrong
-    with the row.
+    """Add the prompt of a row to `part`, an encode.Part. Returns its form, "prompts". rows: an encode.Rows.
+    ValueError names what is wrong with the row.
     """
     if not PROMPTS & row.keys():
         raise ValueError(f"no prompt to answer; {FORMS} (fix: --columns prompt=THEIRS)")

@@ -1,8 +1,8 @@
-"""Prompts with columns, for rewards: {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, and any
-other keys beside them.
+"""Prompts with columns, for rewards: {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}. All other
+keys of a row are its columns.
 
-A last turn of the assistant becomes the column `answer`. A text is a turn of the user; it is plain text with
---format completion, and where the tokenizer has no chat template. Where they come from:
+If the last turn is the assistant's, it becomes the column `answer`. A text is a user turn; it is plain text
+with --format completion, or if the tokenizer has no chat template. Sources of these forms:
 https://huggingface.co/docs/trl/dataset_formats (prompt-only), https://huggingface.co/datasets/openai/gsm8k.
 """
 
@@ -18,14 +18,14 @@ from .examples import Examples, load_examples
 class Question(NamedTuple):
     ids: list[int]
     content: str | list[dict]  # a text, or messages, as the row has it
-    columns: dict[str, object]  # what else rows have; None: this one does not
+    columns: dict[str, object]  # the same keys for all rows; None: this row does not have it
     where: str
 
 
 @dataclass(frozen=True, eq=False)
 class Questions(Examples):
-    """Prompts as examples without a trained token: GlobalBatches(questions, ...).rows_of(step) says which
-    prompts a step has, and questions[row] is one of them.
+    """Prompts as examples without trained tokens. GlobalBatches(questions, ...).rows_of(step) gives the rows
+    of a step; questions[row] is the prompt of a row.
     """
 
     def __getitem__(self, i: int) -> Question:
@@ -41,10 +41,10 @@ class Questions(Examples):
 
 
 def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
-    """The prompts of a data set, for load_data(..., load=load_questions). rows.seq_len: the most tokens of a
-    prompt; a longer one is dropped and counted, or with another rows.too_long an error: one that is cut asks
-    something else.
+    """The prompts of a data set, for load_data(..., load=load_questions). rows.seq_len: the maximum tokens of
+    a prompt. With rows.too_long drop, longer prompts are dropped and counted; otherwise they are an error. No
+    prompt is cut, because that would change the question.
 
-    ConfigError for bad rows (up to ten, and how many more), and where all were dropped.
+    ConfigError for bad rows (the first ten, and the number of others), and if all rows were dropped.
     """
     return Questions(**vars(load_examples(replace(rows, task="prompts"), tokenizer, progress)))

@@ -1,12 +1,12 @@
-"""Rewards of completions: functions in the user's own files, and three that are built in.
+"""Rewards of completions: functions in the user's own files, and three built-in rewards.
 
 --rewards exact,number:0.5,rules.py:is_short:-0.1,'regex:<answer>(.*)</answer>:2'
 
-Commas separate the rewards, and a number at the end of one is its weight, else 1. A comma before the name of
-another reward cannot be part of a pattern. Functions have the signature of TRL's,
-https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function: (prompts, completions, **columns)
--> a number for each completion, or None where the reward does not apply. Each parameter is a list; prompts
-and completions are texts, or lists of messages where the row has messages.
+Commas separate the rewards. A number at the end of a reward is its weight; the default is 1. A regex cannot
+contain a comma that is followed by the name of a reward. Functions have the signature of TRL's reward
+functions, https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function: (prompts, completions,
+**columns) -> a number for each completion, or None if the reward does not apply. Each parameter is a list.
+Prompts and completions are texts, or lists of messages if the row has messages.
 """
 
 import importlib.util
@@ -34,14 +34,14 @@ NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
 
 
 class Reward(NamedTuple):
-    name: str  # in metrics: rewards/exact
+    name: str  # such as exact; the metric is rewards/exact
     function: Callable
     weight: float
-    flag: str  # that names it
+    flag: str  # the flag that set it, for errors
 
 
 def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
-    """The rewards of a flag; the files that it names are run. ConfigError names the part that is wrong."""
+    """Parse the rewards of a flag. Executes the files that it names. ConfigError names the wrong part."""
     rewards: list[Reward] = []
     files = {None: BUILT_IN}
     for part in NEXT.split(text) if text else ():
@@ -66,18 +66,18 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
 
 
 def run_file(path: Path, flag: str) -> dict:
-    """What a user's file defines, by name. flag: how errors begin."""
+    """Execute a user's file. Returns what it defines, by name. flag: the beginning of an error message."""
     check(path.is_file(), f"{flag}: no such file{did_you_mean(path)}")
     spec = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     with others_code(flag):
         spec.loader.exec_module(module)
     return vars(module)
 
 
 def check_columns(rewards: list[Reward], names: set[str]) -> None:
-    """Raise ConfigError for a function that does not take the columns, or needs one that there is not."""
+    """Raise ConfigError if a function does not accept the columns, or needs a column that does not exist."""
     for reward in rewards:
         given = {"prompts", "completions", "completion_ids"} | names
         try:
@@ -92,10 +92,11 @@ def check_columns(rewards: list[Reward], names: set[str]) -> None:
 def score(
     rewards: list[Reward], asked: list[Question], texts: list[str], ids: list[list[int]]
 ) -> list[dict[str, float | None]]:
-    """What each reward gives, by its name, for each of n completions, of which texts and ids are known.
+    """{reward name: value} for each of n completions, given their texts and ids.
 
-    asked: the question of each. Completions become messages where prompts are, as in TRL. ConfigError names
-    reward, row and completion where a function raises or gives NaN, or the wrong number of values.
+    asked: the question of each completion. A completion is passed as messages if its prompt is messages, as
+    in TRL. If a function raises, or returns NaN or the wrong number of values, ConfigError names the reward,
+    the row and the completion.
     """
     given = {name: [question.columns[name] for question in asked] for name in asked[0].columns}
     given["prompts"] = [question.content for question in asked]
@@ -110,7 +111,7 @@ def score(
 
 
 def weighted_sum(rewards: list[Reward], values: dict[str, float | None]) -> float:
-    """Of what each reward gives for a completion; None counts as 0."""
+    """The weighted sum of the rewards of one completion. None counts as 0."""
     return sum(reward.weight * (values[reward.name] or 0) for reward in rewards)
 
 
@@ -124,12 +125,12 @@ def reward_all(
     scores: Callable | None,
     weight: float,
 ) -> list[dict]:
-    """For each completion its `text`, `rewards/NAME` for each reward, and their weighted sum `reward`; on
-    every rank.
+    """For each completion: `text`, `rewards/NAME` of each reward, and their weighted sum `reward`. Every rank
+    gets all of them.
 
-    asked: the question of each completion; those of a question are together, group_size of them. A rank
-    scores those of some questions, each question's in one call. scores: (prompts, texts) -> the score of each
-    by a reward model, for which all ranks work together, and its weight in the sum.
+    asked: the question of each completion; the group_size completions of a question are adjacent. Each rank
+    scores a share of the questions, with one call per question. scores: (prompts, texts) -> scores of a
+    reward model, which all ranks compute together. weight: the weight of that score in the sum.
     """
     ids = [completion.ids for completion in completions]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -152,7 +153,7 @@ def reward_all(
 
 
 def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
-    """The mean of each reward over the completions to which it applies. found: of reward_all."""
+    """The mean of each reward over the completions to which it applies. found: from reward_all."""
     means = {}
     for name in found[0].keys() - {"text"}:
         values = [one[name] for one in found if one[name] is not None]
@@ -164,7 +165,7 @@ def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
 def write_samples(
     out: Path, step: int, asked: list[Question], found: list[dict], count: int
 ) -> None:
-    """Add the first completions of a step to OUT/samples.jsonl."""
+    """Append the first `count` completions of a step to OUT/samples.jsonl."""
     file = out / "samples.jsonl"
     with disk_errors(file), open(file, "a") as samples:
         for question, one in zip(asked[:count], found, strict=False):
@@ -173,14 +174,14 @@ def write_samples(
 
 
 def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[float | None]:
-    """What a reward gives for n completions."""
+    """The values of one reward for n completions."""
     try:
         values = [v if v is None else float(v) for v in reward.function(**given)]
         if not all(value is None or math.isfinite(value) for value in values):
             raise ValueError(f"not finite: {values}")
     except Exception as error:
         if len(where) > 1:
-            for i, row in enumerate(where):  # raises for the one that is wrong
+            for i, row in enumerate(where):  # raises for the completion that fails
                 values_of(reward, {name: given[name][i : i + 1] for name in given}, [row])
         frame = traceback.extract_tb(error.__traceback__)[-1]
         fault = f"{reason_of_others(error)} ({frame.filename}:{frame.lineno})"
@@ -199,7 +200,7 @@ def text_of(completion: str | list[dict]) -> str:
 def compared(
     is_right: Callable[[str, str], bool], completions: list, answer: list, **columns
 ) -> list[float | None]:
-    """1 where is_right(completion, answer), both as texts; None where the row has no answer."""
+    """1 if is_right(completion, answer), both as texts, else 0; None if the row has no answer."""
     return [
         None if known is None else float(is_right(text_of(completion), str(known)))
         for completion, known in zip(completions, answer, strict=True)
@@ -207,12 +208,12 @@ def compared(
 
 
 def is_same(text: str, known: str) -> bool:
-    """Equal but for white space around them."""
+    """Whether two texts are equal, ignoring white space at both ends."""
     return text.strip() == known.strip()
 
 
 def is_same_number(text: str, known: str) -> bool:
-    """Equal numbers, as in GSM8K. ValueError where the answer has none."""
+    """Whether both texts have the same number, as in GSM8K. ValueError if the answer has no number."""
     wanted = number_of(known)
     if wanted is None:
         raise ValueError(f"no number in the answer {known[-80:]!r}")
@@ -220,14 +221,14 @@ def is_same_number(text: str, known: str) -> bool:
 
 
 def number_of(text: str) -> Decimal | None:
-    """The first number behind the last ####, else the last one of the text; commas do not count."""
+    """The first number after the last ####; without ####, the last number. Commas are ignored."""
     _, mark, behind = text.rpartition("####")
     found = NUMBER.findall(behind)
     return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
 
 
 def of_pattern(pattern: re.Pattern) -> Callable:
-    """Whether the pattern is found; of one with a group, whether the first group is the answer."""
+    """A reward: whether the pattern is found. With a group: whether the first group equals the answer."""
 
     def is_right(text: str, known: str) -> bool:
         match = pattern.search(text)

@@ -15,8 +15,8 @@ class Rollout(NamedTuple):
     """A prompt with one of its completions."""
 
     prompt: list[int]
-    ids: list[int]  # of the completion
-    log_probs: list[float]  # of each of them, as they were drawn
+    ids: list[int]  # ids of the completion
+    log_probs: list[float]  # of each id, under the distribution it was sampled from
     advantage: float
     weight: float  # of each token in the loss
     where: str
@@ -24,17 +24,15 @@ class Rollout(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutBatch(Batch):
-    """A micro-batch of B completions, of which the tokens are trained. A filler has one row, and no trained
-    token.
-    """
+    """A micro-batch of B completions, whose tokens are trained. A filler has one row and no trained token."""
 
     advantages: Tensor | None = None  # (B, 1)
     weights: Tensor | None = None  # (B, 1)
-    drawn: Tensor | None = None  # (B, T): log-probabilities of the tokens as they were drawn
+    drawn: Tensor | None = None  # (B, T): log-probabilities of the tokens when they were sampled
 
 
 class RolloutBatches(GlobalBatches):
-    """The prompts of each step, by rows_of(step), and this rank's micro-batches of their completions."""
+    """rows_of(step): the prompts of each step. share(rollouts): micro-batches of their completions."""
 
     def costs(self, rows: list[Rollout]) -> Tensor:
         return torch.tensor([len(r.prompt) + len(r.ids) for r in rows], dtype=torch.int64)
@@ -44,14 +42,14 @@ class RolloutBatches(GlobalBatches):
         return rollout_batch(rows or [filler], self.pad_id, self.multiple)
 
     def share(self, rollouts: list[Rollout]) -> list[RolloutBatch]:
-        """This rank's micro-batches of all ranks' completions, those of similar length together: equally many
-        on each rank, and at least one, some of them fillers.
+        """This rank's micro-batches of the completions of all ranks. Completions of similar length share a
+        micro-batch. Each rank has the same number of micro-batches, at least one; some may be fillers.
         """
         return [self.batch(rows) for rows in self.dealt(rollouts)[self.rank] or [[]]]
 
 
 def rollout_batch(part: list[Rollout], pad_id: int, multiple: int) -> RolloutBatch:
-    """Some completions as a micro-batch."""
+    """Collate completions to a micro-batch."""
     items = [scored(r.prompt + r.ids, len(r.prompt), r.where) for r in part]
     batch = collate(items, pad_id, multiple)
     drawn = torch.zeros(batch.ids.shape)

@@ -1,5 +1,5 @@
-"""What --dataset names -> rows, one by one: files, folders, patterns, data sets of the hub, and mixtures of
-several with weights. A .jsonl file is read line by line, so that each fault has its line.
+"""The value of --dataset -> rows, one by one. It names files, folders, patterns, data sets of the Hub, or
+several of these with weights. A .jsonl file is read line by line, so that an error can name the line.
 """
 
 import glob
@@ -29,9 +29,9 @@ class Source(NamedTuple):
     """One of the names in --dataset."""
 
     name: str
-    weight: float  # 0: none is set
-    files: list[Path]  # from which its rows come
-    read: Callable[[], Found]  # (where, row) one by one, from the first
+    weight: float  # 0: not set
+    files: list[Path]  # that hold its rows
+    read: Callable[[], Found]  # each call reads from the first row
 
 
 class Row(NamedTuple):
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def read_rows(name: str | Path) -> list[Row]:
-    """All rows of the data that a flag names, unchanged. ConfigError names the first that is wrong."""
+    """All rows of the data that a flag names, unchanged. ConfigError names the first bad row."""
     rows = []
     for where, value in chain.from_iterable(source.read() for source in find_sources(str(name))):
         try:
@@ -51,7 +51,7 @@ def read_rows(name: str | Path) -> list[Row]:
 
 
 def as_object(value: object) -> dict:
-    """The row in a value of Found. ValueError where it is none."""
+    """Decode a value of Found to a row. ValueError if it is no JSON object."""
     if isinstance(value, bytes):
         try:
             value = json.loads(value.decode())
@@ -59,14 +59,14 @@ def as_object(value: object) -> dict:
             raise ValueError(f"not JSON in UTF-8: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected object, got {json_name(value)}")
-    if None in value:  # by csv
+    if None in value:  # the csv module collects surplus fields under None
         raise ValueError("it has more fields than the first line names columns")
     return value
 
 
 def find_sources(name: str) -> list[Source]:
-    """The sources in a name: a file, a folder, a pattern, a data set; or several of them, separated by
-    commas, each with a weight: a.jsonl:0.7,b.parquet:0.3.
+    """The sources that --dataset names: a file, a folder, a pattern or a data set; or several, separated by
+    commas. Either all have a weight, a.jsonl:0.7,b.parquet:0.3, or none.
     """
     parts = [name] if Path(name).exists() else name.split(",")
     matches = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in parts]
@@ -91,8 +91,8 @@ def find_sources(name: str) -> list[Source]:
 
 
 def files_of(name: str) -> list[Path] | None:
-    """The files that a name means: a file, or those of a folder or a pattern. None for a data set of the hub
-    or of datasets' save_to_disk.
+    """The files that a name stands for: a file, or the files of a folder or a pattern. None for a data set of
+    the Hub, or a folder written by datasets' save_to_disk.
 
     ConfigError for a folder or a pattern without files, or with files of several kinds.
     """
@@ -120,12 +120,12 @@ def files_of(name: str) -> list[Path] | None:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says how to read a file, without .gz."""
+    """The suffix that decides how a file is read; .gz is removed first."""
     return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
 def read_files(name: str, files: list[Path]) -> Found:
-    """The rows of some files. ConfigError for a file that cannot be read, and where there are no rows."""
+    """The rows of several files. ConfigError if a file cannot be read, or if there are no rows at all."""
     found = False
     for path in files:
         check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
@@ -161,7 +161,7 @@ def read_file(path: Path) -> Found:
 
 
 def read_lines(file: BinaryIO, path: Path) -> Found:
-    """(where, bytes) of each line that is not blank. Lines end at \\n alone: U+2028 and U+0085 are text."""
+    """(where, bytes) of each line that is not blank. Only \\n ends a line: U+2028 and U+0085 are text."""
     for number in itertools.count(1):
         line = file.readline(LONGEST + 1)
         where = f"{path}:{number}"

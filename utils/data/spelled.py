@@ -1,4 +1,4 @@
-"""Texts in which words spell special tokens, and stay words."""
+"""Encoding of texts that spell special tokens, such as "<|im_end|>", as ordinary text."""
 
 import re
 
@@ -6,10 +6,10 @@ import re
 def encode_hidden(
     tokenizer, text: str, special_tokens: tuple, marks: re.Pattern
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """(ids, offsets) of a text in which special tokens are hidden behind marks: those stay text.
-    special_tokens: of tokens.special_tokens.
+    """(ids, offsets) of a text. Special tokens that are hidden behind marks are encoded as ordinary text; the
+    others stay special tokens. special_tokens: from tokens.special_tokens.
 
-    ValueError where the tokenizer reads text between special tokens otherwise alone than in the whole.
+    ValueError if the tokenizer encodes the text between special tokens differently when it is encoded alone.
     """
     special, names, _ = special_tokens
     backend = tokenizer.backend_tokenizer

@@ -1,8 +1,8 @@
-"""Documents -> an endless line of tokens, and rows of one length that are cut from it.
+"""Documents -> an endless stream of tokens (a TokenStream) -> rows of one length, cut from the stream.
 
-Row n of a source is tokens [n (T - 1), n (T - 1) + T) of its line, T tokens that share one with the next row:
-so each token of the line is predicted once, a document that is cut goes on in the next row, and all rows are
-full. The position of a run is one number, the row: it means the same tokens on any number of ranks.
+Row n of a source is tokens [n (T - 1), n (T - 1) + T) of its stream. The last of its T tokens is the first of
+the next row. So each token is predicted exactly once, a document that is cut goes on in the next row, and all
+rows are full. The position of a run is one number, the row; it means the same tokens on any number of ranks.
 """
 
 import math
@@ -17,12 +17,12 @@ from .batches import Batch, GlobalBatches
 from .examples import Example, Examples, permutation
 from .packing import PackedBatches
 
-PERIOD = 1000  # rows in which a mixture has exactly its shares
+PERIOD = 1000  # rows after which each source of a mixture has had exactly its share
 
 
-class Line:
-    """Some documents (n,) of `examples`, back to back, in a new order for each epoch. key: of the orders; "":
-    the documents lie in the order in which they are.
+class TokenStream:
+    """The concatenated tokens of `documents`, (n,) row numbers of `examples`, epoch after epoch. Each epoch
+    has a new order, which depends on `key`; with key "" the order never changes.
     """
 
     def __init__(self, examples: Examples, documents: Tensor, key: str):
@@ -30,11 +30,11 @@ class Line:
         self.kept = (-1,)
         self.lengths = examples.bounds.diff()[documents]
         self.tokens = int(self.lengths.sum())
-        self.size_bytes = int(examples.row_sizes[documents].sum())  # of the text
+        self.size_bytes = int(examples.row_sizes[documents].sum())  # UTF-8 bytes of the text
 
     def epoch(self, number: int) -> tuple[Tensor, Tensor]:
-        """(the documents in their order, where each ends), both (n,) int64. One epoch is kept: only a row at
-        the end of one needs two.
+        """(documents in the order of this epoch, where each ends), both (n,) int64. One epoch is cached; only
+        a row that crosses the end of an epoch needs two.
         """
         if self.kept[0] != number:
             order = torch.arange(len(self.documents))
@@ -44,7 +44,9 @@ class Line:
         return self.kept[1:]
 
     def read(self, first: int, last: int) -> list[Example]:
-        """Tokens [first, last), document by document; the first and the last may be parts of one."""
+        """Tokens [first, last) of the stream, as one example per document. The first and the last example may
+        be parts of documents.
+        """
         found = []
         while first < last:
             number, begin = divmod(first, self.tokens)
@@ -60,11 +62,11 @@ class Line:
 
 @dataclass(eq=False)
 class StreamBatches(PackedBatches):
-    """GlobalBatches whose rows are `size` tokens of a line. Of sources with weights each has its own line,
-    and each 1,000 rows hold its share of them, to less than one row.
+    """GlobalBatches whose rows are `size` tokens of a stream. Each weighted source has its own stream, and its
+    share of every 1,000 rows, exact to less than one row.
 
-    document_mask: documents of a row do not see each other, and their first tokens are not predicted. False:
-    a row is one text. held_out: all documents once, in the order in which they are, without weights.
+    document_mask: documents in a row do not attend to each other, and their first tokens are not predicted.
+    If false, a row is one text. held_out: all documents once, in their stored order, without weights.
     """
 
     document_mask: bool = True
@@ -76,26 +78,26 @@ class StreamBatches(PackedBatches):
 
     @property
     def weights(self) -> list[float]:
-        """Of the sources of a mixture; none: there is one line."""
+        """The weight of each source of a mixture. Empty if there is only one stream."""
         if self.held_out:
             return []
         return [origin.weight for origin in self.examples.origins if origin.weight]
 
     @cached_property
-    def lines(self) -> list[Line]:
+    def streams(self) -> list[TokenStream]:
         numbers = self.examples.numbers
         if not self.weights:
-            return [Line(self.examples, numbers, "" if self.held_out else self.key)]
-        lines = []
+            return [TokenStream(self.examples, numbers, "" if self.held_out else self.key)]
+        streams = []
         for origin in self.examples.origins:
             own = numbers[(numbers >= origin.first) & (numbers < origin.last)]
             check(len(own), f"{origin.name}: it has no documents, so nothing can be mixed")
-            lines.append(Line(self.examples, own, f"{self.key} {len(lines)}"))
-        return lines
+            streams.append(TokenStream(self.examples, own, f"{self.key} {len(streams)}"))
+        return streams
 
     @cached_property
     def pattern(self) -> Tensor:
-        """(PERIOD,) int64: the line of each row of a period."""
+        """(PERIOD,) int64: the index of the stream that each row of a period is read from."""
         ends = torch.tensor([0.0, *(self.weights or [1.0])], dtype=torch.float64).cumsum(0)
         counts = (ends / ends[-1] * PERIOD).round().long().diff()
         least = f"--dataset: a source has less than 1 of {PERIOD:,} rows (fix: a larger weight)"
@@ -104,8 +106,8 @@ class StreamBatches(PackedBatches):
         return torch.arange(len(counts)).repeat_interleave(counts)[order]
 
     def rows(self) -> int:
-        """Rows that hold as many tokens as all documents."""
-        return math.ceil((sum(line.tokens for line in self.lines) - 1) / (self.size - 1))
+        """The number of rows that hold the tokens of all documents."""
+        return math.ceil((sum(stream.tokens for stream in self.streams) - 1) / (self.size - 1))
 
     def rows_of(self, step: int) -> range:
         """The numbers of the rows of global batch `step`."""
@@ -117,17 +119,17 @@ class StreamBatches(PackedBatches):
         return torch.ones(len(rows), dtype=torch.int64)
 
     def items(self, rows: list[int]) -> list[Example]:
-        """The documents, and parts of documents, in some rows; without document_mask each row as one text."""
+        """The documents, whole or in part, in these rows. Without document_mask: each row as one text."""
         found = []
         for row in rows:
             period, at = divmod(row, PERIOD)
             is_own = self.pattern == self.pattern[at]
-            line = self.lines[self.pattern[at]]
-            # among the rows of its line
+            stream = self.streams[self.pattern[at]]
+            # the index of the row among the rows of its stream
             number = period * int(is_own.sum()) + int(is_own[:at].sum())
             first = number * (self.size - 1)
             last = first + self.size
-            parts = line.read(first, min(last, line.tokens) if self.held_out else last)
+            parts = stream.read(first, min(last, stream.tokens) if self.held_out else last)
             if not self.document_mask:
                 ids = torch.cat([part.ids for part in parts])
                 parts = [Example(ids, ids, parts[0].where)]
@@ -141,7 +143,7 @@ class StreamBatches(PackedBatches):
 
     @property
     def lengths(self) -> Tensor:
-        """(1,) int64: tokens of the longest text whose positions begin at 0."""
+        """(1,) int64: tokens of the longest text in a row. Positions begin at 0 in each text."""
         longest = int(self.examples.lengths.max()) if self.document_mask else self.size
         return torch.tensor([min(longest, self.size)])
 
@@ -149,21 +151,21 @@ class StreamBatches(PackedBatches):
         return Example(torch.empty(0), torch.empty(0), "the longest text of a row")
 
     def steps(self, tokens: int, epochs: int) -> int:
-        """Optimizer steps that predict so many tokens, or all documents so many times."""
+        """The number of optimizer steps for so many predicted tokens, or, if tokens is 0, so many epochs."""
         rows = tokens / (self.size - 1) if tokens else epochs * self.rows()
         return math.ceil(rows / self.global_batch_size)
 
     def bits_per_byte(self) -> float:
-        """Of a loss of 1 nat a predicted token: its bits for each byte of text."""
+        """The factor from a loss in nats per predicted token to bits per byte of text."""
         shares = self.pattern.bincount() / PERIOD
         bytes_per_token = 0.0
-        for share, line in zip(shares.tolist(), self.lines, strict=True):
-            not_predicted = len(line.documents) if self.document_mask else 1
-            bytes_per_token += share * line.size_bytes / (line.tokens - not_predicted)
+        for share, stream in zip(shares.tolist(), self.streams, strict=True):
+            not_predicted = len(stream.documents) if self.document_mask else 1
+            bytes_per_token += share * stream.size_bytes / (stream.tokens - not_predicted)
         return 1 / math.log(2) / bytes_per_token
 
     def summary(self) -> str:
-        """What the plan prints."""
+        """The text that the plan prints."""
         text = f"{self.examples.summary()}; {self.rows():,} rows of {self.size} tokens"
         if self.weights:
             counts = self.pattern.bincount().tolist()

@@ -1,4 +1,4 @@
-"""Rows of .json, .csv and .parquet files, and of data sets of the hub or of datasets' save_to_disk.
+"""Rows of .json, .csv and .parquet files, and of data sets from the Hub or written by save_to_disk.
 
 CSV: https://docs.python.org/3/library/csv.html. Data sets: https://huggingface.co/docs/datasets
 """
@@ -6,7 +6,7 @@ CSV: https://docs.python.org/3/library/csv.html. Data sets: https://huggingface.
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,7 +18,9 @@ def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     """(where, row) of each row of a file. kind: its suffix."""
     first = 1
     if kind == ".parquet":
-        rows = rows_of_parquet(file)
+        import pyarrow.parquet
+
+        rows = rows_of(pyarrow.parquet.ParquetFile(file).iter_batches(1024))
     elif kind == ".json":
         rows = rows_of_json(file.read())
     else:
@@ -43,18 +45,18 @@ def rows_of_json(content: bytes) -> Iterator:
     return iter(value if isinstance(value, list) else [value])
 
 
-def rows_of_parquet(file: BinaryIO) -> Iterator[dict]:
-    import pyarrow.parquet
-
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024):
-        yield from map(without_nulls, batch.to_pylist())
+def rows_of(tables: Iterable) -> Iterator[dict]:
+    """The rows of pyarrow's tables, one after the other."""
+    for table in tables:
+        yield from map(without_nulls, table.to_pylist())
 
 
 def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
-    """(files, a function that reads the rows) of a data set of the hub, its split "train", or of one that
-    save_to_disk wrote.
+    """(files, a function that reads the rows) of a data set from the Hub or written by save_to_disk. A data
+    set with several splits must have "train", which is read.
     """
     import datasets
+    from datasets.table import embed_table_storage
 
     datasets.disable_progress_bars()
     with others_code(f"--dataset {name}: neither a file nor a data set that can be read"):
@@ -64,11 +66,17 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
         check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
         found = found["train"]
     files = [Path(file["filename"]) for file in found.cache_files]
-    return files, lambda: numbered(Path(name), map(without_nulls, found), 0)
+
+    def read() -> Iterator:
+        # Pictures come as the bytes of their files, not decoded.
+        tables = map(embed_table_storage, found.with_format("arrow").iter(64))
+        return numbered(Path(name), rows_of(tables), 0)
+
+    return files, read
 
 
 def without_nulls(value: object) -> object:
-    """A row of a table without its nulls and empty texts: a table has every column in every row."""
+    """Remove nulls and empty texts from a row of a table, which has every column in every row."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item not in (None, "")}
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""The tokenizer and its chat template: loading, rendering, text -> ids with the place of each token.
+"""The tokenizer and its chat template: loading, rendering, and text -> ids with the offsets of each token.
 
-Text in a message that spells a special token, such as <|im_end|>, stays text: `hidden` replaces it by
-characters of the same number that no text has, before the template is rendered, and `encode` puts it back
-and has the tokenizer itself read it as text (encode_special_tokens).
+If a message spells a special token, such as <|im_end|>, it stays ordinary text. Before the template is
+rendered, `hidden` replaces it with as many private-use characters, which ordinary text does not contain.
+`encode` puts it back, and makes the tokenizer read it as text (encode_special_tokens).
 """
 
 import json
@@ -28,9 +28,9 @@ VOCABULARY_FILES = (
     "tekken.json",
     "tokenizer_config.json",
 )
-# What transformers may open for a tokenizer: nothing of it may lead out of the folder.
+# Files that transformers may open for a tokenizer. None of them may be a link that leads out of the folder.
 OPENED = (*VOCABULARY_FILES, "*.json", "merges.txt", "*.jinja", "additional_chat_templates/*")
-MARK = "\ue0f0{}\ue0f1"  # stands for a text, to find out whether and where a template writes it
+MARK = "\ue0f0{}\ue0f1"  # a placeholder for a text, to see whether and where a template writes it
 PLACE = "\ue0f2"  # stands for a picture in the content of a message
 SCHEMA = [
     {
@@ -46,7 +46,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HIDDEN = re.compile("[\U000f0000-\U000ffffd]\U000effff*")
 
 
-# What the built-in templates share. Tools and their calls are written as Hermes and Qwen write them,
+# Macros of the built-in templates. Tools and tool calls have the format of Hermes and Qwen,
 # https://huggingface.co/NousResearch/Hermes-2-Pro-Mistral-7B#prompt-format-for-function-calling
 MACROS = """\
 {%- macro tool_list() -%}
@@ -89,7 +89,8 @@ XML tags:
 {%- endmacro -%}
 """
 BUILT_IN = {
-    # For tokenizers of base models, which have none. It adds no token: the end-of-text token ends a turn.
+    # For tokenizers of base models, which have no template. It needs no new token: the end-of-text token
+    # ends a turn.
     "plain": """\
 {%- if tools and messages[0].role != 'system' -%}
 {{- 'System:\n' + tool_list() + '\n\n' -}}
@@ -113,7 +114,7 @@ BUILT_IN = {
 {%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt -}}
 """,
-    # The wording of tatsu-lab/stanford_alpaca, train.py. An input stands below its instruction; a system turn
+    # The wording of tatsu-lab/stanford_alpaca, train.py. The input follows the instruction; a system turn
     # replaces the first sentences.
     "alpaca": """\
 {%- if messages[0].role != 'system' -%}
@@ -140,13 +141,13 @@ Rendered = tuple[str, list[tuple[int, int]]]
 def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_code: bool = False):
     """The tokenizer of a model folder, with a chat template that works.
 
-    chat_template: "" for its own, "chatml" or "alpaca" for a built-in one, else a file. The attribute
-    `template_name` says which one it is: "built-in plain" where the tokenizer had none.
-    ConfigError names the folder, the file or the template.
+    chat_template: "" for the tokenizer's own, "chatml" or "alpaca" for a built-in one, else a file. The
+    tokenizer gets the attribute `template_name`, which is "built-in plain" if it had no template of its own.
+    ConfigError names the folder, the file or the template that is wrong.
     """
     folder = Path(folder)
     files = [path for pattern in VOCABULARY_FILES for path in sorted(folder.glob(pattern))]
-    # Without these files transformers silently makes some tokenizers with an empty vocabulary.
+    # Without these files, transformers silently makes some tokenizers with an empty vocabulary.
     check(
         files,
         f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
@@ -155,7 +156,7 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         for path in folder.glob(pattern):
             file_inside(folder, str(path.relative_to(folder)))
     what = f"{folder}: {', '.join(file.name for file in files)} cannot be read"
-    # Imported here because it imports torch, which the processes that tokenize do not need.
+    # Imported here because it imports torch, which the tokenizing processes do not need.
     from transformers import AutoTokenizer
 
     with others_code(what, "fetch it again; --trust_remote_code, if it is code that you have read"):
@@ -167,7 +168,7 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         usable,
         f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json",
     )
-    # Ranks and workers use all cores already.
+    # Ranks and tokenizing processes already use all cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
@@ -189,7 +190,7 @@ def set_template(tokenizer, name: str) -> None:
                 f"--chat_template {name}: {token} is not in the tokenizer's vocabulary, and embeddings are "
                 "not resized; leave the flag out, or write alpaca",
             )
-        # What a template renders is encoded as it stands: a BOS token that the tokenizer adds must be in it.
+        # Rendered text is encoded without adding special tokens, so the template must write the BOS token.
         bos = "{{- bos_token -}}\n" if adds_bos(tokenizer) else ""
         tokenizer.chat_template = MACROS + bos + BUILT_IN[name]
         tokenizer.template_name = f"built-in {name}"
@@ -206,7 +207,7 @@ def adds_bos(tokenizer) -> bool:
 
 
 def pad_id(tokenizer) -> int:
-    """The pad token, else the end-of-text token, else 0. Labels are masked by position, so any will do."""
+    """The pad token, else the end-of-text token, else 0. Any id will do: padding is masked by position."""
     if tokenizer.pad_token_id is not None:
         return tokenizer.pad_token_id
     return tokenizer.eos_token_id or 0
@@ -217,7 +218,7 @@ ANSWERED = [*QUESTION, {"role": "assistant", "content": MARK.format(1)}]
 
 
 def print_template_notes(tokenizer) -> None:
-    """Print what a user should know about the chat template, in the plan."""
+    """Print what the user should know about the chat template."""
     if tokenizer.template_name == "built-in plain":
         print0(
             "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
@@ -240,16 +241,16 @@ def print_template_notes(tokenizer) -> None:
 
 
 def end_of_turn_ids(tokenizer) -> set[int]:
-    """The token that ends an assistant's turn, as turn_end has it; empty where there is none.
+    """The token that ends an assistant's turn, see turn_end; an empty set if no token does.
 
-    The loss mask ends with it, and generation_config.eos_token_id must contain it.
+    The trained tokens of a turn end with it, and generation_config.eos_token_id must contain it.
     """
     _, end = turn_end(tokenizer, ANSWERED, needed_tools(tokenizer))
     return {*encode(tokenizer, end).ids[-1:]} & {*tokenizer.added_tokens_decoder}
 
 
 def needed_tools(tokenizer) -> list | None:
-    """Tools, for a chat template that renders no conversation without them."""
+    """Example tools if the chat template renders no conversation without tools, else None."""
     try:
         render(tokenizer, ANSWERED)
     except ValueError:
@@ -263,12 +264,15 @@ def needed_tools(tokenizer) -> list | None:
 def turn_end(
     tokenizer, messages: Messages, tools: list | None, next_role: str = "user"
 ) -> tuple[str, str]:
-    """(what the template writes after the content of the last message, an assistant's; the text that ends
-    that turn). The end is the added tokens after its content, and white space before them; else the token
-    with which a turn of next_role begins; else the end-of-text token, if there is one. A template that writes
-    its generation prompt without being asked ends the turn with the token that a next turn leaves.
+    """(tail, end) of the last message, which is an assistant's. tail: all text that the template writes after
+    its content. end: the text that ends the turn, found in this order:
 
-    messages, tools: see sketch; the content of the last message is a mark.
+    1. the added tokens directly after the content, with white space before them. A template may write its
+       generation prompt unasked; then only the token that also stands there before a next turn counts.
+    2. the token with which a turn of next_role begins.
+    3. the end-of-text token, if there is one; else "".
+
+    messages, tools: see sketch. The content of the last message is a mark.
     """
     words = added_words(tokenizer)
 
@@ -293,7 +297,7 @@ def added_words(tokenizer) -> str:
 
 
 def any_of(words: set[str]) -> str:
-    """A regular expression for any of some texts, the longest first; for no texts, it matches nothing."""
+    """A regular expression that matches any of these words, longest first. Without words: matches nothing."""
     longest_first = sorted(words - {""}, key=len, reverse=True)
     return "|".join(re.escape(word) for word in longest_first) or "(?!)"
 
@@ -307,8 +311,8 @@ def render(tokenizer, messages: Messages, tools: list | None = None, prompt: boo
 
 
 def sketch(tokenizer, messages: Messages, tools: list | None, prompt: bool = False) -> Rendered:
-    """As render_marked, of a conversation of marks, and kept: most rows have one of a few. For any tools,
-    SCHEMA.
+    """render_marked for a conversation whose texts are marks. Results are cached, because most rows have one
+    of a few such sketches. Any tools are replaced by SCHEMA.
     """
     template = tokenizer.get_chat_template(tools=tools)
     return _sketch(tokenizer, template, json.dumps(messages), bool(tools), prompt)
@@ -320,7 +324,7 @@ def _sketch(tokenizer, template, messages, has_tools, prompt) -> Rendered:
 
 
 def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
-    """As render, with what is between marks."""
+    """As render, and also the spans between {% generation %} marks."""
     template = tokenizer.get_chat_template(tools=tools)
     always = takes_parts(tokenizer, template)
     messages = [in_parts(m) if always or PLACE in m["content"] else m for m in messages]
@@ -336,10 +340,10 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
             add_generation_prompt=prompt,
             **special_tokens,
         )
-    except Exception as error:  # a template is a program from elsewhere: it may raise anything
+    except Exception as error:  # a template is foreign code, which may raise anything
         roles = [message["role"] for message in messages]
         if len(roles) > 1:
-            render(tokenizer, messages[:-1], tools)  # raises first, if an earlier role is the cause
+            render(tokenizer, messages[:-1], tools)  # raises if an earlier turn is the cause
         raise ValueError(
             f"{template_name(tokenizer)} cannot render {', then '.join(roles)}: {error}"
         ) from error
@@ -365,12 +369,12 @@ def in_parts(message: dict) -> dict:
 
 @lru_cache(maxsize=8)
 def takes_parts(tokenizer, template: str) -> bool:
-    """Whether a template writes contents only in parts, [{"type": "text", "text": ...}], and no plain texts.
-    Those of some vision-language models do.
+    """Whether a template renders contents only as lists of parts, [{"type": "text", "text": ...}], and not as
+    plain text. Templates of some vision-language models do.
     """
     (question,) = QUESTION
     for message in (question, in_parts(question)):
-        with suppress(Exception):  # of the template, which is a program from elsewhere
+        with suppress(Exception):  # the template is foreign code
             texts, _ = render_jinja_template(
                 [[message]], None, None, template, **tokenizer.special_tokens_map
             )
@@ -383,7 +387,7 @@ def takes_parts(tokenizer, template: str) -> bool:
 
 
 class Encoded(NamedTuple):
-    """T tokens of a text. Each stands for the characters [starts[i], ends[i])."""
+    """The T tokens of a text. Token i covers the characters [starts[i], ends[i])."""
 
     ids: list[int]
     starts: list[int]
@@ -393,8 +397,8 @@ class Encoded(NamedTuple):
 def encode(tokenizer, text: str) -> Encoded:
     """As tokenizer(text, add_special_tokens=False), with hidden text put back.
 
-    Byte-level tokenizers report spaces as empty, at their end: such a token starts where the token before it
-    ended.
+    Byte-level tokenizers report an empty range for a token of spaces, at the end of the spaces. Here such a
+    token starts where the previous token ended.
     """
     if HIDDEN.search(text):
         from .spelled import encode_hidden
@@ -414,7 +418,7 @@ def encode(tokenizer, text: str) -> Encoded:
 
 
 def hidden(tokenizer, value: object) -> object:
-    """A value of JSON whose texts spell no special token: other characters hold its place."""
+    """A JSON value in whose texts every special token is replaced by hidden characters."""
     special, _, hide = special_tokens(tokenizer)
     if isinstance(value, str):
         return special.sub(lambda found: hide[found[0]], value)
@@ -425,8 +429,8 @@ def hidden(tokenizer, value: object) -> object:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer) -> tuple[re.Pattern, dict[str, str], dict[str, str]]:
-    """(a pattern of the special tokens, hidden characters -> the special token for which they stand, special
-    token -> hidden characters).
+    """(a pattern that matches special tokens, hidden characters -> special token, special token -> hidden
+    characters).
     """
     added = tokenizer.added_tokens_decoder.values()
     words = {token.content for token in added if token.special} - {""}

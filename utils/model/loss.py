@@ -376,11 +376,11 @@ def eval_loss(model: nn.Module, loader, world: World) -> float:
     every batch is a collective.
     """
     model.eval()
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
     trained_tokens = 0
     for step in range(loader.per_epoch):
         for batch in loader.batches(step):
-            total += summed_cross_entropy(model, batch.to(world.device)).double().cpu()
+            total += summed_cross_entropy(model, batch.to(world.device))
             trained_tokens += batch.trained_tokens
     model.train()
     reshard(model)

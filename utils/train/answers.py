@@ -1,5 +1,5 @@
-"""What a loss of preferences needs beside its formula: log-probabilities of answers, now and at the start of
-the run, and their means.
+"""Log-probabilities of answers for preference losses: under the policy and under the reference model, with
+their sums and means.
 
 B batch, T tokens, S sequences (answers), P pairs.
 """
@@ -20,30 +20,30 @@ from ..run.distributed import World, all_reduce_sum, broadcast, gather, sum_on_d
 from ..run.errors import check, print0
 from ..run.files import replace_file
 
-AGREE = 0.05  # nats an answer, and as a share of it: batches of other shapes round otherwise
+AGREE = 0.05  # tolerance, in nats per answer or relative: rounding depends on the shape of a batch
 
 
 def log_probs_of(model: nn.Module, batch) -> torch.Tensor:
-    """log pi(y|x) (S,) in nats of the answers of a PairBatch on the device; of a filler (0,)."""
+    """log pi(y|x) (S,), in nats, of the answers of a PairBatch on the device. For a filler: (0,)."""
     return per_sequence(batch, token_log_probs(model, batch))[: len(batch.keys)]
 
 
 def trained_tokens_of(batch) -> torch.Tensor:
-    """(S,) fp32: the tokens of each answer."""
+    """(S,) fp32: the number of tokens of each answer."""
     return per_sequence(batch, (batch.labels >= 0).float())[: len(batch.keys)]
 
 
 class Reference:
-    """log pi_ref(y|x) under the model that a run starts from: the base with its adapters switched off, or,
-    once `score` was called, what was computed before the first step.
+    """log pi_ref(y|x) under the model that a run starts from. With adapters, they are switched off for a
+    forward of the base. Without, call `score` before the first step; its results are then looked up.
     """
 
     def __init__(self, model: nn.Module, world: World):
         self.model, self.world = model, world
-        self.known: dict[int, float] = {}  # by key of an answer
+        self.known: dict[int, float] = {}  # key of an answer -> nats
 
     def of(self, batch) -> torch.Tensor:
-        """(S,) for a batch on the device."""
+        """log pi_ref(y|x) (S,) for a batch on the device."""
         if self.known:
             values = torch.tensor([self.known[key] for key in batch.keys])
             return values.to(batch.ids.device, non_blocking=True)  # else the host waits for a GPU
@@ -54,11 +54,13 @@ class Reference:
 
     @torch.no_grad()
     def score(self, loaders: dict[object, int], facts: dict) -> None:
-        """Know all answers of PairBatches, in so many steps of each, by the model as it is now.
+        """Compute the log-probabilities of all answers with the model as it is now. loaders: PairBatches ->
+        the number of its steps.
 
-        They are kept by a hash of each sequence, in a file that is named by `facts`, JSON of all else that
-        they follow from, so that a resume and another run with the same start read them. Where the file knows
-        all, those of the first batch are computed again, else all. ConfigError where the file has others.
+        The values are cached in a file, by a hash of each sequence, so a resume or another run with the same
+        start reads them. The file is named by a hash of `facts`, the other inputs that determine the values,
+        as JSON. If the file has all answers, only the first batch is computed again, as a check; otherwise
+        all are computed. ConfigError if the values of the file differ.
         """
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         file = cache_folder("reference") / f"{digest.hexdigest()[:32]}.json"
@@ -102,7 +104,7 @@ class Reference:
 
 
 def read_known(file: Path) -> dict[int, float]:
-    """What a file knows; {} where there is none that can be read."""
+    """The log-probabilities in a cache file; {} if it is missing or cannot be read."""
     try:
         return {int(key): value for key, value in json.loads(file.read_text()).items()}
     except (OSError, ValueError):
@@ -111,8 +113,8 @@ def read_known(file: Path) -> dict[int, float]:
 
 @torch.no_grad()
 def drift(model: nn.Module, reference: Reference, batches: list, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum () of log pi(y'|x) / pi_ref(y'|x) over answers y' to other prompts than x, of all ranks'
-    batches, at least 0. KTO's z_0 is their mean.
+    """The sum () of log pi(y'|x) / pi_ref(y'|x) over the batches of all ranks, clamped to at least 0. Each y'
+    is an answer to another prompt than x. Divided by the number of answers, this is KTO's z_0.
     """
     total = torch.zeros((), device=reference.world.device)
     for batch in batches:
@@ -124,9 +126,10 @@ def drift(model: nn.Module, reference: Reference, batches: list, mesh: DeviceMes
 def sums_of(
     batch, policy: torch.Tensor, losses: torch.Tensor, rewards: torch.Tensor
 ) -> torch.Tensor:
-    """(9,) from log pi(y|x) (S,), losses (P,) and rewards (S,), with their gradients: the loss, the
-    log-probabilities of wanted and of other answers, the tokens of wanted ones, the numbers and the rewards
-    of both, and how many pairs are in order.
+    """Sums (9,) over a batch, from policy log pi(y|x) (S,), losses (P,) and rewards (S,), with gradients.
+    "Wanted" answers are the chosen or desirable ones. The sums: losses; log-probabilities of wanted, of other
+    answers; tokens of wanted answers; numbers of wanted, of other answers; rewards of wanted, of other
+    answers; pairs whose wanted answer has the higher reward.
     """
     wanted, others = batch.desirable, ~batch.desirable
     sums = [
@@ -138,14 +141,14 @@ def sums_of(
         others.float(),
         rewards * wanted,
         rewards * others,
-        (rewards[:-1:2] > rewards[1::2]).float(),  # of labels it is not read
+        (rewards[:-1:2] > rewards[1::2]).float(),  # meaningless for labels, and unused
     ]
     return torch.stack([values.sum() for values in sums])
 
 
 def means_of(sums: torch.Tensor, of_pairs: bool, sft_weight: float) -> dict[str, torch.Tensor]:
-    """The loss and other means by TRL's names, from the sums of sums_of over batches and ranks. A
-    log-probability is that of an answer.
+    """The loss and other means, with TRL's names, from the results of sums_of added over batches and ranks.
+    Log-probabilities are per answer, not per token.
     """
     loss, chosen_log_prob, rejected_log_prob, tokens, *sums = sums
     chosen, rejected, chosen_reward, rejected_reward, in_order = sums
@@ -165,7 +168,7 @@ def means_of(sums: torch.Tensor, of_pairs: bool, sft_weight: float) -> dict[str,
 
 @torch.no_grad()
 def mean_of_wanted(model: nn.Module, batches: list, world: World) -> float:
-    """Mean log-probability of the wanted answers of all ranks' batches, in nats an answer."""
+    """Mean log-probability of the wanted answers in the batches of all ranks, in nats per answer."""
     model.eval()
     total = 0.0
     for batch in batches:

@@ -1,5 +1,5 @@
-"""Sequences scored and prompts answered, batch by batch, by a model alone or cut over all ranks; answers are
-kept in a file, by which a start that was killed goes on.
+"""Score sequences and complete prompts, batch by batch. Each rank has the whole model, or a shard. The
+results are appended to a file, so that a run that was killed can go on.
 """
 
 import json
@@ -21,19 +21,22 @@ from .rollout import Sampling, generate
 
 @dataclass(frozen=True)
 class Asker:
-    """Asks a model of add_chunked_loss. All ranks ask the same, and all get every answer."""
+    """Scores and completes with a model of add_chunked_loss. All ranks make the same calls, and all ranks get
+    all results.
+    """
 
     model: nn.Module
     world: World
-    batch_of: Callable  # makes a Batch of sequences (data's Examples); of none, a filler
-    batch_size: int  # sequences of a rank and forward
+    batch_of: Callable  # sequences (Example of utils/data) -> Batch; no sequences -> a filler
+    batch_size: int  # sequences per rank and forward
     end_ids: frozenset[int]  # tokens that end an answer
     pad_id: int
-    file: Path | None  # of the answers, which rank 0 writes; None: they are not kept
+    file: Path | None  # rank 0 writes the results here; None: they are not written
 
     def score(self, groups: list[list], judge: Callable) -> list[dict]:
-        """A row for each group of sequences: {"number": i} | judge(i, (log-probability of the trained tokens
-        in nats, how many they are, whether each is the likeliest) of each of its sequences).
+        """One row per group of sequences: {"number": i} | judge(i, scores). scores has for each sequence of
+        the group: (log-probability of its trained tokens in nats, the number of trained tokens, whether each
+        of them is the most likely token).
         """
 
         def answers(batches: list[list[int]], own: list[int]) -> list:
@@ -48,8 +51,8 @@ class Asker:
         return self.ask(groups, answers, judge)
 
     def complete(self, prompts: list, new: int, judge: Callable) -> list[dict]:
-        """A row for each prompt, a sequence: {"number": i} | judge(i, ids of its likeliest completion of at
-        most so many new tokens).
+        """One row per prompt: {"number": i} | judge(i, ids of its greedy completion of at most `new`
+        tokens). A prompt is an Example.
         """
 
         def answers(batches: list[list[int]], own: list[int]) -> list:
@@ -74,11 +77,12 @@ class Asker:
         return self.ask(groups, answers, judge)
 
     def ask(self, groups: list[list], answers: Callable, judge: Callable) -> list[dict]:
-        """The rows of all groups; those that the file does not have are asked for. answers: gives those of
-        this rank's batch, from the batches of all ranks and this one, of numbers of groups.
+        """The rows of all groups. Only rows that the file does not have are computed. answers: called with
+        (the batches of all ranks, this rank's batch), where a batch is a list of group numbers; returns an
+        answer for each group of this rank's batch.
 
-        Batches are cut by length from the whole list, so neither the number of ranks nor a start that was
-        killed changes what is in one, nor the order of the file.
+        Batches are cut from the whole list, sorted by length. So the content of a batch and the order of the
+        file depend neither on the number of ranks nor on an earlier run that was killed.
         """
         known = self.answered()  # rows by number
         lengths = [max(len(sequence.ids) for sequence in group) for group in groups]
@@ -91,7 +95,7 @@ class Asker:
             total=len(groups),
             initial=len(groups) - sum(map(len, batches)),
             unit=" items",
-            disable=True if self.world.rank else None,  # None: where it is no terminal
+            disable=True if self.world.rank else None,  # None: disabled if not a terminal
         )
         with bar:
             for start in range(0, len(batches), self.world.size):
@@ -111,7 +115,7 @@ class Asker:
         return [known[i] for i in range(len(groups))]
 
     def write(self, rows: list[dict]) -> None:
-        """Add rows to the file."""
+        """Append rows to the file, on rank 0."""
         if self.file and self.world.rank == 0:
             with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
                 for row in rows:
@@ -119,7 +123,7 @@ class Asker:
                     file.write(line + "\n")
 
     def answered(self) -> dict[int, dict]:
-        """The rows of the file by number. A kill may have cut the last, which is removed."""
+        """The rows of the file, by number. A last line that a kill left incomplete is removed from it."""
         lines: list[str] = []
         if self.file and self.world.rank == 0 and self.file.exists():
             *lines, _ = self.file.read_text("utf-8").split("\n")
@@ -131,7 +135,7 @@ class Asker:
 
 @torch.no_grad()
 def score_batch(model: nn.Module, batch) -> list[tuple[float, int, bool]]:
-    """See Asker.score; batch: on the device. All ranks call it."""
+    """The scores of each sequence, see Asker.score. batch: on the device. All ranks call it."""
     values = token_log_probs(model, batch, per_token=signed_cross_entropy).double()  # (B, T)
     tokens = (batch.labels != IGNORE).sum(1)
     likeliest = (values <= 0).all(1)
@@ -140,6 +144,6 @@ def score_batch(model: nn.Module, batch) -> list[tuple[float, int, bool]]:
 
 
 def signed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(c, V) and (c,) -> (c,): below 0 where the target is not the likeliest token."""
+    """(c, V) and (c,) -> (c,): the cross-entropy, negated if the target is not the most likely token."""
     loss = F.cross_entropy(logits, targets, reduction="none")
     return torch.where(logits.argmax(1) == targets, loss, -loss)

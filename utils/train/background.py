@@ -1,5 +1,5 @@
-"""Saves in the background: the tensors are copied to the host, and a thread writes them while training goes
-on, for --async_save.
+"""Asynchronous saves, for --async_save: the tensors are copied to host memory, and a thread writes them while
+training goes on.
 """
 
 import os
@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..model.pieces import local
 
-NICE = 19  # of the thread that saves: the training steps have priority
+NICE = 19  # niceness of the saving thread: training steps have priority
 
 
 class Background:
-    """One thread, and one copy of the tensors that it saves. The copy is used again for each save; beside a
-    GPU it is page-locked.
+    """One thread, and one host copy of the tensors that it saves. Each save reuses the memory of the copy,
+    which is pinned if there is a GPU.
 
-    torch's async_save would look at every tensor anew, which takes longer than to copy it.
+    torch's async_save would inspect every tensor again at each save, which takes longer than the copy.
     """
 
     def __init__(self, device: torch.device):
@@ -51,6 +51,6 @@ class Background:
 
 def _start_thread(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # or DCP's copies begin a context on GPU 0
-    with suppress(AttributeError, OSError):  # only Linux has priorities of threads
+        torch.cuda.set_device(device)  # else DCP's copies create a context on GPU 0
+    with suppress(AttributeError, OSError):  # only Linux has thread priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,11 +1,11 @@
-"""Crash-safe sharded save, at once or in the background; resume.py reads it back.
+"""Crash-safe sharded checkpoints, written synchronously or in the background. resume.py reads them.
 
-OUT/checkpoints/step_00000100/ holds what torch's DCP writes (one file of tensors per rank, and `.metadata`:
-which rows are where), state.json, and manifest.json: size and SHA-256 of each file. All of it is written into
-a fresh folder under another name, synced to the disk, and renamed at the end, so a checkpoint is complete or
-absent. DCP reads any sharding back into any other.
+OUT/checkpoints/step_00000100/ holds the files of torch's DCP (one file of tensors per rank, and `.metadata`,
+which says where each shard is), state.json, and manifest.json with the size and SHA-256 of each file. All
+files are written to a temporary folder, synced to disk, and the folder is renamed at the end. So a checkpoint
+is complete or absent. DCP can load it into any other sharding.
 
-Only tensors go through DCP: it unpickles everything else, and a pickle may run what it likes.
+Only tensors go through DCP. It would unpickle everything else, and a pickle can execute any code.
 """
 
 import hashlib
@@ -40,13 +40,14 @@ DIGESTS = dcp.metadata.MetadataIndex("digests")
 
 
 class CheckpointSaver:
-    """Writes folder/step_%08d and keeps the newest `keep` (0: all). Every rank makes one, and calls alike.
-    Older ones are removed by a thread, behind the steps that follow: to free a large file takes a while.
-    After the first save it warns where a SIGTERM would not leave the time for another.
+    """Writes folder/step_%08d and keeps the newest `keep` checkpoints (0: all). Every rank creates a saver
+    and makes the same calls. A thread removes older checkpoints during the next steps, because freeing large
+    files takes a while. After the first save, the saver warns if the time after a SIGTERM would be too short
+    for another save.
 
     background: `save` copies the tensors to host memory and returns; a thread writes them.
-    timeout: seconds that ranks wait for each other in a save; one's disk may be slower than the others'. The
-    saver has a group of ranks of its own, or its collectives would meet those of the steps.
+    timeout: seconds that ranks wait for each other in a save; some disks may be slower than others. The saver
+    has its own process group, so that its collectives do not mix with those of the steps.
     """
 
     def __init__(
@@ -66,15 +67,16 @@ class CheckpointSaver:
             from .background import Background
 
             self.background = Background(world.device)
-        self.token = broadcast(world, secrets.token_hex(4))  # nobody else has its temporary folders
-        self.needed_bytes = 0  # of a checkpoint, known from the first
-        self.seconds = 0.0  # that the last save took until it was published; rank 0 knows
+        self.token = broadcast(world, secrets.token_hex(4))  # makes its temporary folders unique
+        self.needed_bytes = 0  # size of a checkpoint; 0 before the first save
+        self.seconds = 0.0  # duration of the last save; only on rank 0
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
-        """Save what holds after `step` optimizer steps. state: whatever else a resume needs, as JSON.
+        """Save the checkpoint after `step` optimizer steps. state: everything else a resume needs, as JSON.
 
-        Raises ConfigError on all ranks when the checkpoint exists, space is short or something cannot be
-        written, in the background from the next save or wait; older ones stay, and nothing half remains.
+        Raises ConfigError on all ranks if the checkpoint exists, if there is not enough space, or if a file
+        cannot be written. In the background, the next save or wait raises it. Older checkpoints stay, and no
+        incomplete checkpoint remains.
         """
         self.wait()
         final = self.folder / f"step_{step:08d}"
@@ -87,7 +89,7 @@ class CheckpointSaver:
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
         self.writer = _Writer(temporary, final, state, self.keep, int(self.needed_bytes))
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        # DCP would take the plan of an earlier run of this process, whose dtypes may be others.
+        # Without this key, DCP could reuse the plan of an earlier run in this process, with other dtypes.
         planner._cached_plans_key = self.token
         how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
         if self.background:
@@ -97,7 +99,7 @@ class CheckpointSaver:
         return final
 
     def wait(self) -> None:
-        """Until the last save is published, and those that do not stay are removed."""
+        """Wait until the last save is published and older checkpoints are removed."""
         if self.pending:
             pending, self.pending = self.pending, None
             self._finish(pending.result)
@@ -105,7 +107,7 @@ class CheckpointSaver:
             self.writer.removal.join()
 
     def close(self) -> None:
-        """As `wait`; there can be no other save."""
+        """Wait, and end the saver: it cannot save again."""
         self.wait()
         dist.destroy_process_group(self.group)
 
@@ -113,7 +115,7 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """close, unless an error is on its way: the other ranks may never come to wait with this one."""
+        """Close, but not after an error: other ranks may never reach the collectives of close."""
         if kind is None:
             self.close()
 
@@ -138,8 +140,9 @@ class CheckpointSaver:
 def checkpoint_tensors(
     model: nn.Module, optimizer: Optimizer | None = None
 ) -> dict[str, torch.Tensor]:
-    """What trains, and the optimizer's state of it, under flat names, sharded as it is; a tied weight comes
-    once. AdamW's state that is not there yet is made, as its first step (fused) makes it.
+    """The trained parameters and their optimizer state, under flat names, in their current sharding. A tied
+    weight is included once. AdamW state that does not exist yet is created, as fused AdamW does in its first
+    step.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -159,26 +162,26 @@ def checkpoint_tensors(
 
 
 def set_seed(seed: int) -> None:
-    """Of every generator. Each step has a seed of its own, so a resume needs no state of them."""
+    """Seed every random generator. Each step has its own seed, so a resume needs no generator states."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were published, the oldest first; file times say nothing, leftovers do not count."""
+    """The complete checkpoints by step number, oldest first. Leftovers without manifest are ignored."""
     published = folder.glob("step_" + 8 * "[0-9]" + "/manifest.json")
     return sorted(manifest.parent for manifest in published)
 
 
 def reason_of(error: dcp.api.CheckpointException) -> str:
-    """One line of the first rank's failure that DCP collected."""
+    """One line about the first failure that DCP collected from the ranks."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer of files, which also hashes what it writes, and commits it all at the end."""
+    """DCP's file writer, which also hashes what it writes, and publishes the checkpoint at the end."""
 
     def __init__(self, temporary: Path, final: Path, state: dict, keep: int, needed_bytes: int):
         super().__init__(temporary)
@@ -189,7 +192,7 @@ class _Writer(dcp.FileSystemWriter):
         self.started, self.seconds = time.monotonic(), 0.0
 
     def prepare_local_plan(self, plan):
-        """What can be refused before anything is written."""
+        """On rank 0, check what can fail before anything is written."""
         if self.rank == 0:
             free = not os.path.lexists(self.final)
             check(free, f"{self.final} exists, and is not overwritten (fix: move it away)")
@@ -198,19 +201,19 @@ class _Writer(dcp.FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan, planner) -> torch.futures.Future:
-        """This rank's tensors; its digests travel to rank 0 with the results."""
+        """Write this rank's tensors. The digests reach rank 0 with DCP's results."""
         try:
-            # of torch.save: there is a SHA-256
+            # torch.save's own checksum is not needed beside SHA-256
             with serialization.patch("save.compute_crc32", False):
                 results = super().write_data(plan, planner).value()
-        except RuntimeError as error:  # torch.save hides the system's error behind its own
+        except RuntimeError as error:  # torch.save wraps the operating system's error
             raise error.__context__ or error from None
         future = torch.futures.Future()
         future.set_result([*results, dcp.storage.WriteResult(DIGESTS, 0, self.fs.digests)])
         return future
 
     def finish(self, metadata, results: list[list[dcp.storage.WriteResult]]) -> None:
-        """On rank 0, when all have written: each file, then the folder, on disk before the rename."""
+        """On rank 0, after all ranks have written: sync the files, then the folder, and rename it."""
         digests = [r.storage_data for rank in results for r in rank if r.index == DIGESTS]
         files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
         super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
@@ -229,7 +232,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _HashingFiles(dcp.filesystem.FileSystem):
-    """DCP's files; `digests` has size and SHA-256 of each that was written, by name."""
+    """DCP's file system. digests: name -> size and SHA-256 of each file that was written."""
 
     def __init__(self):
         self.digests = {}
@@ -254,7 +257,7 @@ class _HashingFile(io.BufferedWriter):
 
 
 def _warn_of_grace(writer: _Writer) -> None:
-    """Say so where a stop takes longer than torchrun waits, from SIGTERM to SIGKILL."""
+    """Warn if one step and one save take longer than torchrun waits between SIGTERM and SIGKILL."""
     grace = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     seconds = writer.step_seconds + writer.seconds
     if seconds > grace:
@@ -265,11 +268,11 @@ def _warn_of_grace(writer: _Writer) -> None:
 
 
 def _retire(final: Path, keep: int) -> None:
-    """Remove all but the newest `keep` up to `final`, and what killed saves left behind."""
+    """Remove all checkpoints up to `final` but the newest `keep`, and the leftovers of killed saves."""
     older = [path for path in complete_checkpoints(final.parent) if path < final]
-    with suppress(OSError):  # what cannot be removed must not stop the training
+    with suppress(OSError):  # a failed removal must not stop the training
         for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
-            (path / "manifest.json").unlink()  # first: half a checkpoint must not look like one
+            (path / "manifest.json").unlink()  # first: without it, it is no checkpoint
             os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
         for path in final.parent.glob(".tmp_*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

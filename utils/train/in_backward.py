@@ -1,6 +1,7 @@
-"""AdamW within the backward: each parameter's update follows its gradient at once, and the gradient is gone.
+"""AdamW in the backward: each parameter is updated as soon as its gradient is ready; then the gradient is
+freed.
 
-FSDP2 calls a shard's hooks when the gradients of its unit are reduced, in foreach_reduce
+FSDP2 calls the hooks of a shard after it has reduced the gradients of the shard's unit, in foreach_reduce
 (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). See
 https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
@@ -18,7 +19,7 @@ from ..run.errors import check
 
 
 def check_in_backward(clip_norm: float, micro_batches: int, dtype: str, offload: bool) -> None:
-    """Raise ConfigError for what needs all gradients of a step at a time."""
+    """Raise ConfigError for settings that need all gradients of a step at the same time."""
     flag = "--optimizer_in_backward"
     check(
         not clip_norm,
@@ -40,15 +41,15 @@ def check_in_backward(clip_norm: float, micro_batches: int, dtype: str, offload:
 
 
 class StepInBackward:
-    """An optimizer that steps for each parameter in the backward, at the rates that its groups have then.
+    """Lets an optimizer update each parameter in the backward, at the current learning rates of its groups.
 
-    optimizer: over parameters sharded over `mesh`. Its state is as without it, so that a run may go on with
-    it or without.
+    optimizer: its parameters are sharded over `mesh`. Its state has the same form as with ordinary steps, so
+    a run can be resumed with or without this.
     """
 
     def __init__(self, optimizer: Optimizer, mesh: DeviceMesh):
         self.optimizer, self.mesh = optimizer, mesh
-        self.squares: list[torch.Tensor] = []  # () fp32, of each parameter's gradient on this rank
+        self.squares: list[torch.Tensor] = []  # () fp32: squared norm of each local gradient
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(partial(self._step, group))
@@ -57,7 +58,7 @@ class StepInBackward:
     def _step(self, group: dict, parameter: nn.Parameter) -> None:
         gradient = local(parameter.grad)
         self.squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).square())
-        self.optimizer.found_inf = None  # of the step before
+        self.optimizer.found_inf = None  # left by the previous step
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [group | {"params": [parameter]}]
         self.optimizer.step()
@@ -65,7 +66,7 @@ class StepInBackward:
         parameter.grad = None
 
     def grad_norm(self) -> torch.Tensor:
-        """The L2 norm () of the gradients of the backward that has ended. All ranks call it."""
+        """The global L2 norm () of the gradients of the last backward. All ranks call it."""
         copies = self.mesh.size() // self.mesh["shard"].size()  # HSDP: each holds all gradients
         squares = torch.stack(self.squares).sum()
         self.squares.clear()

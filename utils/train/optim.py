@@ -1,4 +1,4 @@
-"""Gradient clipping, and what stops a step: numbers that are not finite, packages that are missing."""
+"""Gradient clipping, the log of steps, and checks: numbers that are not finite, packages that are missing."""
 
 import math
 import os
@@ -16,14 +16,14 @@ from ..run.log import RunLog
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients so that their global L2 norm is at most max_norm (0: leave them); returns the norm
-    before, (), on their device.
+    """Scale the gradients so that their global L2 norm is at most max_norm (0: do not scale). Returns the
+    norm before scaling, (), on the device of the gradients.
 
-    Every rank must call it: the norm of sharded gradients is a collective. A norm that is not finite is
-    returned with the gradients scaled by it, so do not step then.
+    Every rank must call it, because the norm of sharded gradients is a collective. If the norm is not finite,
+    the gradients have been scaled by it: do not step then.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
-    # foreach: some launches in place of one for each DTensor
+    # foreach: a few kernel launches instead of one per DTensor
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if max_norm > 0:
@@ -32,13 +32,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 class UnreadSteps:
-    """Steps whose loss and gradient norm are still on the device. Reading them waits until it has computed
-    them, so it is done once for all steps since the last line of the log.
+    """Steps whose loss and gradient norm are still on the device. Reading them waits for the device. So they
+    are read together, for all steps since the last console line.
     """
 
     def __init__(self, log: RunLog, world: World, fp16: bool):
         self.log, self.world, self.fp16 = log, world, fp16
-        self.skipped = 0  # steps in a row that fp16 left out
+        self.skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
         self.steps: list[tuple] = []
 
     def add(
@@ -50,8 +50,8 @@ class UnreadSteps:
         means: dict[str, torch.Tensor],
         **numbers: float | None,
     ) -> None:
-        """One step: the loss () of all ranks, those of this rank's micro-batches, other means () that are on
-        the device too, what the host knows.
+        """Add one step. loss: (), of all ranks. losses: () of each micro-batch of this rank. means: further
+        values (), still on the device. numbers: values that the host knows already.
         """
         values = [loss, grad_norm, *means.values()]
         on_device = torch.stack([value.to(loss.device, loss.dtype) for value in values])
@@ -59,11 +59,11 @@ class UnreadSteps:
         self.steps.append((on_device, losses, rows, means, numbers))
 
     def read(self, started: float, token_mfu: float) -> float:
-        """Log the steps, of which the first was started at this time.monotonic(); returns seconds of one.
-        token_mfu: see profiling.mfu; 0: not known.
+        """Log the steps; returns the mean seconds per step. started: time.monotonic() at the start of the
+        first. token_mfu: see profiling.mfu; 0: not known.
 
-        Raises ConfigError on all ranks, which call it alike, naming the rows whose loss is not finite; for a
-        gradient that is not, in fp16 only after 20 in a row.
+        All ranks call it. Raises ConfigError on all ranks if a loss or a gradient norm is not finite, naming
+        the rows whose loss is not. In fp16, gradient norms raise only if 20 in a row are not finite.
         """
         values = torch.stack([on_device for on_device, *_ in self.steps]).tolist()
         seconds = (time.monotonic() - started) / len(self.steps)
@@ -93,7 +93,7 @@ class UnreadSteps:
 
 
 def rows_not_finite(losses: list[torch.Tensor], rows: list[list[str]], world: World) -> str:
-    """Names of rows, by rank, of the micro-batches whose losses () are not finite. All ranks call it."""
+    """By rank, the names of the rows in micro-batches whose loss is not finite. All ranks call it."""
     bad = []
     for value, names in zip(losses, rows, strict=True):
         bad += [] if value.isfinite() else names
@@ -105,12 +105,12 @@ def rows_not_finite(losses: list[torch.Tensor], rows: list[list[str]], world: Wo
 
 
 def check_packages(cfg: object, gpu: str) -> None:
-    """Raise ConfigError when a package that the settings ask for is not installed, or cannot work in their
-    dtype or without a GPU, whose name is `gpu`.
+    """Raise ConfigError if a package that the settings need is not installed, or does not support their dtype
+    or device. gpu: the name of the GPU; "" without one.
     """
     for name, wanted in (("tensorboard", cfg.tensorboard), ("wandb", cfg.wandb)):
         spec = find_spec(name) if wanted else None
-        # A folder named wandb, left by an earlier run, is found as well, but has no origin.
+        # A folder named wandb, left by an earlier run, is found too, but has no origin.
         check(
             not wanted or (spec and spec.origin),
             f"--{name} needs a package (fix: pip install {name})",

@@ -1,11 +1,11 @@
-"""bitsandbytes' AdamW on sharded parameters: moments of 8 bit, and on a GPU paged to the host if asked.
+"""bitsandbytes' AdamW on sharded parameters: 8-bit moments, which a GPU can page to host memory.
 
-8-bit Optimizers via Block-wise Quantization (Dettmers et al., arXiv 2110.02861): a moment is one byte for
-each element and one fp32 scale (absmax) for each block of 256.
+8-bit Optimizers via Block-wise Quantization (Dettmers et al., arXiv 2110.02861): a moment has one byte per
+element and one fp32 scale (absmax) per block of 256.
 
-Its kernels are called on each rank's own rows. Where a row is whole blocks, the result is that of the whole
-tensor, bit for bit, on any number of ranks. Other parameters, and those with fewer than 4,096 elements, keep
-moments in fp32, as bitsandbytes does for small ones.
+The kernels are called on each rank's own rows. If the size of a row is a multiple of the block, the result is
+bit for bit that of the whole tensor, on any number of ranks. Other parameters, and those with fewer than
+4,096 elements, keep fp32 moments, as bitsandbytes does for small ones.
 """
 
 import bitsandbytes
@@ -17,18 +17,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ..model.pieces import local
 from ..run.errors import print0
 
-BLOCK = 256  # elements with one scale
+BLOCK = 256  # elements that share one scale
 LEAST_8BIT = 4096  # parameters with fewer elements keep fp32 moments
 
 
 def is_8bit(parameter: nn.Parameter) -> bool:
-    """Whether a parameter, by its whole shape, has 8-bit moments."""
+    """Whether a parameter has 8-bit moments. Its global shape decides."""
     row_is_blocks = parameter.shape[1:].numel() % BLOCK == 0
     return parameter.ndim >= 2 and row_is_blocks and parameter.numel() >= LEAST_8BIT
 
 
 def state_bytes(parameter: nn.Parameter, elements: int) -> int:
-    """Bytes of the state of a rank that has `elements` of a parameter."""
+    """Bytes of optimizer state on a rank that holds `elements` elements of a parameter."""
     moment_bytes = elements + 4 * elements // BLOCK if is_8bit(parameter) else 4 * elements
     step_bytes = 4
     return 2 * moment_bytes + step_bytes
@@ -37,20 +37,20 @@ def state_bytes(parameter: nn.Parameter, elements: int) -> int:
 class ShardedAdamW8bit(torch.optim.Optimizer):
     """AdamW over plain or sharded (DTensor) parameters, with the kernels of bitsandbytes.
 
-    state[parameter] is what checkpoints save, and load in place:
+    Checkpoints save state[parameter], and load it in place:
         step              () fp32
-        state1, state2    the moments, shaped and sharded as the parameter: uint8 codes, or fp32
-        absmax1, absmax2  of codes: fp32 scales, (rows, blocks of a row), sharded likewise
-    groups: dicts of params and weight_decay; the weights must be in memory, cut along dim 0 if at all.
-    paged: on a GPU, large moments live in memory that the driver moves between GPU and host.
+        state1, state2    the moments, with the shape and sharding of the parameter: uint8 codes, or fp32
+        absmax1, absmax2  only with codes: fp32 scales, (rows, blocks per row), with the same sharding
+    groups: dicts of params and weight_decay. The weights must be in memory; shards must be along dim 0.
+    paged: on a GPU, large moments are in memory that the driver moves between GPU and host.
     """
 
-    # (); 1: the next step changes nothing, as in torch's fused AdamW
+    # (); if 1, the next step changes nothing, as in torch's fused AdamW
     found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8})
-        # this rank's rows of each parameter, and what updates them
+        # each parameter -> this rank's rows of it
         self.parts: dict[nn.Parameter, torch.Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -65,7 +65,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step at the learning rates that the groups have now, for parameters with a gradient."""
+        """One step at the current learning rates of the groups, for parameters with a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -82,7 +82,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         steps_before = int(state["step"]) - 1  # the kernels add one
         self.kernels.state[part]["step"] = steps_before
         self.kernels.prefetch_state(part)
-        # The kernels do not ask found_inf; and to read it here the host would wait for the device.
+        # The kernels ignore found_inf, and reading it here would make the host wait for the device. So the
+        # old values are kept, and put back on the device if it is 1.
         written = []
         if self.found_inf is not None:
             written.append(part)
@@ -98,7 +99,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         raise NotImplementedError("the state is loaded in place, by checkpoint.load_checkpoint")
 
     def _add_state(self, parameter: nn.Parameter) -> None:
-        """Zeros, in the memory that the kernels write."""
+        """Create the state as zeros. It shares memory with the tensors that the kernels write."""
         part = self.parts[parameter]
         blocks = parameter.shape[1:].numel() // BLOCK
         self.kernels.args.optim_bits = 8 if is_8bit(parameter) else 32
@@ -114,9 +115,9 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
 
 
 def _sharded(part: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`part` as this rank's part of a tensor of `shape`, sharded as `like`.
+    """`part` as this rank's shard of a tensor of `shape`, sharded like `like`.
 
-    DTensor.from_local would move a part that is on the host.
+    Not DTensor.from_local, which would move a part that is on the host to the GPU.
     """
     if not isinstance(like, DTensor):
         return part

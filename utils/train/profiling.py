@@ -1,4 +1,4 @@
-"""What may be recorded beside the log: torch's profiler; TensorBoard and Weights & Biases; MFU of GPUs."""
+"""Recordings beside the log: torch's profiler; TensorBoard and Weights & Biases; MFU of GPUs."""
 
 import re
 import time
@@ -17,10 +17,10 @@ PROFILED = 2
 
 
 def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.profiler.profile:
-    """Profile steps 4 and 5 after `first`, or the last two of a shorter run, into files in `folder`.
+    """Profile the 4th and 5th step after `first`, or the last two of a shorter run, into files in `folder`.
 
-    Call step() on the result after every optimizer step. Each rank writes a trace of what ran on the CPU and
-    the GPU, and on CUDA every allocation of the steps, with the lines of code that made it.
+    Call step() on the result after every optimizer step. Each rank writes a trace of the CPU and the GPU. On
+    CUDA it also writes the memory events since this call, at most the last 200,000, with their code lines.
     https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html
     https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
@@ -28,7 +28,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     active = max(1, min(PROFILED, steps_to_run))
     skipped = max(0, min(SKIPPED, steps_to_run - active))
     name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
-    # It adds the time to the name.
+    # The handler adds the time to the file name.
     write_trace = torch.profiler.tensorboard_trace_handler(str(folder), name, use_gzip=True)
     on_gpu = world.device.type == "cuda"
 
@@ -55,7 +55,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
 
 
 class Tracker:
-    """A service that gets the numbers of a run. Where it fails, a warning says so, and the run goes on."""
+    """A service that receives the numbers of a run. If it fails, the run warns and goes on without it."""
 
     def __init__(self, name: str, start: Callable, folder: Path, done: int):
         self.name = name
@@ -64,7 +64,7 @@ class Tracker:
     def attempt(self, call: Callable, *arguments: object) -> tuple | None:
         try:
             return call(*arguments)
-        except Exception as error:  # of a package, a disk, a network
+        except Exception as error:  # in a package, a disk or a network
             self.service = None
             print0(f"warning: the run goes on without {self.name}: {reason_of_others(error)}")
 
@@ -78,7 +78,7 @@ class Tracker:
 
 
 def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
-    """A log in folder/tensorboard; steps after `done`, of an earlier start, are purged."""
+    """A log in folder/tensorboard. Steps after `done`, logged by an earlier start, are purged."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
@@ -91,7 +91,7 @@ def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
 
 
 def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
-    """A run of Weights & Biases, named like the folder."""
+    """A Weights & Biases run with the name of the folder."""
     import wandb
 
     run = wandb.init(dir=folder, name=folder.name)
@@ -101,7 +101,7 @@ def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
 def start_recording(
     out: Path, world: World, done: int, steps: int, profile: bool, tensorboard: bool, wandb: bool
 ) -> tuple[torch.profiler.profile | None, list[Tracker]]:
-    """What is wanted of a profiler and, on rank 0, of trackers. done: the step that was resumed from."""
+    """Start the profiler and, on rank 0, the trackers that are asked for. done: the step resumed from."""
     trackers = []
     if tensorboard and world.rank == 0:
         trackers.append(Tracker("TensorBoard", start_tensorboard, out, done))
@@ -110,9 +110,9 @@ def start_recording(
     return start_profiler(out / "profile", world, done, steps) if profile else None, trackers
 
 
-# Name of a device, as a regular expression -> TFLOP/s. Dense bf16 products summed in fp32, from NVIDIA's data
-# sheets and white papers (halved where they count sparsity); fp16 for V100 and T4, which have no bf16 units.
-# The first match counts.
+# Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;
+# fp16 for V100 and T4, which have no bf16 units. From NVIDIA's data sheets and white papers, halved where
+# those count sparsity. The first match counts.
 PEAK_TFLOPS = {
     "B200": 2250,
     "H100 PCIe": 756,
@@ -129,21 +129,21 @@ PEAK_TFLOPS = {
 
 
 def mfu(flops: float, world: World) -> float:
-    """Model FLOPs utilization: the share of the peak of the world's GPUs in so many FLOPs a second, of all
-    ranks together. 0 where a GPU's peak is not known.
+    """Model FLOPs utilization. flops: FLOP/s of all ranks together. Returns their share of the peak of all
+    GPUs; 0 if the peak is not known.
     """
     peak = peak_flops(world.gpu_name)
     return flops / (peak * world.size) if peak else 0.0
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """Parameters that multiply each token: matrices and the head, without the embedding table.
+    """The number of parameters in matrix products per token: matrices and the head, not the embedding table.
 
-    Of the experts of a mixture, stored as (experts, rows, columns), those that one token visits.
+    Of a mixture of experts, stored as (experts, rows, columns), only the experts that one token visits count.
     """
     visits = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    # a tied table is looked up, and also multiplied with
+    # a tied embedding table is also the head
     tables.discard(model.get_output_embeddings().weight)
     total = 0
     for parameter in model.parameters():
@@ -155,16 +155,16 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
-    """Floating-point operations to train on one token, forward and backward, without recomputation. model: as
-    it is before its weights are quantized.
+    """Floating-point operations to train on one token, forward and backward, without recomputation. model:
+    before its weights are quantized.
 
-    6 for each matmul parameter; and 6 * layers * (heads * head size) * seq_len for attention, which is
-    causal, so half of what PaLM counts (arXiv 2204.02311, appendix B); where the config has one size for all
-    layers. Llama-3-8B at 4096: 48.25e9.
+    6 per matmul parameter, plus 6 * layers * (heads * head size) * seq_len for attention. That is half of
+    PaLM's count (arXiv 2204.02311, appendix B), because attention is causal. Attention is left out if the
+    config has no single size for all layers. Llama-3-8B at 4096: 48.25e9.
     """
     config = model.config.get_text_config()
     attention = 0
-    with suppress(Exception):  # a config has no heads, or sizes that differ by layer
+    with suppress(Exception):  # the config has no heads, or sizes differ by layer
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         attention = config.num_hidden_layers * heads * size * seq_len
@@ -172,8 +172,8 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of the device that torch.cuda.get_device_name calls `name`; None for a part of a device (MIG),
-    a laptop's, and a name that is not known.
+    """The peak FLOP/s of the device with this name of torch.cuda.get_device_name. None for a MIG slice, a
+    laptop or Ti GPU, and an unknown name.
     """
     if re.search(r"\b(MIG|Laptop|Ti)\b", name):
         return None

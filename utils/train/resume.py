@@ -1,7 +1,8 @@
-"""Exact resume: what an earlier start left, and its checkpoint read back into any number of ranks.
+"""Exact resume: find the checkpoint of an earlier start, check it, and load it on any number of ranks.
 
-Imported where a run is continued. torch's DCP unpickles what describes the tensors, and a pickle may run what
-it likes: here an unpickler reads it that knows a few harmless names and refuses all others.
+Imported only when a run is continued. torch's DCP unpickles the metadata of a checkpoint, and a pickle can
+execute any code. So an unpickler of our own reads it, which accepts a few harmless names and refuses all
+others.
 """
 
 import hashlib
@@ -50,11 +51,11 @@ def continue_run(
     cfg: object,
     world: World,
 ) -> Resumed:
-    """What an earlier start left in `out`, or the checkpoint that `resume` names: there is one of both.
+    """Find what to continue from: the run that `out` holds, or the checkpoint that `resume` names.
 
-    resume: auto, none, or a path. cfg: the recipe's settings, a dataclass, which are compared with those of
-    the earlier start. A folder is continued only by the run that began it. Raises ConfigError on all ranks,
-    naming the fields that differ.
+    resume: auto, none, or a path. cfg: the settings of this start, a dataclass. ConfigError on all ranks if
+    `resume` is none; if `out` holds a finished run with other settings, naming the fields; or if `out` has
+    newer checkpoints than the one to continue from. Changed settings of an unfinished run are only printed.
     """
     with together(world):
         text = f"--resume none, but {out} holds a run (fix: another --output_dir)"
@@ -86,15 +87,15 @@ def continue_run(
 
 
 def way_on(out: Path, given: str, world: World) -> str:
-    """The command that goes on with a run in `out`. given: its --output_dir."""
+    """The command that continues the run in `out`. given: the --output_dir of this start."""
     words = ["torchrun", f"--nproc_per_node={world.local_size}"] if world.size > 1 else ["python"]
     words += [*sys.argv, *([] if given else ["--output_dir", str(out)])]
     return shlex.join(words)
 
 
 def named_checkpoint(flag: str, name: str, world: World) -> Path:
-    """The checkpoint that a flag names, or the newest one of the run that it names. Rank 0 chooses, and all
-    ranks read that one. Raises ConfigError on all ranks where there is none.
+    """The checkpoint that a flag names, or the newest checkpoint of the run that it names. Rank 0 chooses for
+    all ranks. Raises ConfigError on all ranks if there is no complete checkpoint.
     """
     path = Path(name).absolute()
     with together(world):
@@ -110,11 +111,11 @@ def named_checkpoint(flag: str, name: str, world: World) -> Path:
 
 
 def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
-    """The checkpoint to continue from, every file of it compared with its manifest; None for a fresh start.
+    """The checkpoint to continue from, with every file verified against its manifest; None for a fresh start.
 
-    resume: auto takes the newest sound one of `out`, with a warning for each that is not; else the path of a
-    checkpoint or of a run. Each rank reads a share of the files. Raises ConfigError on all ranks where there
-    is none, or the named one is damaged.
+    resume: auto takes the newest sound checkpoint of `out`, and sets damaged newer ones aside with a warning;
+    otherwise the path of a checkpoint or a run. Each rank verifies a share of the files. Raises ConfigError
+    on all ranks if the named checkpoint is missing or damaged, or if all checkpoints of `out` are damaged.
     """
     if resume == "auto":
         found = broadcast(world, complete_checkpoints(out / "checkpoints")[::-1])
@@ -137,20 +138,20 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
     for path, what in damaged.items():
         aside = path.with_name(f"damaged_{path.name}_{secrets.token_hex(4)}")
         print0(f"warning: {what}; it is set aside as {aside.name}, and {checkpoint.name} is used")
-        with together(world):  # nobody looks again before it is gone
+        with together(world):  # no rank goes on before it is renamed
             if world.rank == 0:
                 os.rename(path, aside)
     return checkpoint
 
 
 def damage(checkpoint: Path, rank: int, ranks: int) -> str:
-    """What is wrong with this rank's share of a checkpoint's files; "" where all is as it was written."""
+    """What is wrong with this rank's share of a checkpoint's files; "" if they are as they were written."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
         expected = [(name, file["bytes"], file["sha256"]) for name, file in sorted(files.items())]
         if not {".metadata", "state.json"} <= files.keys() or any("/" in name for name in files):
             raise ValueError
-    except Exception:  # it may be anything
+    except Exception:  # a damaged file can contain anything
         return f"{checkpoint}/manifest.json is damaged"
     for name, size, sha256 in expected[rank::ranks]:
         try:
@@ -166,8 +167,9 @@ def damage(checkpoint: Path, rank: int, ranks: int) -> str:
 
 
 def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool) -> None:
-    """Raise ConfigError naming what is another run's, old -> new. state: of the checkpoint; facts: what must
-    be as it was, by name; those that the checkpoint does not know are from a newer version, and not compared.
+    """Raise ConfigError if the checkpoint is from another run, naming what differs, old -> new. state: of the
+    checkpoint. facts: values by name that must be the same. Facts that the checkpoint lacks, because an older
+    version wrote it, are not compared.
     """
     known = {name: fact for name, fact in facts.items() if name in state}
     changed = differences(state, known, but=("data",) if allow_new_data else ())
@@ -176,17 +178,17 @@ def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool) -> 
 
 
 def read_state(path: Path) -> dict:
-    """What the saver was given as `state`, and "step"; reads no tensor. `damage` has compared the
-    file with what was written.
+    """The `state` that was given to CheckpointSaver.save, and "step". Reads no tensors. Call `damage` before,
+    which verifies the file.
     """
     return json.loads((path / "state.json").read_text())
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> dict:
-    """Load weights and optimizer state in place, whatever their sharding is now; returns `read_state(path)`.
+    """Load weights and optimizer state in place, into any sharding; returns `read_state(path)`.
 
-    Every rank calls it, with the model sharded and allocated. Raises ConfigError on all ranks when names,
-    shapes or dtypes differ, or files are damaged.
+    Every rank calls it, with the model sharded and allocated. Raises ConfigError on all ranks if names,
+    shapes or dtypes differ, or if files are damaged.
     """
     tensors = checkpoint_tensors(model, optimizer)
     with together(world):
@@ -198,8 +200,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
 def check_tensors(
     path: Path, tensors: dict[str, torch.Tensor], fix: str, dtypes: bool = True
 ) -> None:
-    """Raise ConfigError where a checkpoint has other names, shapes or, if they matter, dtypes. tensors: of
-    checkpoint_tensors; without an optimizer's, those of the checkpoint do not count.
+    """Raise ConfigError if a checkpoint has other names, shapes or, with `dtypes`, other dtypes. tensors:
+    from checkpoint_tensors. If they have no optimizer state, that of the checkpoint is not compared.
     """
     kinds = {name.partition(".")[0] for name in tensors}
     old, new = {}, {}
@@ -214,7 +216,7 @@ def check_tensors(
 
 
 def read_tensors(path: Path, tensors: dict[str, torch.Tensor], world: World | None = None) -> None:
-    """Fill tensors, of any sharding, from a checkpoint. Every rank calls it."""
+    """Read a checkpoint into `tensors`, in place and in any sharding. Every rank calls it."""
     try:
         group = world.group if world else None
         dcp.load(tensors, storage_reader=Reader(path), process_group=group)
@@ -225,7 +227,7 @@ def read_tensors(path: Path, tensors: dict[str, torch.Tensor], world: World | No
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, with an unpickler that runs nothing."""
+    """DCP's reader, with an unpickler that executes no code."""
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         file = Path(self.path) / ".metadata"
@@ -234,7 +236,7 @@ class Reader(dcp.FileSystemReader):
             if any("/" in info.relative_path for info in metadata.storage_data.values()):
                 raise ValueError("it points outside its folder")
             metadata.storage_meta.load_id = self.load_id
-        except Exception as error:  # a damaged pickle fails in every way there is
+        except Exception as error:  # a damaged pickle may raise anything
             raise ConfigError(
                 f"{file} is damaged or foreign: {type(error).__name__}: {error}"
             ) from None

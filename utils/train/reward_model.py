@@ -1,4 +1,4 @@
-"""A reward model, such as reward.py makes, that scores completions: sharded, and never trained."""
+"""A reward model, for example from reward.py, that scores completions. It is sharded and never trained."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ..run.errors import check, others_code
 
 @dataclass
 class RewardModel:
-    """model: on meta; what scores is its frozen_copy, with its pieces. digest: of its weights."""
+    """model: on meta at first; frozen_copy shards it and loads `pieces`. digest: a hash of its weights."""
 
     model: nn.Module
     pieces: list
@@ -26,11 +26,11 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, batch_size: int, world: World, prompts: list, texts: list[str]) -> list[float]:
-        """The score of each text as the answer to its prompt, a text or messages; on every rank. All ranks
-        call it alike, and each scores a share, batch_size at a time.
+        """The score of each text as the answer to its prompt, which is a text or messages. All ranks make the
+        same call and get all scores. Each rank computes a share of them, batch_size at a time.
         """
         count = len(texts)
-        turns = math.ceil(count / world.size)  # equally many on each rank, some of them twice
+        turns = math.ceil(count / world.size)  # equal on each rank: some texts are scored twice
         share = [(i * world.size + world.rank) % count for i in range(turns)]
         own: dict[int, float] = {}
         for start in range(0, turns, batch_size):
@@ -41,13 +41,15 @@ class RewardModel:
             ends = torch.tensor(places, device=world.device)
             values = self.model(ids.to(world.device), ends=ends)
             own |= zip(part, values.tolist(), strict=True)
-        reshard(self.model)  # no backward follows, which would free what it has gathered
+        reshard(self.model)  # without a backward, FSDP2 keeps some units gathered
         for of_rank in gather(world, own):
             own |= of_rank
         return [own[i] for i in range(count)]
 
     def ids_of(self, prompt: str | list[dict], text: str) -> list[int]:
-        """A whole conversation, as the model was trained to see it, cut to the positions that it has."""
+        """The ids of the conversation with its answer, in the form the model was trained on. Only the last
+        tokens are kept, as many as the model has positions.
+        """
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         turns = [*asked, {"role": "assistant", "content": text}]
         ids = self.tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
@@ -57,8 +59,8 @@ class RewardModel:
 def open_reward_model(
     name: str, dtype: torch.dtype, world: World, trust_remote_code: bool
 ) -> RewardModel:
-    """A folder or Hugging Face id with a model of one score, and its tokenizer. Every rank calls it. Raises
-    ConfigError where it is something else.
+    """Open a reward model, with one score per sequence, and its tokenizer. name: a folder or Hugging Face id.
+    Every rank calls it. Raises ConfigError if it is another kind of model.
     """
     source = open_model(name, world, trust_remote_code)
     with together(world):

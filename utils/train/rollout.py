@@ -1,11 +1,11 @@
-"""Completions drawn from the model that trains, for policy gradients.
+"""Sampling of completions from the policy that is trained, for policy gradients.
 
-A completion is a pure function of the weights, its prompt, its key and the prompts that are drawn beside it,
-and those follow from the global batch alone: so on a CPU any number of ranks gives the same bits. Only the
-temperature shapes the distribution, because top-k, top-p and min-p bias the ratio of policies
-(https://github.com/huggingface/trl/issues/6789). Another engine would have to offer `generate`.
+A completion is a pure function of the weights, its prompt, its key and the other prompts of its batch. The
+global batch alone determines these, so on a CPU any number of ranks gives the same bits. Only the temperature
+changes the distribution: top-k, top-p and min-p would bias the ratio of policies
+(https://github.com/huggingface/trl/issues/6789). Another inference engine would replace `generate`.
 
-B completions of a batch, T tokens, V vocabulary.
+B completions in a batch, T tokens, V vocabulary.
 """
 
 import inspect
@@ -25,34 +25,34 @@ from ..model.sharding import Unit, reshard
 from ..run.distributed import World, all_reduce_sum, gather
 from ..run.units import IGNORE, seed_of
 
-# What families and versions of transformers call the cache that a forward takes and gives.
+# Names of the cache that forward takes and returns, in different model families and transformers versions.
 CACHES = ("cache", "past_key_values", "cache_params")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn."""
+    """How completions are sampled."""
 
     max_new_tokens: int
-    temperature: float  # divides the logits; 0: the likeliest token each time
+    temperature: float  # divides the logits; 0: greedy
     end_ids: frozenset[int]  # tokens that end a completion
     pad_id: int
-    batch_size: int  # completions that a rank draws at a time
+    batch_size: int  # completions that a rank samples at a time
 
 
 class Completion(NamedTuple):
-    ids: list[int]  # with the token that ends it, if one does
-    log_probs: list[float]  # of each token, in nats, under the distribution that it was drawn from
+    ids: list[int]  # including the token that ends it, if there is one
+    log_probs: list[float]  # of each token, in nats, under the distribution it was sampled from
 
 
 @contextmanager
 def gathered(found: list[Unit], reshard_after_forward: bool) -> Iterator[None]:
-    """Gather every unit of a model that fully_shard cut, and keep all gathered within the block: a forward
-    then has no collective, and ranks may have different numbers of them. Costs the whole model in the dtype
-    of compute.
+    """All-gather every unit of a model that fully_shard has sharded, and keep them gathered within the block.
+    A forward then has no collectives, so ranks may run different numbers of forwards. Memory: the whole
+    model in the compute dtype.
 
-    found: what `units` gave; reshard_after_forward: as the recipe gave it to fully_shard. Both are restored
-    exactly, and the model is sharded again. Every rank calls it.
+    found: the result of `units`. reshard_after_forward: the value that the recipe gave to fully_shard, which
+    is restored after the block, when the model is sharded again. Every rank calls it.
     """
     try:
         for unit in found:
@@ -67,7 +67,7 @@ def gathered(found: list[Unit], reshard_after_forward: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # each length would compile again
+@torch.compiler.set_stance("force_eager")  # every new length would compile again
 def generate(
     model: nn.Module,
     prompts: list[list[int]],
@@ -76,17 +76,20 @@ def generate(
     world: World,
     lockstep: bool = False,
 ) -> dict[int, Completion]:
-    """This rank's completions of all ranks' prompts, each by its number in the list.
+    """Sample this rank's share of the completions: {index of the prompt: Completion}.
 
-    prompts: ids, the same list on every rank. keys: the random numbers of each, such as (seed, step, place of
-    the prompt, sample). Batches are cut by length from the whole list, so they do not depend on the number of
-    ranks; batch i is drawn by rank i % ranks. Nothing is exchanged: gather(world, found) gives all.
+    prompts: ids, the same list on every rank. keys: one per prompt, which determines its random numbers, such
+    as (seed, step, index of the prompt, sample). Batches are cut from the whole list, sorted by length, so
+    they do not depend on the number of ranks. Rank i % ranks samples batch i. Results are not exchanged:
+    gather(world, found) gives all.
 
-    The attention has to heed masks: `varlen` does not. Memory: keys and values of one batch, and some copies
-    of (B, V) in fp32 and float64. The model is in evaluation mode meanwhile; torch's own random numbers stay.
+    The attention must support masks; `varlen` does not. Memory: the KV cache of one batch, and a few copies
+    of (B, V) in fp32 and float64. The model is in evaluation mode meanwhile. torch's global random state is
+    not used.
 
-    lockstep: the layers are gathered in every forward, so all ranks have to have the same number of them; one
-    that is done takes part with one token. Without it the model is not sharded, or `gathered`.
+    lockstep: for a sharded model, whose forward has collectives. All ranks then run the same number of
+    forwards; a rank that is done runs them on one token. Without lockstep, the model must be whole on each
+    rank or `gathered`.
     """
     was_training = model.training
     model.eval()
@@ -114,8 +117,8 @@ def draw_all(
     reshard_after_forward: bool,
     world: World,
 ) -> list[Completion]:
-    """The completions of all prompts, on every rank; see generate. found: the model's units, which are
-    gathered once; of none, the layers are gathered in each forward.
+    """Sample the completions of all prompts; every rank gets all of them. See generate. found: the model's
+    units, which are gathered once for all forwards. If it is empty, each forward gathers the layers.
     """
     with gathered(found, reshard_after_forward):
         drawn = generate(model, prompts, keys, sampling, world, lockstep=not found)
@@ -133,7 +136,9 @@ def draw_batch(
     world: World,
     lockstep: bool,
 ) -> dict[int, Completion]:
-    """The completions of some prompts, padded on the left. One that is done leaves the batch."""
+    """Sample the completions of one batch, {index of the prompt: Completion}. Prompts are padded on the left.
+    A completion that has ended leaves the batch.
+    """
     padded = pad_left([prompts[i] for i in batch], sampling.pad_id)
     ids, mask = (tensor.to(world.device) for tensor in padded)
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
@@ -141,14 +146,14 @@ def draw_batch(
     randoms = torch.stack(randoms).to(world.device)  # (B, new tokens)
     takes = inspect.signature(type(model).forward).parameters
     cache = next(name for name in CACHES if name in takes)
-    # The loss that balances experts takes no cache.
+    # The load-balancing loss of mixtures of experts does not work with a cache.
     given = {"use_cache": True, "logits_to_keep": 1, "output_router_logits": False}
     found = {i: Completion([], []) for i in batch}
     for number in range(sampling.max_new_tokens):
         if lockstep:
             all_reduce_sum(1, world)
         given |= {"attention_mask": mask, "position_ids": positions}
-        # Families differ: states, for example, are masked in the first forward alone.
+        # Families differ; some, for example, mask their states only in the first forward.
         inputs = model.prepare_inputs_for_generation(
             ids,
             is_first_iteration=number == 0,
@@ -170,7 +175,7 @@ def draw_batch(
         if len(rows) < len(batch):
             batch = [batch[row] for row in rows]
             kept = torch.tensor(rows, device=world.device)
-            given[cache].reorder_cache(kept)  # batch_select_indices forgets linear attention
+            given[cache].reorder_cache(kept)  # batch_select_indices ignores linear attention
             ids, positions, mask, randoms = (t[kept] for t in (ids, positions, mask, randoms))
     return found
 
@@ -178,10 +183,11 @@ def draw_batch(
 def draw_tokens(
     logits: torch.Tensor, randoms: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (B,), their log-probabilities (B,) in fp32) from logits (B, V) and numbers (B,) in [0, 1).
+    """(tokens (B,), their log-probabilities (B,) in fp32), from logits (B, V) and randoms (B,) in [0, 1).
 
-    A token is where the number falls in the cumulated distribution, so one number decides it whatever V is.
-    Temperature 0 takes the likeliest token, with its log-probability at temperature 1.
+    Inverse transform sampling: the token is where the number falls in the cumulative distribution, so each
+    token needs one number. Temperature 0 takes the most likely token, with its log-probability at
+    temperature 1.
     """
     logits = logits.float()
     if temperature:
@@ -189,14 +195,14 @@ def draw_tokens(
         cumulated = logits.softmax(1, dtype=torch.float64).cumsum(1)  # (B, V)
         heights = randoms[:, None] * cumulated[:, -1:]  # the sum is not exactly 1
         tokens = torch.searchsorted(cumulated, heights, right=True).flatten()
-        tokens = tokens.clamp(max=logits.shape[1] - 1)  # of logits that are not finite
+        tokens = tokens.clamp(max=logits.shape[1] - 1)  # if logits are not finite
     else:
         tokens = logits.argmax(1)
     return tokens, -F.cross_entropy(logits, tokens, reduction="none")
 
 
 def random_numbers(key: tuple[int, ...], count: int) -> torch.Tensor:
-    """(count,) float64 in [0, 1) that follow from the key alone. More of them begin with the same ones."""
+    """(count,) float64 in [0, 1), determined by the key. A larger count begins with the same numbers."""
     generator = torch.Generator().manual_seed(seed_of(repr(key)))
     return torch.rand(count, dtype=torch.float64, generator=generator)
 
@@ -212,12 +218,12 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
 def log_probs_at_start(
     model: nn.Module, reference: nn.Module | None, batch, temperature: float
 ) -> torch.Tensor:
-    """log pi of a RolloutBatch's tokens (B, T) under the model that the run began with: `reference`, or the
-    base without its adapters.
+    """log pi (B, T) of the tokens of a RolloutBatch under the model that the run began with. That is
+    `reference`, or, if it is None, the base without adapters.
     """
     if reference:
         found = token_log_probs(reference, batch, temperature)
-        reshard(reference)  # no backward follows, which would free what it has gathered
+        reshard(reference)  # without a backward, FSDP2 keeps some units gathered
         return found
     from ..model.lora import adapters_off
 
@@ -228,10 +234,10 @@ def log_probs_at_start(
 def token_sums(
     batch, old: torch.Tensor, losses: torch.Tensor, clipped: torch.Tensor, kl: torch.Tensor
 ) -> torch.Tensor:
-    """(6,) sums over the trained tokens of a RolloutBatch: the losses, each with the weight of its
-    completion, which have gradients; whether they are clipped; the KL; -log pi, whose mean is the entropy;
-    how far log pi is from what it was when it was drawn; and 1. All are (B, T); old: log pi before the
-    update.
+    """Sums (6,) over the trained tokens of a RolloutBatch: the losses times the weights of their completions,
+    with gradients; the number of clipped tokens; the KL; -old, whose mean estimates the entropy; the absolute
+    difference between old and log pi at sampling; the number of tokens. Inputs are (B, T). old: log pi before
+    the update.
     """
     mask = batch.labels != IGNORE
     apart = (old - batch.drawn).abs()
@@ -240,6 +246,6 @@ def token_sums(
 
 
 def token_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The means over the learned tokens by name, from the sums of token_sums over batches and ranks."""
+    """Means over the trained tokens, by name, from the results of token_sums added over batches and ranks."""
     names = ("clip_share", "kl", "entropy", "mismatch")
     return dict(zip(names, sums[1:-1] / sums[-1].clamp(min=1), strict=True))

@@ -1,5 +1,5 @@
-"""What other recipes read of a run: its settings, the structure that was trained, its weights; and how they
-shard it.
+"""Open the result of a training run for another recipe: its settings, the structure that was trained, and its
+weights; and shard it.
 """
 
 from dataclasses import dataclass
@@ -39,28 +39,28 @@ from .resume import REMOVED, check_tensors, damage, named_checkpoint, read_state
 
 @dataclass(frozen=True)
 class Trained:
-    """A base model, and the adapter or the checkpoint that goes on top of it; nothing is loaded yet."""
+    """A base model, and the adapter or checkpoint that goes on top of it. Nothing is loaded yet."""
 
-    name: str  # of the base, as it was given
-    source: Source  # of the base
-    model: nn.Module  # on meta, with the structure of the adapter
-    pieces: list  # of the base, see plan_pieces
+    name: str  # the base, as the user named it
+    source: Source  # the base
+    model: nn.Module  # on meta, with adapters if there are any
+    pieces: list  # the base's, see plan_pieces
     tokenizer: tuple[Path, str, bool]  # folder, chat template ("": its own), trust_remote_code
-    run: dict  # settings of the checkpoint's run; {} where there is none
-    kind: str  # of loading.KINDS
+    run: dict  # settings of the checkpoint's run; {} without a checkpoint
+    kind: str  # a key of loading.KINDS
     checkpoint: Path | None = None
-    adapter: object = None  # its peft config
-    # names of the base's parameters that the adapter has changed
-    names: dict[str, str] | None = None
+    adapter: object = None  # peft config of the adapter
+    # name in the base -> names in the model with adapters, see lora.base_names
+    names: dict[str, list[str]] | None = None
 
 
 def open_trained(
     model: str, adapter: str, checkpoint: str, dtype: str, world: World, trust_remote_code: bool
 ) -> Trained:
-    """Open what a recipe is to serve: a model, with a peft folder or with a checkpoint of a run on top.
+    """Open the model that a recipe serves: a base, alone or with a peft folder or a checkpoint on top.
 
-    model: the base; "": that of the adapter or of the run. dtype: of its parameters; "": that of the run.
-    Every rank calls it. Raises ConfigError where something is missing or does not fit together.
+    model: the base; "": the one that the adapter or the run names. dtype: of the parameters; "": that of the
+    run. Every rank calls it. Raises ConfigError if something is missing or does not fit together.
     """
     path, run = None, {}
     if checkpoint:
@@ -110,8 +110,8 @@ def open_trained(
 
 
 def kind_of(run: dict, source: Source, adapter: str) -> str:
-    """Whether a model reads pictures or text alone: what its run trained; else what its config is of, where
-    a fine-tune on text has left out the tower.
+    """The kind of model to build, "pictures" or "text". The run decides, if there is one; else the config. If
+    the config fits both, weights or an adapter without a vision tower mean text.
     """
     if run:
         return "pictures" if "image_dir" in run else "text"
@@ -135,16 +135,16 @@ def shard_model(
     cpu_offload=False,
     accumulates=True,
 ) -> nn.Module:
-    """Cut every parameter along dim 0 over the mesh, in place; on meta this costs nothing.
+    """Shard every parameter along dim 0 over the mesh, in place. On meta this costs nothing.
 
-    The shards keep the parameters' dtype (fp32 masters); they are gathered in `dtype`, but for the modules
-    that the model's family computes with in fp32, and gradients are reduced in fp32. What goes into a layer
-    is not cast: some of it (rotary tables, states) is fp32 on purpose, and the rest has the embedding's
-    dtype. So the logits are those of from_pretrained(dtype=dtype), to the bit.
+    Shards keep the dtype of the parameters (fp32 master weights). They are all-gathered in `dtype`, except
+    for modules that the model's family computes in fp32. Gradients are reduced in fp32. Inputs of a layer are
+    not cast: some (rotary tables, states) are fp32 on purpose, the others have the embedding's dtype. So the
+    logits are bit for bit those of from_pretrained(dtype=dtype).
 
     reshard_after_forward False keeps the layers gathered until their backward, like ZeRO stage 2: less
-    traffic, more memory. cpu_offload keeps shards, gradients and the optimizer on the host. accumulates:
-    see stored_as_computed, which says what a single rank leaves uncut.
+    traffic, more memory. cpu_offload keeps shards, gradients and optimizer on the host. On a single rank,
+    stored_as_computed decides which parameters are not sharded; accumulates: see there.
     """
     offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     found = units(model, dtype, tower_layers(model))
@@ -176,7 +176,7 @@ def frozen_copy(
     device: torch.device,
     cpu_offload: bool,
 ) -> nn.Module:
-    """A model on meta, of build_model, sharded and loaded in the dtype of compute, and never trained."""
+    """Shard a model of build_model, on meta, and load it in the compute dtype, for inference only."""
     compute_alone(model.requires_grad_(False), dtype)
     shard_model(model, mesh, dtype, cpu_offload=cpu_offload)
     load_pieces(model, pieces, device, cpu_offload)
@@ -188,8 +188,8 @@ def frozen_copy(
 
 
 def load_trained(trained: Trained, adapter: str, world: World) -> None:
-    """Load what open_trained has opened, once the model is sharded or of compute_alone, and end its training
-    mode. adapter: the peft folder, as it was given.
+    """Load what open_trained has opened, and set evaluation mode. Call shard_model or compute_alone before.
+    adapter: the peft folder, as the user named it; "": none.
     """
     load_pieces(trained.model, pieces_of_base(trained), world.device, names=trained.names)
     if adapter:
@@ -203,7 +203,7 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
 
 
 def pieces_of_base(trained: Trained) -> list[Piece]:
-    """What is read of the base: all that the checkpoint does not hold."""
+    """The pieces of the base to read: those whose parameters are not in the checkpoint."""
     if not trained.checkpoint or trained.adapter:
         return trained.pieces
     state = trained.model.state_dict(keep_vars=True)
@@ -211,7 +211,7 @@ def pieces_of_base(trained: Trained) -> list[Piece]:
 
 
 def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """For a model on meta that is not sharded: the dtypes that from_pretrained(dtype=dtype) gives."""
+    """Cast a model on meta, which will not be sharded, to the dtypes of from_pretrained(dtype=dtype)."""
     dtypes = dtypes_as_loaded(model, dtype)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         cast_to(tensor, dtypes.get(plain_name(name)))
@@ -219,5 +219,5 @@ def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Copy a checkpoint's weights into a model that is allocated, for any sharding; no optimizer state."""
+    """Load a checkpoint's weights into an allocated model, in any sharding; no optimizer state."""
     read_tensors(path, checkpoint_tensors(model))

@@ -1,15 +1,15 @@
-"""Of the ranks of one torchrun some learn and the others generate: who is what, and how the weights that
-train travel from those to these.
+"""Learners and generators: some ranks of a torchrun job learn, the others generate. This module assigns the
+roles, and sends the trained weights from the learners to the generators.
 
-They travel parameter by parameter, in the dtype that the generators store. Each learner sends the rows that
-its shard and a generator's have in common straight to that generator, so nothing travels twice, and no rank
-gathers a parameter. With adapters only these travel. Another engine would take `receive_weights`, with all
-rows of each parameter as its part, in place of `load_weights`.
+Weights are sent parameter by parameter, in the dtype that the generators store. A learner sends each
+generator only the rows that are in both their shards. So no row is sent twice, and no rank gathers a
+parameter. With adapters, only the adapters are sent. Another inference engine would replace `load_weights`
+and consume `receive_weights`, with all rows of each parameter as its shard.
 
-A generator has its adapters in the dtype of compute, in which FSDP gathers those of the learners: then both
-compute the same log-probabilities, and the ratio of policies is 1.
+Generators store adapters in the compute dtype, in which FSDP gathers those of the learners. So both compute
+the same log-probabilities, and the ratio of policies is 1.
 
-Between GPUs NCCL carries the rows, over one communicator of all ranks.
+Between GPUs, NCCL moves the rows, over one communicator of all ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,27 +39,28 @@ from .rollout import Completion
 class Roles(NamedTuple):
     """The ranks of a job: the learners come first, then the generators."""
 
-    learns: bool  # this rank; else it generates
-    own: World  # the ranks that do the same as this one
+    learns: bool  # whether this rank learns; else it generates
+    own: World  # the ranks with the role of this rank
     joint: World  # all ranks
-    learners: int  # how many
+    learners: int  # number of learners
 
 
 class Weight(NamedTuple):
-    """A parameter that travels."""
+    """A parameter that is sent."""
 
     name: str
     shape: torch.Size
-    dtype: torch.dtype  # of the generators
-    rows: list[slice]  # of each rank: what a learner sends, and what a generator stores
+    dtype: torch.dtype  # on the generators
+    rows: list[slice]  # for each rank: the rows that a learner sends, or that a generator stores
 
 
 def divide_world(world: World, generate_ranks: int) -> Roles:
-    """The last `generate_ranks` ranks generate, the others learn. Every rank calls it, once. NCCL begins with
-    the first tensors.
+    """Assign the roles: the last `generate_ranks` ranks generate, the others learn. Every rank calls it once.
+    NCCL is initialized by the first tensors that are sent.
 
-    Errors within `own` name ranks of it, and only rank 0 of all prints what ranks agree on: what may fail on
-    a generator belongs in `together(joint)`. Raises ConfigError where nobody would learn or generate.
+    Errors raised within `own` name ranks of `own`, and only rank 0 of the job prints agreed errors. So code
+    that may fail on a generator must run in `together(joint)`. Raises ConfigError if there would be no
+    learner or no generator.
     """
     learners = world.size - generate_ranks
     text = f"--generate_ranks {generate_ranks} of {world.size} ranks: each rank learns or generates"
@@ -68,7 +69,7 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     )
     check(0 < generate_ranks < world.size, f"{text} (fix: {fix})")
     backend = BACKENDS[world.device.type]
-    if world.device.type == "cuda":  # the default group cannot move tensors of GPUs
+    if world.device.type == "cuda":  # the default group is gloo
         world = replace(world, group=dist.new_group(backend=backend))
     kinds = [range(learners), range(learners, world.size)]
     group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
@@ -79,20 +80,20 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
 
 
 def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
-    """What travels from now on: the parameters that train on the learners, a tied one once, copies of HSDP
-    once. The generators' model is of the same source, with the same adapters: names and shapes are equal.
+    """The parameters to send: those that the learners train. Tied parameters, and the replicas of HSDP, are
+    sent once. The generators must have the same model with the same adapters, so that names and shapes agree.
 
-    Every rank calls it, with its model sharded, before the first weights travel.
+    Every rank calls it, with its model sharded, before weights are sent for the first time.
     """
     held = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not roles.learns:
             boxes = local_box(parameter, whole(name, parameter))
-            # none where another learner sends the same
+            # no rows if another learner sends the same ones
             takes_part = not roles.learns or is_writer(parameter, roles.own)
             rows = boxes[1][0] if boxes and takes_part else slice(0, 0)
             held[name] = (parameter.shape, parameter.dtype, rows)
-    # Where only some ranks move tensors, NCCL wants a collective of all ranks to have been first.
+    # Before point-to-point transfers among some ranks, NCCL needs a collective of all ranks.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
     of_ranks = gather(roles.joint, held)
     weights = []
@@ -104,9 +105,10 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
 
 @torch.no_grad()
 def send_weights(model: nn.Module, weights: list[Weight], roles: Roles) -> None:
-    """Send this learner's rows, which all generators receive meanwhile. No forward has left a unit gathered.
+    """Send this learner's rows to the generators, which must call receive_weights. All units must be sharded,
+    none left gathered by a forward.
 
-    Memory: one shard, in the generators' dtype.
+    Memory: one shard of one parameter, in the generators' dtype.
     """
     all_reduce_sum(0, roles.joint)  # see receive_weights
     parameters = dict(model.named_parameters())
@@ -117,13 +119,13 @@ def send_weights(model: nn.Module, weights: list[Weight], roles: Roles) -> None:
 
 
 def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, this generator's rows) of each parameter, as the learners send them. All are to be taken.
-    The first comes when the learners send, however long that takes within set_timeout.
+    """(name, this generator's rows) of each parameter, as the learners send them. The caller must consume
+    all. Waits for the learners to send, at most as long as set_timeout allows.
 
-    Memory: one of them, if who takes it lets go of it before the next.
+    Memory: the rows of one parameter, if the caller drops them before the next.
     """
     joint = roles.joint
-    all_reduce_sum(0, joint)  # wait for the learners; in irecv set_timeout would have no effect
+    all_reduce_sum(0, joint)  # wait for the learners here: set_timeout has no effect on irecv
     for weight in weights:
         stored = weight.rows[joint.rank]
         shape = (stored.stop - stored.start, *weight.shape[1:])
@@ -135,7 +137,7 @@ def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy rows into this generator's model, whole or sharded, in the dtypes that it stores."""
+    """Copy rows into this generator's model, whole or sharded, in the dtypes of its parameters."""
     parameters = dict(model.named_parameters())
     for name, rows in weights:
         local(parameters[name]).copy_(rows)
@@ -145,8 +147,8 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
 def move_rows(
     operation: Callable, tensor: torch.Tensor, weight: Weight, peers: range, joint: World
 ) -> None:
-    """Send peers the rows that they want of this rank's, or receive those that they have for it. Each may
-    take as long as set_timeout says.
+    """Send to, or receive from, each peer the rows that it and this rank have in common. operation:
+    dist.isend or dist.irecv. tensor: this rank's rows. Each transfer may take as long as set_timeout allows.
     """
     own = weight.rows[joint.rank]
     transfers = []
@@ -157,15 +159,15 @@ def move_rows(
             part = tensor[begin - own.start : end - own.start]
             transfers.append(dist.P2POp(operation, part, group=joint.group, group_peer=peer))
     backend = (joint.group or dist.group.WORLD)._get_backend(joint.device)
-    # NCCL heeds set_timeout by itself. Given a timeout, it makes the host wait for each transfer.
+    # NCCL obeys set_timeout by itself. With a timeout here, the host would wait for each transfer.
     timeout = backend.options._timeout * (joint.device.type == "cpu")
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait(timeout)
 
 
 def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list[Completion]:
-    """The completions that the generators draw with this learner's weights: request is (prompts, keys,
-    sampling), see rollout.generate. All learners call it alike.
+    """Send the current weights to the generators, and let them sample completions. request: (prompts, keys,
+    sampling), see rollout.generate. All learners make the same call.
     """
     broadcast(roles.joint, request)
     send_weights(model, weights, roles)
@@ -174,8 +176,8 @@ def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list
 
 @contextmanager
 def generators_end(roles: Roles) -> Iterator[None]:
-    """At the end of the block the generators end, also where the learners agree on an error. Where one of
-    them is lost, or fails alone, torchrun ends all.
+    """Let the generators end when the block ends, also after an error that all learners agreed on. If a
+    learner dies or fails alone, torchrun ends the whole job.
     """
     try:
         yield
@@ -189,13 +191,13 @@ def generators_end(roles: Roles) -> Iterator[None]:
 def serve(
     draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles, timeout: float
 ) -> None:
-    """Draw what the learners ask for, with their weights, until they end. draw: draw_all of this model.
-    timeout: seconds of a step of the learners, of which the first may take longer.
+    """On a generator: sample what the learners request, with their weights, until they end. draw: draw_all
+    for this model. timeout: maximum seconds of a step of the learners; the first step may take longer.
     """
     set_timeout(max(timeout, START_SECONDS), roles.own.group)
     while True:
         request = broadcast(roles.joint, None)
-        stop_after_step()  # from now on a signal stops the learners, and they end this
+        stop_after_step()  # from now on a signal stops the learners, which then end the generators
         if request is None:
             return
         load_weights(model, receive_weights(weights, roles))
