@@ -43,7 +43,7 @@ METRICS = {
     "host_peak_bytes": ("GiB", max),
 }
 RATIOS = ("tokens_per_second", "peak_bytes")
-BOUNDS = ()  # there are goals, of one H200, which report() prints beside
+BOUNDS = ()  # none, but report() prints goals for one H200
 GOALS = """Goals on one H200: plain at least 9,500 tokens/s and 1.35 x the speed of hf_defaults; full at most
 0.75 x the peak of hf_tuned; lora at least 14,000 tokens/s, lora_8bit 0.90 x and lora_4bit 0.92 x of it."""
 RANKS = (1,)

@@ -99,8 +99,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
         inject(model, config, TARGETS)
     config.task_type = "SEQ_CLS" if scores else "CAUSAL_LM"
     if tied:
-        # transformers would tie weights by names that have changed. And if the head or the embedding trains,
-        # its copy is untied: one parameter cannot be in two FSDP2 units.
+        # transformers would tie weights by names that have changed. One parameter cannot be in two FSDP2
+        # units, so a head or embedding in modules_to_save gets its own copy of the frozen weight.
         saved = [m.original_module for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
         copies = [module for module in saved if module in (head, embedding)]
         for module in copies:
@@ -146,9 +146,7 @@ def is_of_text(folder: Path) -> bool:
 
 
 def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
-    """Quantize the frozen linear layers, if asked, and give all other parameters their dtypes:
-    see cast_frozen.
-    """
+    """Quantize the frozen linear layers, if asked, and cast all other parameters, see cast_frozen."""
     quantized = quantize_linears(model, quant, dtype) if quant else None
     cast_frozen(model, dtype)
     return quantized

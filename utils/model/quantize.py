@@ -185,7 +185,7 @@ class Quantized:
     expert_share: float
 
     def sentence(self) -> str:
-        """What the plan prints."""
+        """The line that the plan prints."""
         left = [f"{count} x {what}" for what, count in self.left.items()]
         if self.expert_bytes:
             gib = self.expert_bytes / GIB
