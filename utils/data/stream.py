@@ -62,8 +62,8 @@ class TokenStream:
 
 @dataclass(eq=False)
 class StreamBatches(PackedBatches):
-    """GlobalBatches whose rows are `size` tokens of a stream. Each weighted source has its own stream, and its
-    share of every 1,000 rows, exact to less than one row.
+    """GlobalBatches whose rows are `size` tokens of a stream. Each weighted source has its own stream, and
+    its share of every 1,000 rows, exact to less than one row.
 
     document_mask: documents in a row do not attend to each other, and their first tokens are not predicted.
     If false, a row is one text. held_out: all documents once, in their stored order, without weights.

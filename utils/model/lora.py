@@ -196,10 +196,10 @@ def init_lora(model: nn.Module, seed: int) -> None:
     for key, name in adapter_names(model).items():
         parameter = model.get_parameter(name)
         path, _, kind = name.partition(".lora_")
-        full = torch.zeros(parameter.shape, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if not kind:
             continue  # modules_to_save: loaded with the base
+        full = torch.zeros(parameter.shape, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if kind.startswith("A."):
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
         elif kind.startswith("embedding_B."):

@@ -65,7 +65,8 @@ def freeze_parts(model: nn.Module, trained: set[str], dtype: torch.dtype) -> nn.
     the computation.
     """
     names = part_names(model)
-    for name in (name for part in names.keys() - trained for name in names[part]):
-        parameter = model.get_parameter(name).requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
+    for part in names.keys() - trained:
+        for name in names[part]:
+            parameter = model.get_parameter(name).requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
     return model
