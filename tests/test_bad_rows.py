@@ -551,7 +551,7 @@ def test_a_file_is_read_or_refused_in_one_line(said, case, name, content, expect
 
 @pytest.mark.parametrize("case", CALLS)
 def test_calls_that_the_template_does_not_write_are_refused_by_row_and_template(said, case):
-    """Otherwise the model would learn to say nothing in their place."""
+    """Otherwise a model learns to say nothing in their place, as in all 153 rows of a real file."""
     write("a.jsonl", next(content for name, _, content, _ in TABLE if name == case))
     expected = (
         r"refused: a.jsonl:1: tool_calls of turn 2: the chat template of \S+/model does not write"
