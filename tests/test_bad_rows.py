@@ -559,7 +559,7 @@ def test_calls_that_the_template_does_not_write_are_refused_by_row_and_template(
     assert re.match(expected, said("a.jsonl"))
 
 
-def test_18_20_what_is_no_file_is_refused_without_hanging(said):
+def test_what_is_no_file_is_refused_without_hanging(said):
     os.mkdir("empty")
     os.mkfifo("pipe.jsonl")
     os.symlink("gone.jsonl", "dangling.jsonl")
@@ -590,13 +590,13 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_15_a_line_of_a_gigabyte_is_refused_without_reading_it(said):
+def test_a_line_of_a_gigabyte_is_refused_without_reading_it(said):
     with open("a.jsonl", "wb") as file:
         file.truncate(2**30)  # sparse
     assert "a.jsonl:1: a line of more than 64 MiB" in said("a.jsonl")
 
 
-def test_27_patterns_that_match_nothing_and_folders_of_several_kinds(said):
+def test_patterns_that_match_nothing_and_folders_of_several_kinds(said):
     assert "data/*.jsonl: no .jsonl" in said("data/*.jsonl")
     os.mkdir("data")
     write("data/a.jsonl", LINE)
@@ -605,7 +605,7 @@ def test_27_patterns_that_match_nothing_and_folders_of_several_kinds(said):
     assert ": 1 rows" in said("data/*.jsonl")
 
 
-def test_28_the_same_file_twice_is_counted(said):
+def test_the_same_file_twice_is_counted(said):
     write("a.jsonl", LINE)
     assert "1 the same as a row before" in said("a.jsonl,a.jsonl")
 
@@ -638,7 +638,7 @@ def test_data_sets_of_several_forms_may_be_mixed(said):
         ),
     ],
 )
-def test_50_51_a_template_that_fails_is_named_with_the_role(said, case, template, expected):
+def test_a_template_that_fails_is_named_with_the_role(said, case, template, expected):
     write("template.jinja", template)
     write("a.jsonl", lines(chat({"role": "system", "content": "x"}, USER, ANSWER)))
     answer = said("a.jsonl", chat_template="template.jinja")
@@ -646,7 +646,7 @@ def test_50_51_a_template_that_fails_is_named_with_the_role(said, case, template
     assert expected in answer
 
 
-def test_65_rows_that_are_held_out_and_trained_on_are_counted(said):
+def test_rows_that_are_held_out_and_trained_on_are_counted(said):
     write("a.jsonl", lines(LINE, chat(USER, {"role": "assistant", "content": "Ho"})))
     assert "warning: 2 of 2 held-out rows are trained on too" in said(
         "a.jsonl", eval_dataset="a.jsonl"
