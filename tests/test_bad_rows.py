@@ -1,8 +1,8 @@
-"""Every usual way in which data is wrong, and what `preview.py` says to it: one table.
+"""The usual ways in which data is wrong, and what `preview.py` says about each: one table.
 
 python -m pytest tests/test_bad_rows.py
 
-The first column counts as the project's list of hard cases does. What is accepted shows how many rows it is.
+The first column names the case. What is accepted shows how many rows it has.
 """
 
 # ruff: noqa: E501 - one case a line
@@ -63,222 +63,287 @@ def alpaca(**changes) -> dict:
 
 
 class Taken(str):
-    """What the plan says of rows that are accepted."""
+    """What the plan says about rows that are accepted."""
 
 
-TABLE = [  # number, file's name, its content, what is said: Taken(...), else the refusal
+TABLE = [  # case, file's name, its content, what is said: Taken(...), else the refusal
     (
-        1,
+        "a last line cut short",
         "a.jsonl",
         lines(LINE, LINE) + '{"messages": [{"ro',
         "a.jsonl:3: not JSON in UTF-8: Unterminated string",
     ),
     (
-        2,
+        "not quite JSON",
         "a.jsonl",
         lines(LINE, '{"messages": [],}'),
         "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 17",
     ),
     (
-        2,
+        "not quite JSON",
         "a.jsonl",
         lines(LINE, "{'messages': []}"),
         "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 2",
     ),
     (
-        2,
+        "not quite JSON",
         "a.jsonl",
         lines(LINE, str(chat(USER, ANSWER, x=None))),
         "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 2",
     ),
-    (2, "a.jsonl", lines("// chats", LINE), "a.jsonl:1: not JSON in UTF-8: Expecting value"),
-    (3, "a.jsonl", lines(LINE, LINE + LINE), "a.jsonl:2: not JSON in UTF-8: Extra data"),
     (
-        4,
+        "not quite JSON",
+        "a.jsonl",
+        lines("// chats", LINE),
+        "a.jsonl:1: not JSON in UTF-8: Expecting value",
+    ),
+    (
+        "two rows in one line",
+        "a.jsonl",
+        lines(LINE, LINE + LINE),
+        "a.jsonl:2: not JSON in UTF-8: Extra data",
+    ),
+    (
+        "indented JSON",
         "a.jsonl",
         json.dumps([CHAT], indent=1),
         "a.jsonl:1: not one object a line; an array belongs in a .json file",
     ),
-    (4, "a.jsonl", json.dumps(CHAT, indent=1), "a.jsonl:1: not one object a line"),
-    (5, "a.jsonl", json.dumps([CHAT]), "an array belongs in a .json file"),
-    (5, "a.json", lines(LINE, LINE), "a.json: cannot be read: JSONDecodeError: Extra data"),
-    (6, "a.jsonl", lines(LINE, "[]"), "a.jsonl:2: expected object, got list"),
-    (6, "a.jsonl", lines(LINE, '"x"'), "a.jsonl:2: expected object, got text"),
-    (6, "a.jsonl", lines(LINE, "5"), "a.jsonl:2: expected object, got number"),
-    (6, "a.jsonl", lines(LINE, "null"), "a.jsonl:2: expected object, got null"),
-    (7, "a.jsonl", f"\n{LINE}\r\n \n{LINE}", Taken(": 2 rows")),
-    (7, "a.jsonl", f"\n{LINE}\r\n \n5", "a.jsonl:4: expected object, got number"),
-    (10, "a.jsonl", "\ufeff" + lines(LINE), Taken(": 1 rows")),
+    ("indented JSON", "a.jsonl", json.dumps(CHAT, indent=1), "a.jsonl:1: not one object a line"),
+    ("the wrong extension", "a.jsonl", json.dumps([CHAT]), "an array belongs in a .json file"),
     (
-        10,
+        "the wrong extension",
+        "a.json",
+        lines(LINE, LINE),
+        "a.json: cannot be read: JSONDecodeError: Extra data",
+    ),
+    (
+        "a line that is no object",
+        "a.jsonl",
+        lines(LINE, "[]"),
+        "a.jsonl:2: expected object, got list",
+    ),
+    (
+        "a line that is no object",
+        "a.jsonl",
+        lines(LINE, '"x"'),
+        "a.jsonl:2: expected object, got text",
+    ),
+    (
+        "a line that is no object",
+        "a.jsonl",
+        lines(LINE, "5"),
+        "a.jsonl:2: expected object, got number",
+    ),
+    (
+        "a line that is no object",
+        "a.jsonl",
+        lines(LINE, "null"),
+        "a.jsonl:2: expected object, got null",
+    ),
+    ("empty lines", "a.jsonl", f"\n{LINE}\r\n \n{LINE}", Taken(": 2 rows")),
+    ("empty lines", "a.jsonl", f"\n{LINE}\r\n \n5", "a.jsonl:4: expected object, got number"),
+    ("a byte order mark", "a.jsonl", "\ufeff" + lines(LINE), Taken(": 1 rows")),
+    (
+        "a byte order mark",
         "a.jsonl",
         lines(LINE, "\ufeff" + LINE),
         "a.jsonl:2: not JSON in UTF-8: Unexpected UTF-8 BOM",
     ),
-    (11, "a.jsonl", LINE.encode("utf-16"), "a.jsonl:1: not JSON in UTF-8: "),
+    ("not UTF-8", "a.jsonl", LINE.encode("utf-16"), "a.jsonl:1: not JSON in UTF-8: "),
     (
-        11,
+        "not UTF-8",
         "a.jsonl",
         lines(LINE).encode() + b'{"x": "caf\xe9"}',
         "a.jsonl:2: not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 10",
     ),
-    (12, "a.jsonl", lines(LINE, '{"text": "\\ud800"}'), "a.jsonl:2: "),
-    (13, "a.jsonl", lines(chat(USER, {"role": "assistant", "content": "a\0b"})), Taken(": 1 rows")),
+    ("half of a surrogate pair", "a.jsonl", lines(LINE, '{"text": "\\ud800"}'), "a.jsonl:2: "),
     (
-        13,
+        "a NUL",
+        "a.jsonl",
+        lines(chat(USER, {"role": "assistant", "content": "a\0b"})),
+        Taken(": 1 rows"),
+    ),
+    (
+        "a NUL",
         "a.jsonl",
         lines(LINE, '{"x": "a\0b"}'),
         "a.jsonl:2: not JSON in UTF-8: Invalid control character",
     ),
     (
-        14,
+        "unusual Unicode",
         "a.jsonl",
         lines(chat(USER, {"role": "assistant", "content": "a\u2028b\x85👩\u200d👩\u202eZ̸͕"})),
         Taken(": 1 rows"),
     ),
     (
-        15,
+        "a very long answer",
         "a.jsonl",
         lines(chat(USER, {"role": "assistant", "content": "word " * 400_000})),
         Taken("1 cut at --seq_len"),
     ),
-    (17, "a.jsonl", "", "a.jsonl: no rows"),
-    (17, "a.jsonl", " \n\n", "a.jsonl: no rows"),
-    (17, "a.json", "[]", "a.json: no rows"),
-    (19, "b.jsonl", LINE, "a.jsonl: no such file; did you mean b.jsonl?"),
-    (21, "a.jsonl.gz", gzip.compress(lines(LINE).encode(), mtime=0), Taken(": 1 rows")),
+    ("no rows", "a.jsonl", "", "a.jsonl: no rows"),
+    ("no rows", "a.jsonl", " \n\n", "a.jsonl: no rows"),
+    ("no rows", "a.json", "[]", "a.json: no rows"),
+    ("no such file", "b.jsonl", LINE, "a.jsonl: no such file; did you mean b.jsonl?"),
+    ("gzip", "a.jsonl.gz", gzip.compress(lines(LINE).encode(), mtime=0), Taken(": 1 rows")),
     (
-        22,
+        "bad gzip",
         "a.jsonl.gz",
         gzip.compress(lines(LINE).encode(), mtime=0)[:-12],
         "a.jsonl.gz: cannot be read: ",
     ),
-    (22, "a.jsonl.gz", lines(LINE), "a.jsonl.gz: cannot be read: "),
+    ("bad gzip", "a.jsonl.gz", lines(LINE), "a.jsonl.gz: cannot be read: "),
     (
-        22,
+        "bad gzip",
         "a.jsonl.gz",
         gzip.compress(b" " * 2**27, mtime=0),
         "a.jsonl.gz:1: a line of more than 64 MiB",
     ),
-    (23, "a.jsonl", LFS, "git lfs pull"),
-    (24, "a.json", HTML, "an HTML page"),
-    (25, "a.csv", 'instruction,output\n"Say\nblue",blue\n', Taken(": 1 rows")),
-    (25, "a.csv", "instruction,output\na,b\nc\n", "a.csv row 3: output: missing"),
-    (25, "a.csv", "instruction;output\na;b\n", "a.csv row 2: its keys are 'instruction;output'"),
-    (26, "a.parquet", parquet([ALPACA]), Taken(": 1 rows")),
+    ("a Git LFS pointer", "a.jsonl", LFS, "git lfs pull"),
+    ("an HTML page", "a.json", HTML, "an HTML page"),
+    ("CSV", "a.csv", 'instruction,output\n"Say\nblue",blue\n', Taken(": 1 rows")),
+    ("CSV", "a.csv", "instruction,output\na,b\nc\n", "a.csv row 3: output: missing"),
+    ("CSV", "a.csv", "instruction;output\na;b\n", "a.csv row 2: its keys are 'instruction;output'"),
+    ("Parquet", "a.parquet", parquet([ALPACA]), Taken(": 1 rows")),
     (
-        26,
+        "Parquet",
         "a.parquet",
         parquet([{"question": "a", "answer": "b"}]),
         "a.parquet row 1: its keys are 'question', 'answer'; the rows that can be read have messages",
     ),
     (
-        26,
+        "Parquet",
         "a.parquet",
         parquet([ALPACA] * 99)[:500],
         "a.parquet: cannot be read: ArrowInvalid: Parquet",
     ),
-    (26, "a.parquet", "a,b\n1,2\n", "a.parquet: cannot be read: ArrowInvalid: Parquet"),
-    (28, "a.jsonl", lines(LINE, LINE), Taken("1 the same as a row before")),
-    (29, "a.jsonl", lines(ALPACA, alpaca(instruction=..., text_="x")), "a.jsonl:2: its keys are"),
-    (30, "a.jsonl", lines(ALPACA, alpaca(output=...)), "a.jsonl:2: output: missing"),
-    (30, "a.jsonl", lines(ALPACA, alpaca(output="")), "a.jsonl:2: output: empty"),
+    ("Parquet", "a.parquet", "a,b\n1,2\n", "a.parquet: cannot be read: ArrowInvalid: Parquet"),
+    ("a repeated row", "a.jsonl", lines(LINE, LINE), Taken("1 the same as a row before")),
     (
-        30,
+        "unknown keys",
+        "a.jsonl",
+        lines(ALPACA, alpaca(instruction=..., text_="x")),
+        "a.jsonl:2: its keys are",
+    ),
+    ("no output", "a.jsonl", lines(ALPACA, alpaca(output=...)), "a.jsonl:2: output: missing"),
+    ("no output", "a.jsonl", lines(ALPACA, alpaca(output="")), "a.jsonl:2: output: empty"),
+    (
+        "no output",
         "a.jsonl",
         lines(ALPACA, alpaca(output=None)),
         "a.jsonl:2: output: expected text, got null",
     ),
     (
-        31,
+        "no input",
         "a.jsonl",
         lines(ALPACA, alpaca(input=...), alpaca(input=None), alpaca(input="")),
         Taken(": 4 rows"),
     ),
     (
-        32,
+        "an instruction of a wrong type",
         "a.jsonl",
         lines(ALPACA, alpaca(instruction=["a"])),
         "a.jsonl:2: instruction: expected text, got list",
     ),
     (
-        32,
+        "an instruction of a wrong type",
         "a.jsonl",
         lines(ALPACA, alpaca(instruction=5)),
         "a.jsonl:2: instruction: expected text, got number",
     ),
-    (33, "a.jsonl", lines(ALPACA | {"id": 5, "source": {}}), Taken(": 1 rows")),
+    ("extra keys", "a.jsonl", lines(ALPACA | {"id": 5, "source": {}}), Taken(": 1 rows")),
     (
-        35,
+        "no conversation",
         "a.jsonl",
         lines(GPT, {"conversations": None}),
         "a.jsonl:2: conversations: expected list, got null",
     ),
     (
-        35,
+        "no conversation",
         "a.jsonl",
         lines(GPT, {"conversations": {}}),
         "a.jsonl:2: conversations: expected list, got object",
     ),
     (
-        35,
+        "no conversation",
         "a.jsonl",
         lines(GPT, {"conversations": []}),
         "a.jsonl:2: conversations: no assistant turn",
     ),
     (
-        36,
+        "a turn without role or text",
         "a.jsonl",
         lines({"conversations": [{"value": "Hi"}]}),
         "a.jsonl:1: conversations[0].from: missing",
     ),
     (
-        36,
+        "a turn without role or text",
         "a.jsonl",
         lines({"conversations": [{"from": "human"}]}),
         "a.jsonl:1: conversations[0].value: missing",
     ),
     (
-        37,
+        "an unknown role",
         "a.jsonl",
         lines(gpt(("bot", "Hi"))),
         "conversations[0].from: 'bot' is not one of system, developer, user",
     ),
-    (37, "a.jsonl", lines(gpt(("HUMAN", "Hi"))), "conversations[0].from: 'HUMAN' is not one of"),
-    (37, "a.jsonl", lines(gpt((5, "Hi"))), "conversations[0].from: expected text, got number"),
     (
-        38,
+        "an unknown role",
+        "a.jsonl",
+        lines(gpt(("HUMAN", "Hi"))),
+        "conversations[0].from: 'HUMAN' is not one of",
+    ),
+    (
+        "an unknown role",
+        "a.jsonl",
+        lines(gpt((5, "Hi"))),
+        "conversations[0].from: expected text, got number",
+    ),
+    (
+        "an answer first or a question last",
         "a.jsonl",
         lines(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))),
         Taken("1 turns of the assistant before the first"),
     ),
-    (38, "a.jsonl", lines(gpt(("human", "b"), ("gpt", "c"), ("human", "d"))), Taken(": 1 rows")),
     (
-        39,
+        "an answer first or a question last",
+        "a.jsonl",
+        lines(gpt(("human", "b"), ("gpt", "c"), ("human", "d"))),
+        Taken(": 1 rows"),
+    ),
+    (
+        "one role twice in a row",
         "a.jsonl",
         lines(gpt(("human", "a"), ("human", "b"))),
         "conversations[1].from: expected assistant, got human",
     ),
     (
-        39,
+        "one role twice in a row",
         "a.jsonl",
         lines(gpt(("human", "a"), ("gpt", "b"), ("gpt", "c"))),
         "conversations[2].from: expected user or tool, got gpt",
     ),
     (
-        40,
+        "a system turn in a wrong place",
         "a.jsonl",
         lines(gpt(("human", "a"), ("system", "b"))),
         "conversations[1].from: expected assistant, got system",
     ),
     (
-        40,
+        "a system turn in a wrong place",
         "a.jsonl",
         lines(gpt(("system", "a"), ("system", "b"))),
         "conversations[1].from: expected user, got system",
     ),
     *(
-        (41, "a.jsonl", lines(gpt(("human", value))), f"conversations[0].value: {said}")
+        (
+            "a turn without text",
+            "a.jsonl",
+            lines(gpt(("human", value))),
+            f"conversations[0].value: {said}",
+        )
         for value, said in (
             ("", "empty"),
             (" \n", "empty"),
@@ -288,13 +353,13 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         )
     ),
     (
-        42,
+        "no assistant turn",
         "a.jsonl",
         lines(chat({"role": "system", "content": "x"})),
         "messages: no assistant turn, so there is nothing to learn",
     ),
     (
-        43,
+        "calls in ShareGPT form",
         "a.jsonl",
         lines(
             gpt(
@@ -308,7 +373,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         Taken(": 1 rows"),
     ),
     (
-        44,
+        "calls in OpenAI form",
         "a.jsonl",
         lines(
             chat(
@@ -321,7 +386,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         Taken(": 1 rows"),
     ),
     (
-        46,
+        "arguments that are no object",
         "a.jsonl",
         lines(
             chat(
@@ -337,7 +402,7 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         "messages[1].tool_calls[0].function.arguments: not JSON",
     ),
     (
-        46,
+        "arguments that are no object",
         "a.jsonl",
         lines(
             chat(
@@ -352,68 +417,88 @@ TABLE = [  # number, file's name, its content, what is said: Taken(...), else th
         ),
         "function.arguments: expected an object as JSON, got number",
     ),
-    (47, "a.jsonl", lines(chat(USER, ANSWER, tools="add(a, b)")), "a.jsonl:1: tools: not JSON"),
     (
-        48,
+        "tools that are not JSON",
+        "a.jsonl",
+        lines(chat(USER, ANSWER, tools="add(a, b)")),
+        "a.jsonl:1: tools: not JSON",
+    ),
+    (
+        "parts that are no text",
         "a.jsonl",
         lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)),
         "messages[0].content[0].type: 'image' is no text; finetune.py trains one text answer a row",
     ),
     (
-        48,
+        "parts that are no text",
         "a.jsonl",
         lines(chat({"role": "user", "content": [{"type": "text"}]}, ANSWER)),
         "messages[0].content[0].text: missing",
     ),
     (
-        49,
+        "special tokens in text",
         "a.jsonl",
         lines(chat({"role": "user", "content": "</s> <|im_end|>"}, ANSWER)),
         Taken("1 rows in which text spells a special token, which stays text"),
     ),
     (
-        52,
+        "a prompt beyond --seq_len",
         "a.jsonl",
         lines(LINE, chat({"role": "user", "content": "Hi " * 300}, ANSWER)),
         Taken("1 dropped: no trained token in the first 256 tokens"),
     ),
     (
-        52,
+        "a prompt beyond --seq_len",
         "a.jsonl",
         lines(chat({"role": "user", "content": "Hi " * 300}, ANSWER)),
         "all 1 rows were dropped: 1 x no trained token in the first 256 tokens (fix:",
     ),
     (
-        63,
+        "plain text",
         "a.txt",
         b"\x89PNG\r\n\x1a\n\0\0\0",
         "a.txt: cannot be read: UnicodeDecodeError: 'utf-8' codec",
     ),
-    (63, "a.txt", "word " * 2200, Taken(": 43 rows, 11,001 tokens, 100% trained")),
+    ("plain text", "a.txt", "word " * 2200, Taken(": 43 rows, 11,001 tokens, 100% trained")),
     (
-        63,
+        "plain text",
         "a.jsonl",
         lines({"text": "a"}, {"text": None}),
         "a.jsonl:2: text: expected text, got null",
     ),
     (
-        63,
+        "plain text",
         "a.jsonl",
         lines({"text": "some words"}, {"text": " "}),
         Taken("1 dropped: no trained token"),
     ),
-    (64, "a.jsonl", lines({"input_ids": [5, 6, 7]}), Taken(": 1 rows, 3 tokens, 100% trained")),
-    (64, "a.jsonl", lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}), Taken("67% trained")),
     (
-        64,
+        "token ids",
+        "a.jsonl",
+        lines({"input_ids": [5, 6, 7]}),
+        Taken(": 1 rows, 3 tokens, 100% trained"),
+    ),
+    (
+        "token ids",
+        "a.jsonl",
+        lines({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}),
+        Taken("67% trained"),
+    ),
+    (
+        "token ids",
         "a.jsonl",
         lines({"input_ids": [5, 6]}, {"input_ids": [5, 99999]}),
         "a.jsonl:2: input_ids[1]: 99999 is no token; they are 0 to ",
     ),
-    (64, "a.jsonl", lines({"input_ids": [-1]}), "a.jsonl:1: input_ids[0]: -1 is no token"),
-    (64, "a.jsonl", lines({"input_ids": [1.0]}), "a.jsonl:1: input_ids[0]: 1.0 is no token"),
+    ("token ids", "a.jsonl", lines({"input_ids": [-1]}), "a.jsonl:1: input_ids[0]: -1 is no token"),
     (
-        64,
+        "token ids",
+        "a.jsonl",
+        lines({"input_ids": [1.0]}),
+        "a.jsonl:1: input_ids[0]: 1.0 is no token",
+    ),
+    (
+        "token ids",
         "a.jsonl",
         lines({"input_ids": [1, 2], "labels": [1]}),
         "a.jsonl:1: labels: 1 of them for 2 input_ids",
@@ -451,27 +536,30 @@ def write(name: str, content) -> str:
     return name
 
 
-@pytest.mark.parametrize(("row", "name", "content", "expected"), TABLE)
-def test_a_file_is_read_or_refused_in_one_line(said, row, name, content, expected):
+CALLS = ("calls in ShareGPT form", "calls in OpenAI form")
+
+
+@pytest.mark.parametrize(("case", "name", "content", "expected"), TABLE)
+def test_a_file_is_read_or_refused_in_one_line(said, case, name, content, expected):
     write(name, content)
     # one that writes calls of tools
-    template = {"chat_template": "chatml"} if row in (43, 44) else {}
-    answer = said("a.jsonl" if row == 19 else name, **template)
+    template = {"chat_template": "chatml"} if case in CALLS else {}
+    answer = said("a.jsonl" if case == "no such file" else name, **template)
     assert expected in answer
     assert answer.startswith("--- world" if isinstance(expected, Taken) else "refused: ")
 
 
-@pytest.mark.parametrize("row", [43, 44])
-def test_calls_that_the_template_does_not_write_are_refused_by_row_and_template(said, row):
-    """A model was trained to say nothing in their place, in 153 of 153 rows of a real file."""
-    write("a.jsonl", next(content for number, _, content, _ in TABLE if number == row))
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_the_template_does_not_write_are_refused_by_row_and_template(said, case):
+    """Otherwise a model learns to say nothing in their place, as in all 153 rows of a real file."""
+    write("a.jsonl", next(content for name, _, content, _ in TABLE if name == case))
     expected = (
         r"refused: a.jsonl:1: tool_calls of turn 2: the chat template of \S+/model does not write"
     )
     assert re.match(expected, said("a.jsonl"))
 
 
-def test_18_20_what_is_no_file_is_refused_without_hanging(said):
+def test_what_is_no_file_is_refused_without_hanging(said):
     os.mkdir("empty")
     os.mkfifo("pipe.jsonl")
     os.symlink("gone.jsonl", "dangling.jsonl")
@@ -491,7 +579,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
     os.chmod(write("secret.jsonl", LINE), 0)
     tmp_path.chmod(0o755)
     user = os.geteuid()
-    os.seteuid(user or 65534)  # root, whom no mode stops, becomes somebody else for a moment
+    os.seteuid(user or 65534)  # modes do not stop root, so it becomes another user for a moment
     try:
         with pytest.raises(
             ConfigError, match="^secret.jsonl: cannot be read: PermissionError: .*Permission denied"
@@ -502,13 +590,13 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_15_a_line_of_a_gigabyte_is_refused_without_reading_it(said):
+def test_a_line_of_a_gigabyte_is_refused_without_reading_it(said):
     with open("a.jsonl", "wb") as file:
         file.truncate(2**30)  # sparse
     assert "a.jsonl:1: a line of more than 64 MiB" in said("a.jsonl")
 
 
-def test_27_patterns_that_match_nothing_and_folders_of_several_kinds(said):
+def test_patterns_that_match_nothing_and_folders_of_several_kinds(said):
     assert "data/*.jsonl: no .jsonl" in said("data/*.jsonl")
     os.mkdir("data")
     write("data/a.jsonl", LINE)
@@ -517,7 +605,7 @@ def test_27_patterns_that_match_nothing_and_folders_of_several_kinds(said):
     assert ": 1 rows" in said("data/*.jsonl")
 
 
-def test_28_the_same_file_twice_is_counted(said):
+def test_the_same_file_twice_is_counted(said):
     write("a.jsonl", LINE)
     assert "1 the same as a row before" in said("a.jsonl,a.jsonl")
 
@@ -530,23 +618,27 @@ def test_data_sets_of_several_forms_may_be_mixed(said):
 
 
 @pytest.mark.parametrize(
-    ("row", "template", "expected"),
+    ("case", "template", "expected"),
     [
-        (50, "{% for m in messages %}{{ m.content", "template.jinja cannot render user"),
         (
-            50,
+            "a syntax error",
+            "{% for m in messages %}{{ m.content",
+            "template.jinja cannot render user",
+        ),
+        (
+            "an exception",
             "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
             "{{ m.content }}</s>{% endfor %}",
             "template.jinja cannot render system: no system",
         ),
         (
-            51,
+            "a way out of the sandbox",
             "{{ ''.__class__.__mro__ }}{% for m in messages %}{{ m.content }}</s>{% endfor %}",
             "cannot render user",
         ),
     ],
 )
-def test_50_51_a_template_that_fails_is_named_with_the_role(said, row, template, expected):
+def test_a_template_that_fails_is_named_with_the_role(said, case, template, expected):
     write("template.jinja", template)
     write("a.jsonl", lines(chat({"role": "system", "content": "x"}, USER, ANSWER)))
     answer = said("a.jsonl", chat_template="template.jinja")
@@ -554,7 +646,7 @@ def test_50_51_a_template_that_fails_is_named_with_the_role(said, row, template,
     assert expected in answer
 
 
-def test_65_rows_that_are_held_out_and_trained_on_are_counted(said):
+def test_rows_that_are_held_out_and_trained_on_are_counted(said):
     write("a.jsonl", lines(LINE, chat(USER, {"role": "assistant", "content": "Ho"})))
     assert "warning: 2 of 2 held-out rows are trained on too" in said(
         "a.jsonl", eval_dataset="a.jsonl"

@@ -1,4 +1,4 @@
-"""Tokenized data on the disk is what it would be in memory, made once, and never half.
+"""Tokenized data on disk equals that in memory, is made once, and is never half written.
 
 python -m pytest tests/test_cache.py
 """
@@ -224,7 +224,6 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_a_kill_half_way_leaves_nothing_that_is_taken_for_whole(files, tmp_path):
-    """Row 59 of the faults."""
     folder = tmp_path / "raw_fsdp" / "data"
     process = start(files, tmp_path)
     until = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What disks, files, settings and surroundings do to a run is refused in one line, or changes nothing.
+"""Bad disks, files, settings and surroundings end a run in one line, or change nothing.
 
 python -m pytest tests/test_fault_files.py -m ""
 """
@@ -69,7 +69,7 @@ def adapted(whole, tmp_path_factory):
 
 @pytest.fixture
 def half(whole, tmp_path):
-    """(flags, folder) of that run as a kill after its fourth step leaves it."""
+    """(flags, folder) of that run, killed after its fourth step."""
     return whole[0], cut(whole[1], tmp_path / "half", 4)
 
 
@@ -89,7 +89,7 @@ def fill(folder, leave):
 
 
 def when(condition, action=lambda: None, seconds=60):
-    """A thread that does something as soon as a condition holds."""
+    """A thread that calls `action` as soon as the condition holds."""
 
     def wait():
         until = time.monotonic() + seconds
@@ -128,7 +128,7 @@ def same_tensors(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# --- rows 20, 21, 23: the disk
+# --- the disk
 
 
 @slow
@@ -136,7 +136,7 @@ def same_tensors(one, other) -> bool:
 def test_a_disk_that_fills_during_a_run_ends_it_in_one_line_and_it_goes_on_when_there_is_room(
     whole, tmp_path
 ):
-    """Row 20. The disk fills while the process sleeps in the fourth step, before it would save."""
+    """The disk fills while the process sleeps in the fourth step, before it would save."""
     flags, _ = whole
     with small_disk(tmp_path / "disk", "size=16m") as disk:
         out = disk / "out"
@@ -158,7 +158,7 @@ def test_a_disk_that_fills_during_a_run_ends_it_in_one_line_and_it_goes_on_when_
 @slow
 @root_only
 def test_a_disk_without_inodes_is_one_line_and_every_checkpoint_on_it_is_sound(whole, tmp_path):
-    """Row 21, wherever in the run the last inode goes."""
+    """The inodes run out at different points of the run."""
     sound = 0
     for inodes in (2, 4, 6, 8, 12, 16, 20, 23):
         with small_disk(tmp_path / f"{inodes}", f"nr_inodes={inodes}") as disk:
@@ -177,7 +177,7 @@ def test_a_disk_without_inodes_is_one_line_and_every_checkpoint_on_it_is_sound(w
 
 
 def claim_as_another_user(world, out):
-    """Root becomes somebody else for a moment, whom the mode of a folder stops."""
+    """Root becomes another user for a moment, because modes do not stop root."""
     user = os.geteuid()
     out.parent.chmod(0o555)
     try:
@@ -192,11 +192,11 @@ def claim_as_another_user(world, out):
 
 @slow
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
-    """Row 23; its other cases are in test_saving.py and test_plan.py."""
+    """Other folders that cannot be written are in test_saving.py and test_plan.py."""
     assert "Permission denied" in run_ranks(claim_as_another_user, 1, tmp_path / "out")[0]
 
 
-# --- rows 25 and 30 to 34, 53: damaged and poisoned checkpoints
+# --- damaged and poisoned checkpoints
 
 
 def flip(path, at, bit=1):
@@ -209,7 +209,7 @@ def from_step_2(file):
     shutil.copy(file.parent.with_name("step_00000002") / file.name, file)
 
 
-ZERO, ONE = "__0_0.distcp", "__1_0.distcp"  # the tensors of either rank
+ZERO, ONE = "__0_0.distcp", "__1_0.distcp"  # the tensors of ranks 0 and 1
 DAMAGE = {  # what is done to a file of checkpoint 4 -> words in the answer
     "metadata cut": (".metadata", lambda f: os.truncate(f, 900), " has 900 bytes, "),
     "metadata empty": (".metadata", lambda f: os.truncate(f, 0), " has 0 bytes, "),
@@ -231,7 +231,6 @@ DAMAGE = {  # what is done to a file of checkpoint 4 -> words in the answer
 def test_a_damaged_checkpoint_is_passed_over_with_one_warning_and_refused_where_it_is_named(
     half, tmp_path, capsys, kind
 ):
-    """Rows 25, 32 and 33."""
     name, change, says = DAMAGE[kind]
     out, world = half[1], init_distributed()
     newest, before = out / "checkpoints" / "step_00000004", out / "checkpoints" / "step_00000002"
@@ -296,7 +295,6 @@ def poison(checkpoint, mark, where):
 def test_a_payload_in_a_checkpoint_does_not_run_though_the_manifest_vouches_for_it(
     half, tmp_path, where
 ):
-    """Rows 30 and 31."""
     (flags, out), mark = half, tmp_path / "mark"
     newest = out / "checkpoints" / "step_00000004"
     poison(newest, mark, where)
@@ -305,13 +303,13 @@ def test_a_payload_in_a_checkpoint_does_not_run_though_the_manifest_vouches_for_
     assert not mark.exists()
     with suppress(CheckpointException):
         dcp.load({"loader": None}, checkpoint_id=newest, no_dist=True)
-    # it is a live one, but torch itself is careful with tensors
+    # the payload works, but torch itself loads tensors safely
     assert mark.exists() == (where != "tensor")
 
 
 @slow
 def test_times_do_not_say_which_checkpoint_is_the_newest(half, capsys, monkeypatch):
-    """Row 53: clocks jumped or stood."""
+    """Clocks jumped or stood still."""
     newest, before = (half[1] / "checkpoints" / f"step_0000000{step}" for step in (4, 2))
     for zone, old, new in (("UTC", 2**31, 0), ("Pacific/Kiritimati", 10**9, 10**9)):
         for checkpoint, seconds in ((before, old), (newest, new)):
@@ -325,7 +323,7 @@ def test_times_do_not_say_which_checkpoint_is_the_newest(half, capsys, monkeypat
     time.tzset()
 
 
-# --- rows 35 and 60: settings that changed
+# --- settings that changed
 
 
 def other_rows(flags, folder):
@@ -402,7 +400,7 @@ def test_a_resume_with_other_settings_goes_on_and_says_what_changed(
     assert same == (kind in ("seq_len that cuts nothing", "the same rows elsewhere"))
 
 
-# --- row 44: an example that is far too large
+# --- an example that is far too large
 
 
 @slow
@@ -423,12 +421,11 @@ def test_a_line_of_ten_megabytes_is_cut_and_counted_and_the_others_train(whole, 
     )
 
 
-# --- rows 51, 54 and 56 to 58: what is around a run
+# --- the surroundings of a run
 
 
 @slow
 def test_a_folder_in_use_is_refused_and_that_of_a_dead_process_is_taken_over(whole, tmp_path):
-    """Row 51."""
     flags, out = whole[0], tmp_path / "out"
     command = [sys.executable, "recipes/finetune.py", *words(flags, out).split()]
     env = {**os.environ, "FAULT": "step:0:3:100"}
@@ -454,7 +451,7 @@ def test_a_folder_in_use_is_refused_and_that_of_a_dead_process_is_taken_over(who
 @slow
 @root_only
 def test_without_a_home_and_with_full_temporary_folders_it_trains(whole, tmp_path):
-    """Row 54, in mounts that end with the shell."""
+    """The mounts end with the shell."""
     (tmp_path / "ro").mkdir()
     (tmp_path / "script").write_text(
         "set -e\n"
@@ -472,7 +469,6 @@ def test_without_a_home_and_with_full_temporary_folders_it_trains(whole, tmp_pat
 
 @slow
 def test_a_model_in_more_files_than_may_be_open_trains(whole, tmp_path):
-    """Row 56."""
     model = tiny_model_folder(tmp_path / "model", vocab_size=271, num_hidden_layers=9, files=100)
     assert len(list(model.glob("*.safetensors"))) > 64
     flags = {**whole[0], "model": str(model), "steps": 2}
@@ -484,7 +480,7 @@ def test_a_model_in_more_files_than_may_be_open_trains(whole, tmp_path):
 
 @slow
 def test_a_closed_pipe_and_a_deleted_log_do_not_end_the_run(whole, tmp_path):
-    """Row 57: nobody reads after the first line, and metrics.jsonl goes in the third step."""
+    """Nobody reads after the first line, and metrics.jsonl is deleted in the third step."""
     flags, out = whole[0], tmp_path / "out"
     log, run = out / "metrics.jsonl", f"{TORCHRUN} recipes/finetune.py {words(flags, out)}"
     when(lambda: log.exists() and log.read_text().count("\n") == 2, log.unlink)
@@ -497,7 +493,7 @@ def test_a_closed_pipe_and_a_deleted_log_do_not_end_the_run(whole, tmp_path):
 
 @slow
 def test_words_of_every_script_train_where_the_locale_knows_none(whole, tmp_path):
-    """Row 58: rows and their file in Chinese; Python told to take ASCII for everything."""
+    """The rows and the name of their file are Chinese, in a locale that knows only ASCII."""
     rows = tmp_path / "数据.jsonl"
     chats = [{"instruction": f"数到 {i}", "output": "一二三四五"[: i + 1]} for i in range(5)]
     rows.write_text(
@@ -510,11 +506,11 @@ def test_words_of_every_script_train_where_the_locale_knows_none(whole, tmp_path
     assert curve(tmp_path / "out") == curve(train(None, flags, tmp_path / "here"))
 
 
-# --- row 60: adapters
+# --- adapters
 
 
 def train_and_die(world, flags, out, point):
-    """Die at a point of the save of a checkpoint, or in that of the adapter."""
+    """Die at a point of the save of a checkpoint or of the adapter."""
     os.environ["FAULT"] = point
     faults.install()
     pwritev, rename, calls = os.pwritev, os.rename, []
@@ -571,7 +567,7 @@ def test_an_adapter_of_another_shape_is_refused_by_name(adapted, tmp_path, capsy
 
 
 def save_and_fill(world, folder, leave):
-    """A save; where `leave` is not None, the disk fills as soon as the save has seen that there is room."""
+    """Save; unless `leave` is None, the disk fills as soon as the save has checked that there is room."""
     original = checkpoint_module.check_space
 
     def check_then_fill(path, needed_bytes):
@@ -592,7 +588,7 @@ def save_and_fill(world, folder, leave):
 
 @root_only
 def test_a_disk_that_fills_during_a_save_leaves_the_checkpoint_before_and_nothing_half(tmp_path):
-    """Row 20, full in the tensors, in what describes them, in state.json and in the manifest."""
+    """It fills while the tensors, their metadata, state.json or the manifest are written."""
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         folder = disk / "checkpoints"
         run_ranks(save_and_fill, 2, folder, None)
@@ -618,7 +614,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_checkpoint_before_and_nothin
 
 @slow
 def test_weights_of_another_kind_of_number_are_refused(whole, tmp_path):
-    """Row 28: integers where the model has fractions."""
+    """Integers where the model has floats."""
     folder = shutil.copytree(whole[0]["model"], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int64)
@@ -628,7 +624,7 @@ def test_weights_of_another_kind_of_number_are_refused(whole, tmp_path):
 
 @slow
 def test_a_closed_standard_output_does_not_end_the_run(whole, tmp_path):
-    """Row 57: not a pipe that nobody reads, but none."""
+    """Standard output does not exist, unlike a pipe that nobody reads."""
     flags = {**whole[0], "steps": 2}
     ended = shell(
         f"sh -c '{sys.executable} recipes/finetune.py {words(flags, tmp_path / 'out')} >&-'"
@@ -639,7 +635,7 @@ def test_a_closed_standard_output_does_not_end_the_run(whole, tmp_path):
 
 @slow
 def test_a_name_that_is_no_text_is_printed_escaped(whole, tmp_path):
-    """Row 58: a byte that is not UTF-8 in a file's name, on a strict standard output."""
+    """A file's name has a byte that is not UTF-8, and standard output is strict."""
     rows = shutil.copy(whole[0]["dataset"], tmp_path / "rows\udcff.jsonl")
     flags, strict = (
         {**whole[0], "dataset": str(rows), "steps": 2},
@@ -653,7 +649,7 @@ def test_a_name_that_is_no_text_is_printed_escaped(whole, tmp_path):
 @slow
 @root_only
 def test_a_full_disk_that_the_log_meets_is_one_line_with_its_name(whole, tmp_path):
-    """Row 20 in metrics.jsonl, which comes before the next save."""
+    """The disk fills while metrics.jsonl is written, before the next save."""
     flags = {**whole[0], "save_every": 0, "steps": 60}
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         log = disk / "out" / "metrics.jsonl"

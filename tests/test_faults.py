@@ -1,11 +1,11 @@
-"""Nothing is lost: a run that is killed, stopped or starved anywhere goes on as if nothing had happened.
+"""A run that is killed or stopped at any point continues as if nothing had happened.
 
-python -m pytest tests/test_faults.py             the rows that `make test` holds
-python -m pytest -m "not gpu" tests/test_faults.py
+python -m pytest tests/test_faults.py               the fast tests, which `make test` runs
+python -m pytest -m "not gpu" tests/test_faults.py  also the slow ones
 
-The oracle is the undisturbed run. A checkpoint's manifest has the SHA-256 of every rank's file, and those
-hold the parameters, the optimizer's tensors and the state of the random number generators: equal hashes are
-equal bits. metrics.jsonl has losses and gradient norms, which the order of the rows decides.
+The oracle is the undisturbed run. The manifest of a checkpoint has the SHA-256 of every rank's file. These
+files hold the parameters, the optimizer's tensors and the state of the random number generators, so equal
+hashes mean equal bits. metrics.jsonl has losses and gradient norms, which depend on the order of the rows.
 """
 
 import json
@@ -60,7 +60,7 @@ def command(flags, out, torchrun="", script="recipes/finetune.py"):
 
 
 def results(out) -> dict:
-    """What a run leaves: its curve, and by file the hashes of its last checkpoint and of the model."""
+    """What a run leaves: its curve, the hash of each file of its last checkpoint, and the model."""
     curve = [(x["step"], x["loss"], x["grad_norm"]) for x in read_metrics(out / "metrics.jsonl")]
     files = json.loads(
         (complete_checkpoints(out / "checkpoints")[-1] / "manifest.json").read_text()
@@ -78,18 +78,18 @@ def names(folder) -> list[str]:
 
 
 def broken(flags, out, fault="", script="recipes/finetune.py", launch=Forked) -> str:
-    """A run that a fault ends within 15 s of it: its output. No worker is left."""
+    """The output of a run that ends within 15 s of a fault. No worker is left."""
     with launch(command(flags, out, script=script), FAULT=fault) as run:
         run.until("--- train|error: ")
         begun = time.monotonic()
         assert run.end() != 0
-        # 15 s from the fault; steps, and torchrun's own wait, before it
+        # 15 s from the fault, and before it the steps and the wait of torchrun
         assert time.monotonic() - begun < 45
         return run.text
 
 
 def goes_on(flags, out, undisturbed, newest=None):
-    """The rest of the oracle: `newest` is where it resumes, and the end is that of the undisturbed run."""
+    """The run resumes from step `newest`, and ends with the results of the undisturbed run."""
     found = complete_checkpoints(out / "checkpoints")[-1]
     assert (found and int(found.name[-8:])) == newest
     train(2, flags, out)
@@ -101,28 +101,28 @@ def goes_on(flags, out, undisturbed, newest=None):
 # --- kills
 
 
-KILLS = {  # row: (point, rank, step), the newest complete checkpoint afterwards
-    1: ("step:1:3", 2),  # in the middle of step 4
-    2: ("step:0:3", 2),
-    4: ("begin:0:4", 2),
-    5: ("data:0:4", 2),
-    6: ("metadata:0:4", 2),
-    7: ("rename:0:4", 2),
-    8: ("published:0:4", 4),
-    "9 at the begin": ("begin:1:4", 2),
-    "9 at half of the data": ("data:1:4", 2),
+KILLS = {  # where a rank is killed -> point:rank:step, the newest complete checkpoint afterwards
+    "rank 1 in a step": ("step:1:3", 2),
+    "rank 0 in a step": ("step:0:3", 2),
+    "rank 0 at the start of a save": ("begin:0:4", 2),
+    "rank 0 at half of the data": ("data:0:4", 2),
+    "rank 0 before the metadata": ("metadata:0:4", 2),
+    "rank 0 before the rename": ("rename:0:4", 2),
+    "rank 0 after a save": ("published:0:4", 4),
+    "rank 1 at the start of a save": ("begin:1:4", 2),
+    "rank 1 at half of the data": ("data:1:4", 2),
 }
 
 
-AT_ONCE = (1, 8)  # in a step, and behind a save; the others are left to make test-all
+AT_ONCE = ("rank 1 in a step", "rank 0 after a save")  # the others are slow
 
 
 @pytest.mark.parametrize(
-    "row", [row if row in AT_ONCE else pytest.param(row, marks=slow) for row in KILLS]
+    "kill", [kill if kill in AT_ONCE else pytest.param(kill, marks=slow) for kill in KILLS]
 )
-def test_a_killed_rank_costs_at_most_one_save_interval(flags, undisturbed, tmp_path, row):
-    (fault, newest), out = KILLS[row], tmp_path / "run"
-    launch = Launch if row == 1 else Forked
+def test_a_killed_rank_costs_at_most_one_save_interval(flags, undisturbed, tmp_path, kill):
+    (fault, newest), out = KILLS[kill], tmp_path / "run"
+    launch = Launch if kill == "rank 1 in a step" else Forked
     said = broken(flags, out, fault, launch=launch)
     rank = fault.split(":")[1]
     if launch is Launch:
@@ -133,9 +133,11 @@ def test_a_killed_rank_costs_at_most_one_save_interval(flags, undisturbed, tmp_p
 
 
 @slow
-@pytest.mark.parametrize("row", [5, 7, 8])
-def test_a_save_in_the_background_is_killed_as_safely(flags, undisturbed, tmp_path, row):
-    (fault, newest), out = KILLS[row], tmp_path / "run"
+@pytest.mark.parametrize(
+    "kill", ["rank 0 at half of the data", "rank 0 before the rename", "rank 0 after a save"]
+)
+def test_a_save_in_the_background_is_killed_as_safely(flags, undisturbed, tmp_path, kill):
+    (fault, newest), out = KILLS[kill], tmp_path / "run"
     broken({**flags, "async_save": "true"}, out, fault)
     goes_on({**flags, "async_save": True}, out, undisturbed, newest)
 
@@ -144,7 +146,7 @@ def test_a_save_in_the_background_is_killed_as_safely(flags, undisturbed, tmp_pa
 def test_workers_do_not_outlive_a_killed_launcher_and_its_folder_is_free(
     flags, undisturbed, tmp_path
 ):
-    with Launch(command(flags, tmp_path / "run"), FAULT="step:1:3:30") as run:  # row 3
+    with Launch(command(flags, tmp_path / "run"), FAULT="step:1:3:30") as run:
         run.until("step 3/")
         run.process.kill()
         run.process.wait()
@@ -160,7 +162,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_candidate(
     flags, undisturbed, tmp_path
 ):
     out, kept = tmp_path / "run", {**flags, "keep": 1}
-    # row 10; the first call has nothing to remove
+    # the first call has nothing to remove
     broken(kept, out, script="tests/inject.py retire 0 2")
     leftovers = [name for name in names(out / "checkpoints") if name.startswith(".tmp_")]
     assert leftovers
@@ -172,7 +174,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_candidate(
 @slow
 def test_a_kill_during_the_final_save_leaves_no_half_model(flags, undisturbed, tmp_path):
     out = tmp_path / "run"
-    broken(flags, out, script="tests/inject.py export 0 1")  # row 11
+    broken(flags, out, script="tests/inject.py export 0 1")
     assert not (out / "model").exists()
     train(2, flags, out)
     assert results(out) == undisturbed
@@ -185,7 +187,7 @@ ENDLESS = {"steps": 100_000, "schedule": "constant", "warmup": 0, "save_every": 
 
 
 def stopped(flags, out, send, torchrun="", code=None, launch=Launch) -> int:
-    """Start, let `send` disturb it after step 2, and see it save; the step after which it stopped."""
+    """Call `send` after step 2, check that the run saves, and return the step after which it stopped."""
     with launch(command({**flags, **ENDLESS}, out, torchrun)) as run:
         run.until("step 2/")
         begun = time.monotonic()
@@ -207,7 +209,7 @@ def stopped(flags, out, send, torchrun="", code=None, launch=Launch) -> int:
 
 
 def test_sigterm_to_torchrun_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_path):
-    out = tmp_path / "run"  # row 12
+    out = tmp_path / "run"
     step = stopped(flags, out, lambda run: run.process.send_signal(signal.SIGTERM))
     longer = {**flags, **ENDLESS, "steps": step + 3}
     train(2, longer, out)
@@ -215,19 +217,19 @@ def test_sigterm_to_torchrun_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_
 
 
 def everyone(run):
-    """What a terminal without sessions of their own does at Ctrl-C."""
+    """Ctrl-C in a terminal, where the ranks have no sessions of their own."""
     for pid in (*run.pids.values(), run.process.pid):
         os.kill(pid, signal.SIGINT)
 
 
 SIGNALS = {
-    "13": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0, Forked),
-    "14": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
-    "14 to all": (everyone, "", None),
-    "15": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0),
+    "SIGTERM to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0, Forked),
+    "Ctrl-C to torchrun": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
+    "Ctrl-C to all": (everyone, "", None),
+    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0),
     "a closed terminal": (lambda run: run.process.send_signal(signal.SIGHUP), "", None),
-    "15 SIGUSR2": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0, Forked),
-    "15 to torchrun": (
+    "SIGUSR2 to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0, Forked),
+    "SIGUSR1 to torchrun": (
         lambda run: run.process.send_signal(signal.SIGUSR1),
         "--signals-to-handle SIGTERM,SIGINT,SIGUSR1",
         None,
@@ -236,14 +238,13 @@ SIGNALS = {
 
 
 @slow
-@pytest.mark.parametrize("row", SIGNALS)
-def test_every_signal_is_a_checkpoint(flags, tmp_path, row):
-    stopped(flags, tmp_path / "run", *SIGNALS[row])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_every_signal_is_a_checkpoint(flags, tmp_path, name):
+    stopped(flags, tmp_path / "run", *SIGNALS[name])
 
 
 @slow
 def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
-    # row 14
     with Launch(command({**flags, **ENDLESS}, tmp_path / "run"), FAULT="step:1:5:60") as run:
         run.until("step 5/")
         run.process.send_signal(signal.SIGINT)
@@ -260,7 +261,7 @@ def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
 def test_a_signal_during_a_save_lets_it_end(flags, undisturbed, tmp_path, background):
     out, slower = tmp_path / "run", {**flags, "async_save": background}
     launch = Forked if background else Launch
-    with launch(command(slower, out), FAULT="metadata:0:2:4") as run:  # row 16
+    with launch(command(slower, out), FAULT="metadata:0:2:4") as run:
         run.until("--- train")
         while not list((out / "checkpoints").glob(".tmp_step_*")):
             time.sleep(0.02)
@@ -280,7 +281,6 @@ def test_a_save_slower_than_the_grace_period_leaves_the_previous_checkpoint(
     flags, undisturbed, tmp_path
 ):
     out = tmp_path / "run"
-    # row 18
     with Launch(command(flags, out, "--shutdown-timeout 4"), FAULT="rename:0:4:60") as run:
         run.until("step 4/")
         while not list((out / "checkpoints").glob(".tmp_step_00000004_*/manifest.json")):
@@ -294,7 +294,7 @@ def test_a_save_slower_than_the_grace_period_leaves_the_previous_checkpoint(
 @pytest.mark.parametrize("act", ["plan", "load"])
 def test_sigterm_before_the_training_leaves_nothing(flags, tmp_path, act):
     launch = Launch if act == "plan" else Forked
-    with launch(command(flags, tmp_path / "new" / "run")) as run:  # row 17
+    with launch(command(flags, tmp_path / "new" / "run")) as run:
         run.until(f"--- {act}")
         run.signal(signal.SIGTERM)
         assert run.end(30) != 0
@@ -310,7 +310,7 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout(flags, tmp_path):
     with Launch(
         command({**flags, **ENDLESS, "timeout": 8}, tmp_path / "run", "--shutdown-timeout 3")
     ) as run:
-        run.until("step 2/")  # row 19
+        run.until("step 2/")
         os.kill(run.pids[1], signal.SIGSTOP)
         begun = time.monotonic()
         run.until("error: rank 0 waited in vain for the others in act 'train': ")
@@ -321,7 +321,6 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout(flags, tmp_path):
 @slow
 def test_a_rank_that_leaves_out_a_collective_ends_the_run_in_one_line(flags, tmp_path):
     endless = {**flags, **ENDLESS, "timeout": 8}
-    # row 45
     inject = "tests/inject.py collective 1 20"
     with Forked(command(endless, tmp_path / "run", script=inject)) as run:
         run.until("error: ", 60)
@@ -331,7 +330,6 @@ def test_a_rank_that_leaves_out_a_collective_ends_the_run_in_one_line(flags, tmp
 
 @slow
 def test_an_exception_on_one_rank_is_said_once_and_ends_the_run(flags, tmp_path):
-    # row 48
     said = broken(flags, tmp_path / "run", script="tests/inject.py data 1 3", launch=Launch)
     assert said.count("RuntimeError: row 7 is corrupt") == 1
     assert "error: rank 1 failed in act 'train'" in said
@@ -340,7 +338,7 @@ def test_an_exception_on_one_rank_is_said_once_and_ends_the_run(flags, tmp_path)
 @slow
 def test_a_rank_that_leaves_with_0_is_blamed(flags, undisturbed, tmp_path):
     out = tmp_path / "run"
-    said = broken(flags, out, "step:1:3:exit", launch=Launch)  # row 49
+    said = broken(flags, out, "step:1:3:exit", launch=Launch)
     assert "error: rank 1 is gone in act 'train'" in said
     goes_on(flags, out, undisturbed, 2)
 
@@ -348,10 +346,10 @@ def test_a_rank_that_leaves_with_0_is_blamed(flags, undisturbed, tmp_path):
 @slow
 def test_a_rank_out_of_memory_says_what_helps(flags, undisturbed, tmp_path):
     out = tmp_path / "run"
-    said = broken(flags, out, "step:1:3:memory")  # row 55
+    said = broken(flags, out, "step:1:3:memory")
     assert "error: rank 1 is out of memory in act 'train'" in said
     assert re.search(r"; planned [\d.]+ of [\d.]+ GiB a rank \(fix: ", said)
-    assert "[rank1]:" not in said  # so torch marks the lines of a traceback
+    assert "[rank1]:" not in said  # with this, torch marks the lines of a traceback
     goes_on(flags, out, undisturbed, 2)
 
 
@@ -359,7 +357,7 @@ def test_a_rank_out_of_memory_says_what_helps(flags, undisturbed, tmp_path):
 
 
 def test_one_two_and_one_ranks_see_the_same_batches(flags, undisturbed, tmp_path):
-    out = train(1, flags, tmp_path / "run")  # row 37
+    out = train(1, flags, tmp_path / "run")
     for ranks, step in ((2, 2), (1, 4)):
         for path in (out / "checkpoints").glob("step_*"):
             if int(path.name[-8:]) > step:
@@ -375,7 +373,7 @@ def test_one_two_and_one_ranks_see_the_same_batches(flags, undisturbed, tmp_path
 
 
 def spoiled(world, flags, out):
-    """Rank 1's third step has a loss that is no number; the error, and whether a weight changed in it."""
+    """The third loss of rank 1 is NaN. Returns the error, its `agreed` and how many losses there were."""
     original, calls, seen = finetune.summed_cross_entropy, [], []
 
     def spoil(model, batch):
@@ -396,7 +394,7 @@ def spoiled(world, flags, out):
 def test_a_loss_that_is_no_number_stops_all_ranks_and_is_in_no_checkpoint(
     flags, undisturbed, tmp_path
 ):
-    out = tmp_path / "run"  # row 38
+    out = tmp_path / "run"
     mine = {**flags, "save_every": 1, "batch_size": 2}
     for text, agreed, calls in run_ranks(spoiled, 2, mine, out):
         assert text.startswith("step 3: loss nan")

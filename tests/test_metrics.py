@@ -264,7 +264,7 @@ assert peak_memory_bytes() - before > 48 * mib
 
 
 def test_peak_memory_remembers_what_was_freed_and_ignores_mapped_files(tmp_path):
-    """In a process of its own: other tests leave memory that is free and still counted."""
+    """In a process of its own, because other tests leave free memory that still counts."""
     ended = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path / "file"], cwd=ROOT, capture_output=True
     )
@@ -272,7 +272,7 @@ def test_peak_memory_remembers_what_was_freed_and_ignores_mapped_files(tmp_path)
 
 
 def planned_and_held(world, kind):
-    """The estimate from meta shapes, and the bytes that this rank really holds after one AdamW step."""
+    """The estimate from meta shapes, and the bytes that this rank holds after one AdamW step."""
     sizes = {
         "hidden_size": 8,
         "num_attention_heads": 2,
@@ -298,7 +298,7 @@ def planned_and_held(world, kind):
 
 
 def held_bytes(tensors) -> int:
-    """Storage of the local parts, what several share counted once, padding included."""
+    """Storage of the local parts with padding; shared storage counts once."""
     local = [t.to_local() if hasattr(t, "to_local") else t for t in (t.detach() for t in tensors)]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values()
@@ -335,7 +335,6 @@ def broken(where):
 
 @pytest.mark.parametrize("where", ["start", "log", "close"])
 def test_a_tracker_that_fails_is_left_out_with_one_warning(where, tmp_path, capsys):
-    """Row 57 of the fault matrix, for a service that is down."""
     tracker = Tracker("TensorBoard", broken(where), tmp_path, 0)
     log = RunLog(tmp_path, total_steps=2, log_every=3, trackers=[tracker])
     log.step(step=1, loss=1.0)

@@ -1,6 +1,6 @@
 """A model folder is checked before it is read. Alone: `.venv/bin/python -m pytest tests/test_model_folder.py`
 
-Nothing here needs ranks. Files that must not be opened are pipes (opening one would wait forever) or pickles
+No test here needs ranks. Files that must not be opened are pipes (opening one would wait forever) or pickles
 that leave a mark when they are loaded.
 """
 
@@ -123,7 +123,7 @@ def test_damaged_file_is_refused_by_name(single, sharded, damage):
 
 @pytest.mark.parametrize("what", ["a flipped name", "a flipped digit of a shape"])
 def test_flips_in_the_header_do_not_pass(sharded, what):
-    """Row 25: safetensors itself loads a renamed tensor; the index, or the size, gives it away."""
+    """safetensors itself loads a renamed tensor; the index or the size shows the flip."""
     old, new = {
         "a flipped name": (b'"a3"', b'"q3"'),
         "a flipped digit of a shape": (b"[2,3]", b"[2,7]"),
@@ -148,7 +148,7 @@ OUTSIDE = [
 @pytest.mark.parametrize("path", OUTSIDE)
 @pytest.mark.parametrize("cached", [False, True])
 def test_nothing_outside_the_folder_is_opened(sharded, tmp_path, path, cached):
-    """Row 27. The file outside is a pipe: whoever opens it waits forever."""
+    """The file outside is a pipe: whoever opens it waits forever."""
     if cached:
         folder = tmp_path / "models--x--y" / "snapshots" / "abc"
         folder.parent.mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_folder_may_itself_be_a_link(sharded, tmp_path):
     assert len(open_weights(tmp_path / "here")) == 7
 
 
-BAD_INDEX = {  # row 28: the index becomes this -> words in the answer
+BAD_INDEX = {  # what the index becomes -> words in the answer
     "not JSON": ("{weight_map: }", "not JSON"),
     "a list": ("[1]", "expected a JSON object, got a list"),
     "without weight_map": ("{}", "no weight_map"),
@@ -219,7 +219,7 @@ def test_bad_index_is_refused(sharded, kind):
 
 
 def test_index_and_files_must_agree(sharded):
-    """Row 28: the first five names, and how many more."""
+    """The error has the first five names, and how many more there are."""
     names = weight_map(sharded)
     write_index(sharded, {**names, **{f"new{i}": B for i in range(7)}})
     assert "new0, new1, new2, new3, new4 and 2 more" in refusal(open_weights, sharded)
@@ -233,7 +233,7 @@ def test_index_and_files_must_agree(sharded):
 
 
 def test_whole_and_sharded_model_in_one_folder_is_ambiguous(sharded):
-    """Row 75, also where the index is stale: its files are gone."""
+    """Also where the files of the index are gone."""
     save_file({"x": torch.zeros(1)}, sharded / ONE)
     assert "two models" in refusal(open_weights, sharded)
     (sharded / A).unlink()
@@ -267,14 +267,13 @@ FOREIGN = [
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_other_formats_are_refused_by_name_and_never_opened(tmp_path, name):
-    """Rows 29 and 74."""
     mark = tmp_path / "mark"
     for file in (name, "training_args.bin", "optimizer.pt", "rng_state.pth"):
         (tmp_path / file).write_bytes(pickle.dumps(Payload(mark)))
     text = refusal(open_weights, tmp_path)
     assert name in text
     assert not mark.exists()
-    pickle.loads((tmp_path / name).read_bytes())  # the payload is a live one
+    pickle.loads((tmp_path / name).read_bytes())  # the payload works
     assert mark.exists()
 
 
@@ -292,7 +291,7 @@ def test_folder_without_weights_says_what_it_holds(tmp_path):
 
 
 def test_the_advice_for_bin_files_works_as_printed(tmp_path):
-    """Row 74: what the message writes makes a folder that passes."""
+    """The code in the message makes a folder that passes."""
     folder = tmp_path / "old"
     model = tiny_model("llama")
     model.config.save_pretrained(folder)
@@ -315,7 +314,7 @@ def test_good_configs_pass(tmp_path, kind):
     check_model_config(tmp_path)
 
 
-BAD_CONFIG = {  # rows 70-72 and 76: fields that are changed -> words in the answer
+BAD_CONFIG = {  # fields that are changed -> words in the answer
     "own code": ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "--trust_remote_code"),
     "own code, switched on by itself": ({"trust_remote_code": True}, "--trust_remote_code"),
     "own attention": ({"_attn_implementation_internal": "org/kernel"}, "--trust_remote_code"),
@@ -373,7 +372,7 @@ def test_missing_config_is_refused(tmp_path):
 
 
 def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
-    """Row 72: the flag lets it through; a config cannot give it to itself; nobody asks on stdin."""
+    """The flag allows it; a config cannot allow it itself; nothing is asked on stdin."""
     config = {
         **tiny_config("llama").to_dict(),
         "model_type": "mine",
@@ -385,7 +384,6 @@ def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
 
 
 def test_tokenizer_may_not_be_larger_than_the_vocabulary():
-    """Rows 66 and 67."""
     text = refusal(check_vocab, 1004, 1003)
     assert "1004" in text
     assert "1003" in text

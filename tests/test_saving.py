@@ -1,7 +1,7 @@
 """Every rank writes its own bytes of the folder. Alone: `.venv/bin/python -m pytest tests/test_saving.py`
 
-A plain model stands beside each sharded one as the reference: what is saved must equal it, tensor by tensor,
-bit for bit, and load with plain from_pretrained.
+The reference for each sharded model is a plain one: what is saved must equal it bit for bit, and load with
+plain from_pretrained.
 """
 
 import errno
@@ -52,7 +52,7 @@ def dense_pieces(model: nn.Module, dtype=FP32, kept_in_fp32=()) -> list[Piece]:
 
 
 def expert_pieces(model: nn.Module, dtype=FP32) -> list[Piece]:
-    """As dense_pieces; but the parameters that hold all experts are one tensor per expert on disk."""
+    """As dense_pieces, but a parameter that holds all experts is one tensor per expert on disk."""
     pieces = []
     for piece in dense_pieces(model, dtype):
         if ".experts." not in piece.param:
@@ -130,7 +130,7 @@ def assert_same_tensors(found: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_saved_folder_loads_with_equal_logits(tmp_path, ranks):
-    """1003 rows divide by none of these; three layers and 64-wide norms leave uneven shards."""
+    """2, 3 and 4 do not divide 1003 rows; three layers and norms of width 64 give uneven shards."""
     out = tmp_path / "run" / "model"
     assert run_ranks(saved, ranks, out) == [None] * ranks
     reference = tiny_model("llama")
@@ -451,7 +451,7 @@ def killed(world, out, point, calls):
     [("truncate", 1), ("pwritev", 5), ("preadv", 5), ("rename", 1), ("rename", 2)],
 )
 def test_killed_save_leaves_no_half_model_and_the_next_one_succeeds(tmp_path, point, calls):
-    """Row 11. At the second rename the old model is aside and the new one not yet there: absent, not half."""
+    """At the second rename the old model is aside and the new one is not there yet: absent, not half."""
     out = tmp_path / "model"
     run_ranks(keep_norms, 2, out)
     before = state_of(out)
@@ -471,7 +471,7 @@ def test_killed_save_leaves_no_half_model_and_the_next_one_succeeds(tmp_path, po
 
 
 def limited_files(world, out):
-    """Save while this process may write no file beyond 64 KiB."""
+    """Save while this process may write no file larger than 64 KiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
     try:
@@ -514,7 +514,7 @@ def small_disk(tmp_path):
 
 
 def fill_up_then_write(world, out, free_bytes):
-    """The disk fills after the space was checked: in the middle of the weights."""
+    """The disk fills after the check for space, while the model is written."""
     original = saving.check_space
     filler = out.parent / "filler"
 
@@ -531,7 +531,7 @@ def fill_up_then_write(world, out, free_bytes):
 
 
 def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk):
-    """Row 20: found before anything is written where possible, else from the write that fails."""
+    """Found before anything is written where possible, else by the write that fails."""
     out = small_disk / "model"
     run_ranks(saved, 2, out, "llama", 1, BF16, False, {"vocab_size": 103})
     before = state_of(out)
@@ -539,7 +539,7 @@ def test_full_disk_is_one_line_and_keeps_the_old_model(small_disk):
     assert agreed
     assert "need 0.0" in text
     assert "have 0.0" in text
-    # full in the headers, the configs, the tokenizer, the weights
+    # it fills in the headers, the configs, the tokenizer or the weights
     for pages in (1, 2, 3, 4, 5, 6, 8, 32):
         errors = run_ranks(fill_up_then_write, 2, out, pages * 4096)
         assert "no space left" in errors[0][0]
@@ -600,7 +600,7 @@ def save_from(world, out, source):
 
 
 def peak_above_shards(world, out):
-    """Peak of this process's memory while saving, above what it held before, in MiB."""
+    """How much more memory this process has at the peak of a save than before it, in MiB."""
     changes = {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -612,9 +612,9 @@ def peak_above_shards(world, out):
     total = sum(p.numel() * 2 for p in model.parameters()) / 2**20
     largest = max(p.numel() * 2 for p in model.parameters()) / 2**20
     model = sharded(model)
-    save_model(out, model, pieces, world)  # once before, so that what is allocated once is there
+    save_model(out, model, pieces, world)  # the first save allocates what later ones reuse
     held = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present value
     save_model(out, model, pieces, world)
     return total, largest, memory("VmHWM") - held
 
@@ -626,7 +626,7 @@ def memory(field: str) -> float:
 
 
 def test_no_rank_holds_the_model_while_saving(tmp_path):
-    """Files are written, not mapped, so the page cache does not count."""
+    """Files are written and not mapped, so the page cache does not count."""
     for total, largest, peak in run_ranks(peak_above_shards, 2, tmp_path / "model"):
         assert total > 8 * largest
         assert peak < 2 * largest + 2
@@ -659,7 +659,6 @@ def test_output_folder_is_made_and_one_that_stays_empty_goes_with_the_run(tmp_pa
 
 
 def test_output_folders_that_cannot_work_are_refused_without_litter(tmp_path):
-    """Rows 22, 23 and 89."""
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "run" / "model").mkdir(parents=True)
@@ -692,7 +691,7 @@ def test_output_folders_that_cannot_work_are_refused_without_litter(tmp_path):
 
 
 def checked_on_a_busy_disk(world, out_dir, needed_bytes):
-    """Another process writes between the ranks' looks: what is free differs from rank to rank."""
+    """Another process writes meanwhile, so the ranks read different amounts of free space."""
     statvfs = os.statvfs
 
     def later(folder):
@@ -717,7 +716,7 @@ def test_free_space_that_differs_between_two_readings_is_told_once(tmp_path):
 
 
 def readings_of_memory(world):
-    """The sentence of the plan, where each rank reads other figures of the host's memory."""
+    """The sentence of the plan, when each rank reads different numbers for the host's memory."""
     original = fit.host_memory
     fit.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank)
     try:
@@ -733,7 +732,7 @@ def test_memory_that_differs_between_two_readings_gives_one_plan():
 
 
 def test_read_only_output_is_refused(small_disk):
-    """Row 22; chmod does not stop root, a mount does."""
+    """chmod does not stop root, but a read-only mount does."""
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for out_dir in (small_disk, small_disk / "new" / "run"):
         assert "Read-only" in run_ranks(checked, 2, out_dir)[0][0]

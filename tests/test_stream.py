@@ -1,4 +1,4 @@
-"""Documents as an endless line of tokens: nothing lost, nothing twice, the same on any number of ranks.
+"""Documents as an endless stream of tokens: nothing lost, nothing twice, the same on any number of ranks.
 
 python -m pytest tests/test_stream.py
 """
@@ -73,7 +73,7 @@ def test_the_line_is_every_text_once_an_epoch_with_its_end_of_text_token(tokeniz
     texts = texts_of(40)
     examples, _ = documents(tokenizer, write(tmp_path / "a.jsonl", texts))
     loader = batches(examples)
-    tokens = loader.lines[0].tokens
+    tokens = loader.streams[0].tokens
     rows = math.ceil(2 * tokens / (T - 1))
     ids = line_of(loader, rows)
     orders = []
@@ -153,8 +153,8 @@ def test_the_loss_with_document_mask_is_that_of_the_pieces_alone(tokenizer, tmp_
 
 
 def test_a_mixture_has_its_shares_in_every_thousand_rows(tokenizer, tmp_path):
-    """Each source has a line of its own, of which no row is left out; which source a row is from depends on
-    seed and number alone.
+    """Each source has a stream of its own, and none of its rows is left out. The source of a row depends on
+    the seed and the number of the row alone.
     """
     a = write(tmp_path / "a.jsonl", ["a" * 40] * 3)
     b = write(tmp_path / "b.jsonl", ["b" * 7] * 5)
@@ -167,9 +167,9 @@ def test_a_mixture_has_its_shares_in_every_thousand_rows(tokenizer, tmp_path):
         parts = loader.items([row])
         name = "b" if source == 1 else "a"
         assert all(part.where.startswith(f"{tmp_path}/{name}.jsonl") for part in parts)
-        line = loader.lines[source]
+        stream = loader.streams[source]
         first = seen[source] * (T - 1)
-        same = zip(parts, line.read(first, first + T), strict=True)
+        same = zip(parts, stream.read(first, first + T), strict=True)
         assert all(torch.equal(ours.ids, theirs.ids) for ours, theirs in same)
         seen[source] += 1
     assert seen == [1400, 200, 400]

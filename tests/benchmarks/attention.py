@@ -1,8 +1,9 @@
 """
-Attention over packs of documents, forward and backward: with a mask over the whole row, document by document.
+Attention over packs of documents, forward and backward: a mask over the whole row against
+document by document.
 
-Both are attention functions of transformers, given the same queries, keys and values; the mask is made once,
-as for a model, and not timed. Documents have 300 tokens on average.
+Both are attention functions of transformers and get the same queries, keys and values. The mask is made once,
+as in a model, and not timed. Documents have 300 tokens on average.
 """
 
 from pathlib import Path
@@ -53,7 +54,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder: Path, small: bool) -> None:
-    """Nothing is read: all is drawn from a seed."""
+    """Nothing to prepare: all tensors are drawn from a seed."""
 
 
 def contend(worker: Worker) -> dict[str, float]:

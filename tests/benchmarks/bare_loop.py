@@ -1,4 +1,4 @@
-"""What `bench.py step` measures finetune.py against, the bare minimum: a fully_shard loop for a Llama.
+"""A bare fully_shard loop for a Llama, the minimum with which `bench.py step` compares finetune.py.
 
 Units, resharding, precision, loss, optimizer, clipping and log are those of the recipe; nothing is checked.
 """
@@ -16,8 +16,8 @@ from utils.model.loss import add_chunked_loss
 
 
 def train(folder, steps, lr, log_file, dtype=None):
-    """steps: for each optimizer step, this rank's micro-batches of (ids, labels), (B, T) each. dtype: of
-    compute, beside fp32 shards.
+    """steps: for each optimizer step, this rank's micro-batches (ids, labels), each (B, T). dtype: of the
+    computation; shards are fp32.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = add_chunked_loss(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))

@@ -1,14 +1,15 @@
 """
-Measure what the README claims, beside the peers: ratios within one run, median with min and max.
+Measure what the README claims, next to peers: ratios within one run, as median with min and max.
 
     python tests/benchmarks/bench.py load
     # also: save, step, dpo, rollouts, loss, attention, quant, data, stream, gpu, memory
     python tests/benchmarks/bench.py save --ranks 2 --only ours,raw_write --json save.json
 
-Every contender runs in fresh processes, and they take turns (a b c, a b c, ...): a drift of the machine
-affects all alike. If one fails, the table shows its error and the others go on: peers are optional installs.
-Bytes and memory are always judged; time only where other processes left the machine alone. Exit code 1: a
-bound is missed. tests/benchmarks/ says what is measured. Large files go to $TMPDIR, and are removed.
+Every contender runs in fresh processes, and they take turns (a b c, a b c, ...), so that a drift of the
+machine affects all alike. If one fails, the table shows its error and the others go on: peers are optional
+installs. Bytes and memory are always judged; time only in runs during which other processes left the machine
+alone. Exit code 1: a bound is missed. The file of each benchmark in tests/benchmarks/ says what it measures.
+Large files go to $TMPDIR, and are removed.
 """
 
 import importlib
@@ -40,8 +41,8 @@ from utils.run.units import GIB, MIB
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "peft", "trl")
 LIMIT = 1800  # seconds until a run is killed and counts as failed
-QUIET = 0.05  # of the machine's CPU time may go to other processes in a run whose time is judged
-# of the units in which a table shows numbers; 1 for all other units
+QUIET = 0.05  # a run's time is judged if other processes took at most this share of the CPU time
+# the size of each unit in a table; 1 for all other units
 SCALE = {"MiB": MIB, "GiB": GIB, "MiB/s": MIB, "GiB/s": GIB, "ms": 1e-3, "%": 1e-2}
 
 
@@ -75,7 +76,7 @@ class Config:
 
 
 def main(cfg: Config) -> bool:
-    """Run one benchmark and print it; whether every bound that was judged is kept."""
+    """Run one benchmark and print it. Returns whether every bound that was judged is kept."""
     # --- plan -------------------------------------------------------------------------------------
     act("plan")
     check(
@@ -161,7 +162,7 @@ def main(cfg: Config) -> bool:
 
 
 def _run(cfg: Config, source: Path, size: int, name: str, metrics: dict) -> dict:
-    """One contender, once, on `size` fresh processes: its metrics, or the error that ended it."""
+    """Run one contender once on `size` fresh processes. Returns its metrics, or the error that ended it."""
     _drop_page_cache(source)
     environment = dict(os.environ)
     environment.pop("RANK", None)
@@ -200,7 +201,9 @@ def _run(cfg: Config, source: Path, size: int, name: str, metrics: dict) -> dict
 
 
 def _wait_for(command: list[str], environment: dict[str, str], folder: str) -> int | None:
-    """The exit code of a command that writes its output to folder/log; None: killed after LIMIT seconds."""
+    """Run a command with its output in folder/log. Returns its exit code; None if it was
+    killed after LIMIT s.
+    """
     code = None
     with open(f"{folder}/log", "w") as log:
         process = subprocess.Popen(
@@ -216,7 +219,7 @@ def _wait_for(command: list[str], environment: dict[str, str], folder: str) -> i
 
 
 def _cause(folder: Path, code: int | None) -> str:
-    """Why a run failed, in one line; prints the end of what it wrote."""
+    """Why a run failed, in one line. Also prints the end of its output."""
     log = (folder / "log").read_text()
     # the first rank that failed is the cause
     errors = sorted(folder.glob("rank*.error"), key=os.path.getmtime)
@@ -232,7 +235,9 @@ def _cause(folder: Path, code: int | None) -> str:
 
 
 def _kill(process: subprocess.Popen, folder: str) -> None:
-    """End torchrun and its workers. They are in sessions of their own, but `folder` is in their commands."""
+    """End torchrun and its workers. The workers have their own sessions, so they are found by `folder`, which
+    is in their command lines.
+    """
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -242,7 +247,9 @@ def _kill(process: subprocess.Popen, folder: str) -> None:
 
 
 def _add_ratios(benchmark, runs: list[dict]) -> None:
-    """To the values of each run, each metric of RATIOS over that of its reference in the same repeat."""
+    """Add to the values of each run the ratio of each metric in RATIOS to its reference
+    in the same repeat.
+    """
     values_of = {(run["ranks"], run["repeat"], run["contender"]): run["values"] for run in runs}
     for (size, repeat, name), values in values_of.items():
         reference = values_of.get((size, repeat, benchmark.REFERENCES.get(name)), {})
@@ -252,7 +259,7 @@ def _add_ratios(benchmark, runs: list[dict]) -> None:
 
 
 def _row(name: str, runs: list[dict]) -> dict:
-    """A contender's error, or (median, min, max) over its repeats by metric."""
+    """A contender's error, or {metric: (median, min, max) over its repeats}."""
     own_runs = [run for run in runs if run["contender"] == name]
     error = next((run["error"] for run in own_runs if run["error"]), "")
     spreads = {}
@@ -268,7 +275,7 @@ def _judge(bound, size: int, runs: list[dict], small: bool = False) -> dict:
     key = f"{bound.metric}_ratio" if bound.over else bound.metric
     own_runs = [run for run in runs if run["contender"] == bound.contender]
     measured = [run for run in own_runs if key in run["values"]]
-    loud = []  # runs of it or of its reference, beside which other processes were at work
+    loud = []  # runs of the contender or its reference during which other processes were at work
     if bound.timed:
         for run in runs:
             takes_part = run["contender"] in (bound.contender, bound.over)
@@ -308,7 +315,7 @@ def _judge(bound, size: int, runs: list[dict], small: bool = False) -> dict:
 
 
 def _print_table(benchmark, table: dict) -> None:
-    """Aligned columns, median (min-max). A metric whose unit is None serves a bound only."""
+    """Print aligned columns, median (min-max). A metric whose unit is None is used for a bound only."""
     rows = table["rows"]
     units = {key: unit for key, (unit, _) in benchmark.METRICS.items() if unit is not None}
     for key in benchmark.RATIOS:
@@ -342,7 +349,7 @@ def _cell(spread: tuple | None, unit: str) -> str:
 
 
 def _check_room(disk_bytes: int, memory_bytes: int) -> None:
-    """Refuse a benchmark that the disk or the memory has no room for."""
+    """Raise ConfigError if the disk or the memory has no room for the benchmark."""
     folder = tempfile.gettempdir()
     free_bytes = shutil.disk_usage(folder).free
     need = f"{disk_bytes / GIB:.1f} GiB are needed in {folder}, {free_bytes / GIB:.1f} GiB are free"
@@ -355,7 +362,9 @@ def _check_room(disk_bytes: int, memory_bytes: int) -> None:
 
 
 def _drop_page_cache(folder: Path) -> None:
-    """So that every run reads from the disk. Only clean pages go; disk_bytes shows whether it worked."""
+    """Drop a folder's files from the page cache, so that every run reads from the disk. Only clean pages are
+    dropped; disk_bytes shows whether it worked.
+    """
     for path in filter(Path.is_file, folder.rglob("*")):
         with open(path, "rb") as file:
             os.fsync(file)

@@ -1,9 +1,9 @@
 """
-Data: text to tokens on the disk, against tokenizers' own encode_batch; how full packs are, and how fast they
-are found, against TRL's packer where it is installed; how long a training loop waits for its batches.
+Data: text to tokens on the disk, against tokenizers' own encode_batch; how full packs are and how fast they
+are found, against TRL's packer if it is installed; how long a training loop waits for its batches.
 
-The text is made: words of an invented language, by Zipf's law, in chats of one to three turns; the tokenizer,
-of 8,000 byte-level tokens, is trained on it. Lengths of documents are log-normal (sigma 0.8).
+The text is generated: words of an invented language, by Zipf's law, in chats of one to three turns. The
+tokenizer has 8,000 byte-level tokens and is trained on it. Lengths of documents are log-normal (sigma 0.8).
 """
 
 import json
@@ -75,7 +75,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder: Path, small: bool) -> None:
-    """rows.jsonl, and a tokenizer in `model`."""
+    """Write rows.jsonl, and a tokenizer in `model`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -94,7 +94,7 @@ def prepare(folder: Path, small: bool) -> None:
 
 
 def write_rows(file: Path, size: int) -> None:
-    """Chats of so many bytes in all."""
+    """Write chats with this many bytes in all."""
     rng = random.Random(0)
     syllables = [
         a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "is")
@@ -183,7 +183,7 @@ def memory_of_all():
             for pid in ("self", *children):
                 try:
                     total += anonymous_bytes(Path(f"/proc/{pid}/statm").read_bytes())
-                except (OSError, ValueError):  # it has ended
+                except (OSError, ValueError):  # the process has ended
                     continue
             peak[0] = max(peak[0], total)
 
@@ -227,7 +227,9 @@ def filled(lengths: torch.Tensor, count: int, seconds: float) -> dict[str, float
 
 
 def wait(worker: Worker) -> dict[str, float]:
-    """A model of 29 million parameters, 2 packs of 2,048 tokens a step, on one process."""
+    """How long training waits for batches: a model of 29 million parameters, 2 packs of 2,048 tokens a
+    step, one process.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from utils.data import examples as data

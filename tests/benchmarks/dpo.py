@@ -1,10 +1,10 @@
 """
-A step of DPO in prefer.py beside TRL's DPOTrainer with FSDP2: same model, pairs, precision and optimizer.
+A DPO step of prefer.py against TRL's DPOTrainer with FSDP2: same model, pairs, precision and optimizer.
 
-With full training both know the reference's log-probabilities before the first step; with LoRA both take them
-in each step from the base, with the adapters switched off. TRL gets the recipe's own batches. Both take
-log-probabilities in chunks, without full logits. TRL also logs entropies and means of logits, as it always
-does. The last step is not timed.
+With full training both compute the reference's log-probabilities before the first step; with LoRA both
+compute them in each step, from the base with adapters switched off. TRL gets the recipe's own batches. Both
+compute log-probabilities in chunks, without full logits. TRL also logs entropies and means of logits, as it
+always does. The last step is not timed.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ BOUNDS = tuple(
 )
 RANKS = (2,)
 LR, LORA_RANK, LORA_ALPHA = 1e-5, 16, 16
-TIMED = {False: 8, True: 2}  # by --small: steps; pairs of so many tokens twice on each rank
+TIMED = {False: 8, True: 2}  # timed steps, by --small
 PAIRS, SEQ_LEN = 2, {False: 256, True: 64}
 
 
@@ -52,7 +52,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder, small: bool) -> None:
-    """A Llama with random weights in fp32, and pairs of which both answers fill the sequence."""
+    """Write a Llama with random weights in fp32, and pairs in which both answers fill the sequence."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -80,23 +80,23 @@ def contend(worker: Worker) -> dict[str, float]:
         "tokens_per_second": 2 * PAIRS * worker.world.size * SEQ_LEN[worker.small] / seconds,
         "peak_bytes": run["peak_bytes"],
     }
-    if not has_adapters:  # each draws its own adapters
+    if not has_adapters:  # each contender draws its own adapters
         file = worker.folder / "losses.json"
         numbers["loss_error"] = difference_to_first(losses, file, 1e-4)
     return numbers
 
 
 def report(results: dict) -> None:
-    """Say how the rows of TRL come about, where they are missing."""
+    """If TRL is not installed, say how to get its rows."""
     if not HAS_TRL:
         print("TRL is not installed here, so it has no rows (fix: pip install trl)")
 
 
 def _train_ours(worker: Worker, steps: int, has_adapters: bool) -> list[float]:
-    """Train with the recipe; the loss of each step."""
+    """Train with the recipe. Returns the loss of each step."""
     from recipes import prefer
 
-    os.environ["XDG_CACHE_HOME"] = str(worker.out)  # no run knows the reference of another one
+    os.environ["XDG_CACHE_HOME"] = str(worker.out)  # no run finds another run's reference
     config = prefer.Config(
         model=str(worker.folder / "model"),
         tokenizer=str(TINY),
@@ -124,7 +124,7 @@ def _train_ours(worker: Worker, steps: int, has_adapters: bool) -> list[float]:
 
 
 def _train_trl(worker: Worker, steps: int, has_adapters: bool) -> list[float]:
-    """Train with TRL's trainer; the loss of each step."""
+    """Train with TRL's trainer. Returns the loss of each step."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from accelerate.utils import DistributedType
     from datasets import Dataset
@@ -163,7 +163,7 @@ def _train_trl(worker: Worker, steps: int, has_adapters: bool) -> list[float]:
         adam_beta2=0.95,
         max_grad_norm=1.0,
     )
-    # As in step.py: nothing but this name hinders accelerate from FSDP on a CPU.
+    # As in step.py: only this name keeps accelerate from FSDP on a CPU.
     args.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     lora = LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -176,7 +176,7 @@ def _train_trl(worker: Worker, steps: int, has_adapters: bool) -> list[float]:
         peft_config=lora if has_adapters else None,
     )
     if not has_adapters:
-        # What precompute_ref_log_probs does under FSDP, for these batches: a sharded reference, then freed.
+        # As precompute_ref_log_probs does under FSDP: a sharded reference for these batches, then freed.
         for batch in batches:
             chosen, rejected = trainer.compute_ref_log_probs(trainer.ref_model, batch)
             batch |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -188,7 +188,7 @@ def _train_trl(worker: Worker, steps: int, has_adapters: bool) -> list[float]:
 
 
 def _batches(worker: Worker, steps: int) -> list[dict]:
-    """What the recipe trains on in each step, on this rank, as TRL's collator lays it out: first the chosen
+    """The recipe's batches of each step on this rank, in the layout of TRL's collator: first the chosen
     answers, then the rejected ones.
     """
     from utils.data.examples import Rows, load_examples
@@ -212,5 +212,5 @@ def _batches(worker: Worker, steps: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the loops are compared, on ranks of the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # compares the loops, on CPU ranks
     run_worker(contend)

@@ -1,8 +1,8 @@
 """
 One GPU: tokens/s, MFU and peak memory of a Llama-3-8B shape, sequence 4096, 32,768 tokens per optimizer step.
 
-Random weights, straight onto the GPU; all in bf16, weights and optimizer too. `make gpu` runs it, and writes
-what comes out to configs/measured_<device>.md. With --small a tiny shape, which a CPU can do.
+Random weights are created on the GPU. Everything is bf16, also weights and optimizer. `make gpu` runs it and
+writes the results to configs/measured_<device>.md. --small uses a tiny shape, which a CPU can run.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ CONTENDERS = {
     "hf_defaults": "transformers.Trainer, TrainingArguments(bf16=True); 8 micro-batches of 1 row",
     "hf_tuned": "Trainer with gradient checkpointing, pure bf16, sdpa, Liger where installed; 2 of 4 rows",
 }
-FOUR_ROWS = ("full", "offload_1b", "hf_tuned")  # recomputing leaves room for them
+FOUR_ROWS = ("full", "offload_1b", "hf_tuned")  # recomputation leaves memory for 4 rows
 REFERENCES = dict.fromkeys(("plain", "compiled", "selective"), "hf_defaults") | {"full": "hf_tuned"}
 REFERENCES |= dict.fromkeys(("lora_8bit", "lora_4bit"), "lora")
 METRICS = {
@@ -43,7 +43,7 @@ METRICS = {
     "host_peak_bytes": ("GiB", max),
 }
 RATIOS = ("tokens_per_second", "peak_bytes")
-BOUNDS = ()  # there are goals, of one H200, which report() prints beside
+BOUNDS = ()  # none, but report() prints goals for one H200
 GOALS = """Goals on one H200: plain at least 9,500 tokens/s and 1.35 x the speed of hf_defaults; full at most
 0.75 x the peak of hf_tuned; lora at least 14,000 tokens/s, lora_8bit 0.90 x and lora_4bit 0.92 x of it."""
 RANKS = (1,)
@@ -74,7 +74,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder: Path, small: bool) -> None:
-    """Nothing is read: weights and tokens are drawn from a seed."""
+    """Nothing to prepare: weights and tokens are drawn from a seed."""
 
 
 def contend(worker: Worker) -> dict[str, float]:
@@ -115,7 +115,7 @@ def _too_long(*_) -> None:
 def _ours(
     worker: Worker, config, batches: list[torch.Tensor], micro_batches: int
 ) -> torch.nn.Module:
-    """What recipes/finetune.py does from `build` to `train`, but for the files."""
+    """The acts of recipes/finetune.py from `build` to `train`, without files."""
     from tiny import build_optimizer
 
     from utils.model.loading import build_model, load_pieces
@@ -158,8 +158,8 @@ def _ours(
     for first in range(0, len(batches), micro_batches):
         trained = sum(ids.numel() - len(ids) for ids in batches[first : first + micro_batches])
         for i, ids in enumerate(batches[first : first + micro_batches], start=1):
-            # --sync_each_microbatch: on one GPU it costs no traffic, and deferring keeps fp32 gradients of
-            # the whole model. Offloaded ones would go to the host each time.
+            # --sync_each_microbatch: on one GPU it costs no traffic, and without it fp32 gradients of the
+            # whole model are kept. With offload the gradients would go to the host each time.
             model.set_requires_gradient_sync(i == micro_batches or not offload)
             ids = ids.to(device)
             (model(ids, labels=ids) / trained).backward()
@@ -171,7 +171,7 @@ def _ours(
 
 @torch.no_grad()
 def fill(model: torch.nn.Module) -> None:
-    """Random weights, of a size that trains."""
+    """Random weights, small enough to train."""
     from utils.model.pieces import local
 
     for shard in map(local, model.parameters()):
@@ -187,7 +187,7 @@ def _hf(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int)
     from transformers import AutoModelForCausalLM
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        # else Trainer wraps the model in DDP, which takes memory for one rank too
+        # otherwise Trainer wraps the model in DDP, which takes memory on one rank too
         os.environ.pop(name, None)
     device, options = worker.world.device, {"bf16": True}
     if worker.contender == "hf_tuned":
@@ -197,7 +197,7 @@ def _hf(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int)
             "optim": "adamw_torch_fused",
             "use_liger_kernel": liger,
         }
-    with device:  # in bf16, as from_pretrained gives what such a checkpoint holds
+    with device:  # in bf16, as from_pretrained loads such a checkpoint
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
@@ -231,7 +231,7 @@ def write_table(stem: str, lines: list[str]) -> None:
 
 
 def table(rows: list[dict]) -> list[str]:
-    """The lines of the table: medians, and the speed and peak of each run over those of its reference."""
+    """The lines of the table: medians, and the ratios of each run's speed and peak to its reference's."""
     head = ["run", "tokens/s", "MFU", "peak GiB", "step, s", "speed and peak, over", "what it is"]
     found = [head, ["---"] * len(head)]
     for row in rows:

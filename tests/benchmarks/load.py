@@ -1,9 +1,9 @@
 """
-Load 1.8 GiB of bf16 weights as fp32 shards: each rank its own slices, beside five other ways.
+Load 1.8 GiB of bf16 weights as fp32 shards: each rank reads its own slices. Compared with five other ways.
 
-From the folder to a sharded model with its weights in place; building, planning and sharding are in the time.
-The bound is raw_pread: the same slices through one buffer, the same cast, no model. Afterwards, outside the
-time, every shard is compared with the checkpoint's values, bit for bit.
+The time runs from the folder to a sharded model with its weights in place; it includes building, planning and
+sharding. The bound is raw_pread: the same slices through one buffer, the same cast, no model. Afterwards, not
+timed, every shard is compared with the checkpoint's values, bit for bit.
 """
 
 import os
@@ -59,16 +59,16 @@ BOUNDS = (
 )
 RANKS = (2, 4)
 ELEMENTS = {False: 953_223_168, True: 84_157_440}  # of the model, and of the one with --small
-Shards = dict[str, tuple[torch.Tensor, int]]  # name -> (rows of this rank, the first one's number)
+Shards = dict[str, tuple[torch.Tensor, int]]  # name -> (rows of this rank, number of the first)
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
-    """Bytes of disk, and of memory: the whole model on every rank is what takes most."""
+    """(bytes on disk, bytes of memory): the whole model on every rank needs most."""
     return int(2.1 * ELEMENTS[small]), int(4.4 * ELEMENTS[small] * ranks)
 
 
 def prepare(folder: Path, small: bool) -> None:
-    """A Llama in bf16 with seeded random weights, in four files."""
+    """Write a Llama in bf16 with seeded random weights, in four files."""
     width, layers, vocab_size = (1024, 4, 16_000) if small else (2048, 16, 32_000)
     sizes = {
         "hidden_size": width,
@@ -161,7 +161,7 @@ def accelerate(worker: Worker) -> nn.Module:
 
 
 def empty_shards(worker: Worker) -> nn.Module:
-    """The sharded model with memory for its weights, which hold nothing yet, and its buffers."""
+    """The sharded model with its buffers; its weights are allocated but not filled."""
     model = build_model(LlamaConfig.from_pretrained(worker.folder), torch.float32)
     shard_model(model, build_mesh(worker.world), torch.float32)
     load_pieces(model, [], worker.world.device)
@@ -181,7 +181,9 @@ def shards_of(model: nn.Module) -> Shards:
 
 
 def compare(folder: Path, shards: Shards, worker: Worker) -> None:
-    """Raise unless the shards of all ranks are the folder's tensors, each value once, bit for bit."""
+    """Raise an error unless the shards of all ranks together equal the folder's tensors bit for bit, with
+    each value once.
+    """
     held = total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -216,7 +218,7 @@ def contend(worker: Worker) -> dict[str, float]:
 
 
 def report(results: dict) -> None:
-    """Say where reads through mmap cannot be seen: in files that stayed in the page cache."""
+    """Say so if reads through mmap could not be measured, because files stayed in the page cache."""
     runs = [
         run["values"] for run in results["runs"] if run["contender"] == "ours" and run["values"]
     ]

@@ -1,11 +1,11 @@
 """
-Loss and head from full logits against chunks: forward and backward in one process, bf16.
+Head and loss with full logits against chunks: forward and backward in one process, bf16.
 
-Plain is what a model of transformers does with labels: logits for all tokens at once, in fp32 for the
-cross-entropy. There is no body: the hidden states are drawn, and get a gradient too.
+"plain" is what a model of transformers does with labels: logits for all tokens at once, in fp32 for the
+cross-entropy. There is no backbone: the hidden states are random, and get a gradient too.
 
-And the log-probabilities of tokens, each with a factor of its own, from log_softmax of full logits and from
-utils/model/log_probs.py; here one narrow layer makes the hidden states.
+It also measures log-probabilities of tokens, each with its own factor: from log_softmax of full logits, and
+from utils/model/log_probs.py. Here one narrow layer makes the hidden states.
 """
 
 import re
@@ -69,12 +69,12 @@ RANKS = (1,)
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
-    """(bytes on disk, bytes of memory) to start with; what each cell needs it checks itself."""
+    """(bytes on disk, bytes of memory) to start with; each contender checks its own need."""
     return 2**20, 2**30
 
 
 def prepare(folder: Path, small: bool) -> None:
-    """Nothing is read: weights and tokens are drawn from a seed."""
+    """Nothing to prepare: weights and tokens are drawn from a seed."""
 
 
 def contend(worker: Worker) -> dict[str, float]:
@@ -86,7 +86,7 @@ def contend(worker: Worker) -> dict[str, float]:
     vocabulary, tokens, width = int(vocabulary), int(tokens), WIDTH
     if worker.small:
         vocabulary, tokens, width = vocabulary // 16, tokens // 8, WIDTH // 8
-    # Plain holds logits, log-softmax and their gradients; both hold the head and its gradient.
+    # Full logits: the logits, their log-softmax and gradients. All contenders: the head and its gradient.
     needed = (
         16 * vocabulary * tokens * (kind in ("plain", "logits")) + 16 * vocabulary * width + GIB
     )
@@ -103,12 +103,12 @@ def contend(worker: Worker) -> dict[str, float]:
     head = add_chunked_loss(model).get_output_embeddings()
     if kind.startswith("log"):
         loss, numbers = log_probs(model, kind, tokens)
-        hidden = model.model.norm.weight  # what comes before the head and has a gradient
+        hidden = model.model.norm.weight  # its gradient stands for that of the hidden states
     else:
         loss, numbers, hidden = summed(model, head, kind, tokens)
     found = [loss.item(), hidden.grad.float().norm().item(), head.weight.grad.float().norm().item()]
     cell = worker.contender.split("_", 1)[1]
-    # Plain rounds 1 / tokens to bf16 in the gradient of its logits: up to 0.4 %.
+    # "plain" rounds 1 / tokens to bf16 in the gradient of its logits: an error of up to 0.4 %.
     difference_to_first(found, worker.folder / f"loss and gradient norms of {cell}", most=4e-3)
     return {"loss": found[0]} | {key: numbers[key] for key in METRICS if key in numbers}
 
@@ -128,11 +128,11 @@ def summed(model, head, kind: str, tokens: int):
 
 
 def log_probs(model, kind: str, tokens: int):
-    """(loss, numbers) of log-probs with a factor each, forward and backward."""
+    """(loss, numbers) of log-probs with one factor per token, forward and backward."""
     from utils.data.batches import Batch
     from utils.model.log_probs import token_log_probs
 
-    model.get_input_embeddings().requires_grad_(False)  # its gradient is no part of either
+    model.get_input_embeddings().requires_grad_(False)  # its gradient is not measured
     ids, factors = torch.randint(model.config.vocab_size, (1, tokens)), torch.rand(1, tokens)
     batch = Batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), [])
     with measured() as numbers:

@@ -1,21 +1,21 @@
 """
-What a benchmark's workers share: memory, bytes, CPU and wall time of a block, measured from outside it.
+Code that the workers of all benchmarks share: measure memory, bytes, CPU and wall time of a block.
 
 A benchmark is a file beside this one. bench.py imports it for the names below, and starts it as a program
 on every rank, in fresh processes for each run: load.py --contender NAME --folder F --out DIR --small false
 
     CONTENDERS = {"ours": "what it does", ...}          rows of the table
-    REFERENCES = {"ours": "raw_pread", ...}             divided by it, repeat by repeat
+    REFERENCES = {"ours": "raw_pread", ...}             denominator of its ratios, in the same repeat
     METRICS = {"seconds": ("s", max), ...}              unit (None: not in the table), how ranks combine
     RATIOS = ("seconds",)                               metrics that are also shown as ratios
-    BOUNDS = (Bound("seconds", 1.5, ...), ...)          what ours must keep
+    BOUNDS = (Bound("seconds", 1.5, ...), ...)          limits that "ours" must keep
     RANKS = (2, 4)                                      world sizes
     def needs(small, ranks) -> (disk, memory)           bytes, checked before anything starts
     def prepare(folder, small) -> None                  writes what the workers read
     def contend(worker) -> dict[str, float]             one rank's numbers, by metric
     if __name__ == "__main__": run_worker(contend)
 
-and, where it has a use for them, unavailable(small) -> why it cannot run here, or "", and report(results).
+Optional: unavailable(small), which returns why the benchmark cannot run here, or ""; and report(results).
 """
 
 import argparse
@@ -43,10 +43,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Bound:
-    """`contender` keeps its metric at most (or at_least) at limit; with `over`, its ratio to its reference.
+    """The metric of `contender` must be at most `limit`, or with at_least at least `limit`. With `over` the
+    limit is for its ratio to that contender.
 
-    A timed bound is judged by the median of the repeats in which other processes left the machine alone, any
-    other by the worst repeat, always.
+    A timed bound is judged by the median of the repeats in which other processes left the machine alone. Any
+    other bound is judged by the worst repeat.
     """
 
     metric: str
@@ -65,12 +66,12 @@ class Worker:
     world: World
     contender: str
     folder: Path  # what prepare() wrote
-    out: Path  # for this run alone: rankN.json, and whatever the contender writes
+    out: Path  # of this run only: rankN.json, and other files that the contender writes
     small: bool
 
 
 def run_worker(contend: Callable[[Worker], dict]) -> None:
-    """The main program of a worker: join the others, contend, write rankN.json or rankN.error."""
+    """The main program of a worker: join the group, run `contend`, write rankN.json or rankN.error."""
     parser = argparse.ArgumentParser()
     for name in ("contender", "folder", "out", "small"):
         parser.add_argument(f"--{name}", required=True)
@@ -85,17 +86,18 @@ def run_worker(contend: Callable[[Worker], dict]) -> None:
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         (out / f"rank{rank}.error").write_text(f"{text[:200]}\n{traceback.format_exc()}")
-        os._exit(1)  # not through the destructors of a group whose other ranks wait
+        os._exit(1)  # skips the destructors of the group, in which other ranks still wait
 
 
 @contextmanager
 def measured() -> Iterator[dict]:
-    """Measure the block, between two barriers, on every rank; the numbers are in the dict when it is left.
+    """Measure the block on every rank, between two barriers. The dict has the numbers when the
+    block has ended.
 
-    seconds: wall time, barrier to barrier. cpu_seconds: of this process. peak_bytes: the most anonymous
-    memory above the level at the start. pss_bytes: by how much the process is larger at the end, with its
-    share of mapped files. read_call_bytes: bytes through read calls, disk_bytes: fetched from the device for
-    this process (what reading through mmap shows), written_bytes: to files.
+    seconds: wall time, barrier to barrier. cpu_seconds: of this process. peak_bytes: peak anonymous memory
+    above the level at the start. pss_bytes: growth of the process at the end, with its share of mapped files.
+    read_call_bytes: bytes read with read calls. disk_bytes: bytes fetched from the device for this process,
+    which include reads through mmap. written_bytes: bytes written to files.
     """
     numbers: dict[str, float] = {}
     gc.collect()
@@ -130,7 +132,9 @@ def measured() -> Iterator[dict]:
 
 
 def anonymous_bytes(statm: bytes = b"") -> int:
-    """Bytes of this process's memory that belong to no file. (VmHWM and ru_maxrss count mapped files.)"""
+    """Bytes of this process's memory that belong to no file. (VmHWM and ru_maxrss also
+    count mapped files.)
+    """
     _, resident, shared, *_ = map(int, (statm or Path("/proc/self/statm").read_bytes()).split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,10 +1,10 @@
 """
-Planned against measured memory of a step, on one GPU and where there are two on both: what utils/plan/fit.py
-says of 27 settings before anything is allocated, and what torch.cuda.max_memory_allocated and
-max_memory_reserved say after two steps.
+Planned against measured memory of a step, on one GPU, and on two if there are two. utils/plan/ plans 27
+settings before anything is allocated; torch.cuda.max_memory_allocated and max_memory_reserved measure them
+after two steps.
 
-`make gpu` runs it, and writes what comes out to configs/planned_<device>.md. With --small a tiny shape and
-three settings, which a CPU can do: whether it runs, since only a GPU is measured.
+`make gpu` runs it and writes the results to configs/planned_<device>.md. --small uses a tiny shape and three
+settings. A CPU can run that, but nothing is measured on it.
 """
 
 import copy
@@ -94,7 +94,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder, small: bool) -> None:
-    """Nothing is read: weights and tokens are drawn from a seed."""
+    """Nothing to prepare: weights and tokens are drawn from a seed."""
 
 
 def contend(worker: Worker) -> dict:
@@ -109,7 +109,7 @@ def contend(worker: Worker) -> dict:
 
 
 def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -> dict:
-    """Two steps of a setting, beside its plan."""
+    """Run two steps of a setting. Returns its planned and measured bytes."""
     device = world.device
     gpu = device.type == "cuda"
     chosen = planned(shape, seq_len, param_dtype, knobs, gpu, world.size)
@@ -159,7 +159,7 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
 def planned(
     shape: str, seq_len: int, param_dtype: str, knobs: dict, gpu: bool, ranks: int
 ) -> Setting:
-    """A setting on so many ranks."""
+    """The plan's setting for these knobs on `ranks` ranks."""
     from transformers import LlamaConfig
 
     from recipes.plan import DTYPES, find_config
@@ -184,7 +184,7 @@ def planned(
 
 
 def settled(gpu: bool) -> int:
-    """Give a GPU's free memory back, and count its peak from here; bytes in use."""
+    """Free a GPU's cached memory and reset its peak. Returns the bytes in use."""
     gc.collect()
     if not gpu:
         return 0

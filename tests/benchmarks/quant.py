@@ -1,8 +1,9 @@
 """
-LoRA over a 16-, 8- and 4-bit base: what a rank reads and holds while it loads, what is sent in a step.
+LoRA on a 16-, 8- and 4-bit base: the bytes that a rank reads and holds while loading, and the
+traffic of a step.
 
-Loading quantizes: each rank its own rows, some MiB at a time. The 16-bit base is the reference. Adapters have
-rank 4, so that their own bytes do not blur what the base takes.
+Each rank quantizes its own rows while it loads them, some MiB at a time. The 16-bit base is the reference.
+Adapters have rank 4, so that their bytes do not hide those of the base.
 """
 
 import time
@@ -55,7 +56,7 @@ BOUNDS = tuple(
     )
 )
 RANKS = (2,)
-TOKENS = {True: 16, False: 256}  # of a rank in a step, small or not: some CPUs are slow at bf16
+TOKENS = {True: 16, False: 256}  # of a rank in a step, by --small: some CPUs are slow in bf16
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
@@ -63,7 +64,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder, small: bool) -> None:
-    load.prepare(folder, True)  # 84 million parameters: on a CPU quantizing takes its time
+    load.prepare(folder, True)  # 84 million parameters: quantization is slow on a CPU
 
 
 def contend(worker: Worker) -> dict[str, float]:
@@ -107,7 +108,7 @@ def contend(worker: Worker) -> dict[str, float]:
     rest = {id(p): p for p in model.parameters()}
     for layer in decoder_layers(model):
         rest = {key: p for key, p in rest.items() if key not in {id(q) for q in layer.parameters()}}
-    # in bf16, once
+    # all other units are gathered once, in bf16
     others = sum(p.numel() for p in rest.values()) * 2 * (world.size - 1) / world.size
     adapters = (
         sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
@@ -119,7 +120,9 @@ def contend(worker: Worker) -> dict[str, float]:
 
 
 def share_of_time(quantize, ranks: int) -> float:
-    """Time to quantize a rank's rows of a matrix, over 1/N of the time for all of it: the best of three."""
+    """Time to quantize a rank's rows of a matrix, over 1/N of the time for the whole matrix; each
+    the best of three.
+    """
     rows = torch.randn(2048, 4096).to(torch.bfloat16)
 
     def fastest(part: torch.Tensor) -> float:

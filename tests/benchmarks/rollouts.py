@@ -1,10 +1,11 @@
 """
-A step of GRPO in grpo.py beside TRL's GRPOTrainer: same model, prompts, reward, numbers of completions and
-tokens, precision and optimizer; no KL, no engine for the drawing.
+A GRPO step of grpo.py against TRL's GRPOTrainer: same model, prompts, reward, number of completions and
+tokens, precision and optimizer; no KL term, no separate generation engine.
 
-TRL draws with transformers' generate. With FSDP2 that gathers each layer for each token, and with DDP every
-rank has the whole model. In both each rank learns its completions in one micro-batch. An end of turn is one
-of so many tokens that nearly all completions are as long as they may be. The last step is not timed.
+TRL generates with transformers' generate. With FSDP2 this gathers each layer for each token; with DDP
+every rank has the whole model. In both, each rank trains on its completions in one micro-batch. With
+random weights the end-of-turn token is rarely drawn, so nearly all completions have the full length. The
+last step is not timed.
 """
 
 import importlib.util
@@ -45,7 +46,7 @@ BOUNDS = (
 )
 RANKS = (2,)
 LR, TEMPERATURE, WARM_UP = 1e-5, 1.0, 1
-TIMED = {False: 4, True: 2}  # by --small: steps; tokens of a completion
+TIMED = {False: 4, True: 2}  # timed steps, by --small
 NEW_TOKENS = {False: 32, True: 8}
 PROMPTS, GROUP_SIZE, PROMPT_LETTERS = 4, 4, 64
 
@@ -56,7 +57,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder, small: bool) -> None:
-    """A Llama with random weights in fp32, prompts of one length, and the reward."""
+    """Write a Llama with random weights in fp32, prompts of equal length, and the reward."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -93,13 +94,13 @@ def contend(worker: Worker) -> dict[str, float]:
 
 
 def report(results: dict) -> None:
-    """Say how the rows of TRL come about, where they are missing."""
+    """If TRL is not installed, say how to get its rows."""
     if not HAS_TRL:
         print("TRL is not installed here, so it has no rows (fix: pip install trl)")
 
 
 def _train_ours(worker: Worker, steps: int) -> tuple[list[float], list[float]]:
-    """Train with the recipe; (seconds of drawing, mean tokens of a completion) of each step."""
+    """Train with the recipe. Returns, by step, (seconds of generation, mean tokens of a completion)."""
     from recipes import grpo
 
     completions = PROMPTS * GROUP_SIZE
@@ -186,7 +187,7 @@ def _train_trl(worker: Worker, steps: int) -> tuple[list[float], list[float]]:
         **(sharding if is_sharded else {}),
     )
     if is_sharded:
-        # As in step.py: nothing but this name hinders accelerate from FSDP on a CPU.
+        # As in step.py: only this name keeps accelerate from FSDP on a CPU.
         args.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     lines = (worker.folder / "prompts.jsonl").read_text().splitlines()
     trainer = Timed(
@@ -204,5 +205,5 @@ def _train_trl(worker: Worker, steps: int) -> tuple[list[float], list[float]]:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the loops are compared, on ranks of the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # compares the loops, on CPU ranks
     run_worker(contend)

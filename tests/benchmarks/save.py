@@ -1,14 +1,16 @@
 """
-Save the result, a bf16 Hugging Face folder, beside a full gather and DCP; and checkpoints, beside raw bytes.
+Save the result, a bf16 Hugging Face folder, against a full gather and DCP; save checkpoints,
+against raw writes.
 
-The result's reference is raw_write: as many bytes into one file, each rank its range, and fsync. What peers
-leave to the page cache is synced within the time too. Ours reads everything back and compares; write_seconds
-is the time without that. Afterwards, outside the time, every shard is compared, bit for bit.
+The reference for the result is raw_write: the same number of bytes into one file, each rank its own
+range, with fsync. Data that peers leave in the page cache is synced within the time too. Ours reads
+everything back and compares; write_seconds is the time without that. Afterwards, not timed, every shard
+is compared bit for bit.
 
-Checkpoints are of another model, which really trains. The one in the background: `blocked` is how long save
-holds up the training, `copy` the time of a copy of the same bytes into memory in use, step and step_in_save
-medians of micro-batches without a save and all within one; gradients accumulate in them, so ranks do not wait
-for each other. The peak is that of the first save, with the training at rest.
+Checkpoints are of another model, which really trains. For the save in the background: `blocked` is how long
+save blocks the training; `copy` is the time to copy the same bytes into memory that is already in use; step
+and step_in_save are medians of micro-batches without and during a save. These micro-batches only accumulate
+gradients, so ranks do not wait for each other. The peak is that of the first save, while training is paused.
 """
 
 import ctypes
@@ -85,14 +87,14 @@ BOUNDS = (
 )
 RANKS = (2,)
 LIBC = ctypes.CDLL(None)
-SAVES, STEPS = 10, 6  # in the background; micro-batches between them
+SAVES, STEPS = 10, 6  # saves in the background; micro-batches between them
 REPEATS = {False: 19, True: 5}  # checkpoints in the foreground, by --small
-# by --small; the last: tokens
+# by --small: vocabulary, width, inner width, tokens
 TRAINED = {False: (8192, 1024, 2816, 32), True: (2048, 512, 1408, 32)}
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
-    """Bytes of disk (read, saved, DCP's parts) and of memory (shards, a gather and its cast)."""
+    """(bytes on disk: read, saved, DCP's parts; bytes of memory: shards, a full gather and its cast)."""
     return int(6.3 * ELEMENTS[small]), int(11 * ELEMENTS[small]) + ranks * 2**29
 
 
@@ -135,10 +137,10 @@ def dcp_hf_writer(worker: Worker, model: nn.Module, out: Path) -> None:
 
 
 class Training:
-    """Two layers of a Llama, sharded, and AdamW; one row on one thread of each rank."""
+    """A sharded Llama of two layers, with AdamW; each rank trains one row on one thread."""
 
     def __init__(self, worker: Worker):
-        LIBC.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: what is freed leaves the process at once
+        LIBC.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: freed memory leaves the process at once
         vocab_size, width, inner, tokens = TRAINED[worker.small]
         sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
         config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=8)
@@ -153,8 +155,8 @@ class Training:
         self.copies = [tensor.clone() for tensor in self.tensors]
 
     def step(self, more: Callable[[int], bool]) -> list[float]:
-        """The seconds of each micro-batch but the first, which gathers the weights, and the last, which
-        reduces the gradients: between them no rank waits for another.
+        """Run an optimizer step. Returns the seconds of each micro-batch except the first, which gathers the
+        weights, and the last, which reduces the gradients: between these no rank waits for another.
         """
         times = []
         self._micro_batch(reduce=False)
@@ -191,7 +193,7 @@ def write_raw(tensors: list[torch.Tensor], path: Path) -> None:
 
 
 def save_in_training(training: Training, saver: CheckpointSaver) -> dict[str, float]:
-    """What the training sees of the saves after the first."""
+    """How the saves after the first one affect the training."""
     times, level = {key: [] for key in ("copy", "blocked", "seconds", "step", "step_in_save")}, []
 
     def clock(key: str, do: Callable, *args) -> None:
@@ -205,11 +207,11 @@ def save_in_training(training: Training, saver: CheckpointSaver) -> dict[str, fl
         clock("copy", training.copy)
         clock("blocked", saver.save, number, training.model, training.optimizer, {})
         within = training.step(lambda _: not saver.pending.done())
-        times["step_in_save"] += within[:-1]  # in the last one the save ended
+        times["step_in_save"] += within[:-1]  # the save ended during the last one
         saver.wait()
-        times["seconds"].append(broadcast(saver.world, saver.seconds))  # which rank 0 knows
+        times["seconds"].append(broadcast(saver.world, saver.seconds))  # only rank 0 knows it
         gc.collect()
-        LIBC.malloc_trim(0)  # what is free is not held
+        LIBC.malloc_trim(0)  # returns free memory to the system
         level.append(anonymous_bytes())
     steps = len(times["step_in_save"]) / len(level)
     times = {key: median(values) for key, values in times.items() if values}
@@ -229,7 +231,8 @@ def contend_checkpoint(worker: Worker) -> dict[str, float]:
     saved = sum(tensor.nbytes for tensor in training.tensors)
     times, raw = [], []
     for number in range(1, 2 if background else 1 + REPEATS[worker.small]):
-        # By turns, each in the place of the one before: a block that was never written costs a disk more.
+        # In turns, so that each write reuses the disk blocks of the one before: fresh blocks cost a disk
+        # more.
         dist.barrier()
         started = time.perf_counter()
         write_raw(training.tensors, worker.out / f"raw_{worker.world.rank}")
@@ -241,7 +244,7 @@ def contend_checkpoint(worker: Worker) -> dict[str, float]:
             if background:
                 saver.wait()
         times.append(numbers["seconds"])
-        saver.wait()  # for the removal of the one before, which in a run goes on behind the steps
+        saver.wait()  # until the previous checkpoint is removed; in a run this happens during steps
     numbers["peak_of_saved"] = numbers["peak_bytes"] / saved
     if background:
         numbers |= save_in_training(training, saver)

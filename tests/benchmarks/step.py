@@ -1,8 +1,8 @@
 """
-A training step of finetune.py beside a bare fully_shard loop and HF Trainer: same model, batches, precision.
+A training step of finetune.py against a bare fully_shard loop and HF Trainer: same model, batches, precision.
 
-A step ends where its optimizer's does, whatever loop made it: one ruler for all. The last step is not timed;
-in it every collective is counted, and what FSDP gathers and reduces is divided by the least that it could.
+For every loop a step ends when its optimizer step ends. The last step is not timed: in it the bytes of every
+collective are counted, and those that FSDP2 gathers and reduces are divided by the least that it needs.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from utils.run.errors import check
 
-TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny"  # whose tokenizer is used
+TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny"  # for its tokenizer
 CONTENDERS = {
     "bare_loop": "tests/benchmarks/bare_loop.py: fully_shard by hand, the same loss, clipping and log",
     "ours": "recipes/finetune.py",
@@ -65,7 +65,7 @@ BOUNDS = (
 )
 RANKS = (2,)
 LR, WARM_UP = 3e-4, 3
-TIMED = {False: 12, True: 2}  # by --small: steps; rows of so many tokens on each rank; the model
+TIMED = {False: 12, True: 2}  # timed steps, by --small
 ROWS, SEQ_LEN = 2, {False: 256, True: 64}
 MODEL = {
     False: {
@@ -84,7 +84,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder: Path, small: bool) -> None:
-    """A Llama with random weights in fp32, and rows that all fill the sequence."""
+    """Write a Llama with random weights in fp32, and rows that all fill the sequence."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -130,9 +130,9 @@ def contend(worker: Worker) -> dict[str, float]:
 
 @contextmanager
 def step_ends(at_step: Callable[[int], None] = lambda done: None) -> Iterator[list]:
-    """(wall seconds, CPU seconds) at the end of every optimizer step in the block, whatever loop makes it.
+    """(wall seconds, CPU seconds) at the end of every optimizer step in the block, for any training loop.
 
-    at_step is called at each with the number of those done.
+    at_step is called after each step with the number of steps so far.
     """
     ends = []
 
@@ -150,15 +150,16 @@ def step_ends(at_step: Callable[[int], None] = lambda done: None) -> Iterator[li
 
 
 def median_step(ends: list) -> tuple[float, float]:
-    """(wall seconds, CPU seconds) of a step, the median of those between the ends."""
+    """The median (wall seconds, CPU seconds) of a step, from the ends of steps."""
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(ends, ends[1:], strict=False)]
     return tuple(statistics.median(column) for column in zip(*steps, strict=True))
 
 
 def difference_to_first(numbers: list[float], oracle: Path, most: float = 1e-5) -> float:
-    """Largest relative difference to the numbers of whoever ran first, which are kept in the file `oracle`.
+    """Largest relative difference to the numbers of the contender that ran first, which are in
+    the file `oracle`.
 
-    Raises where it is more than `most`, no rounding. Every rank calls it.
+    Raises ConfigError if it is more than `most`, and so more than rounding. Every rank calls it.
     """
     if torch.distributed.get_rank() == 0 and not oracle.exists():
         oracle.write_text(json.dumps(numbers))
@@ -173,7 +174,7 @@ def difference_to_first(numbers: list[float], oracle: Path, most: float = 1e-5) 
 
 
 def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
-    """Train with the contender's loop; the loss of each step."""
+    """Train with the contender's loop. Returns the loss of each step."""
     folder, out, seq_len = worker.folder, worker.out, SEQ_LEN[worker.small]
     if worker.contender.startswith("ours"):
         from recipes import finetune
@@ -232,7 +233,7 @@ def _train(worker: Worker, steps: int, micro_batches: int) -> list[float]:
 
 
 def _batches(worker: Worker, steps: int) -> list:
-    """What the recipe trains on in each step, on this rank."""
+    """The recipe's batches of each step, on this rank."""
     from utils.data.batches import GlobalBatches
     from utils.data.examples import Rows, load_examples
     from utils.data.tokens import load_tokenizer, pad_id
@@ -248,7 +249,7 @@ def _batches(worker: Worker, steps: int) -> list:
 
 
 def hf_trainer(model, rows: list[dict], out: Path, micro_batches: int = 1, **options):
-    """Trainer, after it has trained on these micro-batches in their order."""
+    """HF Trainer, after it has trained on these micro-batches in their order."""
     from accelerate.utils import DistributedType
     from torch.utils.data import DataLoader
     from transformers import Trainer, TrainingArguments
@@ -268,8 +269,8 @@ def hf_trainer(model, rows: list[dict], out: Path, micro_batches: int = 1, **opt
         **options,
     )
     if args.fsdp and args.use_cpu:
-        # accelerate wants an accelerator for FSDP, and on a CPU falls back to DDP without a word. Nothing
-        # but this name hinders it.
+        # accelerate uses FSDP only with an accelerator, and on a CPU silently falls back to DDP. Only this
+        # name keeps it from FSDP.
         args.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = OnTheseRows(model, args)
     trainer.train()
@@ -277,8 +278,8 @@ def hf_trainer(model, rows: list[dict], out: Path, micro_batches: int = 1, **opt
 
 
 class WireBytes(TorchDispatchMode):
-    """Counts, while it is entered, the bytes that this rank receives in all-gathers (`gathered`) and sends in
-    reduce-scatters (`reduced`); `other` are those of all other collectives, as large as their tensors.
+    """Counts, within a with block, the bytes that this rank receives in all-gathers (`gathered`) and sends in
+    reduce-scatters (`reduced`). `other`: the bytes of the tensors in all other collectives.
     """
 
     def __init__(self):
@@ -287,7 +288,7 @@ class WireBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again as what it is made of
+            return NotImplemented  # DTensor calls again with the local tensors
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
             sizes = [t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
             if "_allgather_base_" in func.name():
@@ -304,9 +305,10 @@ def least_wire_bytes(
 ) -> tuple[float, float]:
     """(gathered, reduced) bytes on a rank in an optimizer step: the least for FSDP that frees its layers.
 
-    A layer is gathered for its forward and again for its backward, the last one only once, since its backward
-    comes at once; so is all else. (A table's backward needs no table.) That is for each micro-batch;
-    gradients are reduced once in a step, in fp32. gathered_size: bytes of a number as it is gathered.
+    In each micro-batch a layer is gathered for its forward and again for its backward. The last layer is
+    gathered only once, since its backward follows right away, and so are all other parameters. (The backward
+    of an embedding does not need its table.) Gradients are reduced once in a step, in fp32. gathered_size:
+    bytes of an element in the all-gather.
     """
     from transformers import AutoConfig
 
@@ -321,5 +323,5 @@ def least_wire_bytes(
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the loops are compared, on ranks of the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # compares the loops, on CPU ranks
     run_worker(contend)

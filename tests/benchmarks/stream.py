@@ -1,12 +1,13 @@
 """
-Pre-training data far larger than memory: made text through the token cache and the endless line, on 2 ranks.
+Pre-training data far larger than memory: generated text through the token cache
+and the token stream, on 2 ranks.
 
     python tests/benchmarks/bench.py stream --repeats 1                 # 4 GiB of text
     TEXT_MIB=256 python tests/benchmarks/bench.py stream --repeats 1
 
 The text is that of data.py, in documents of 5 to 30,000 words. Each rank maps the tokens, then reads the
-batches of steps all over the line, of two epochs. Measured is the most anonymous memory that the ranks and
-the processes which tokenize hold together above what the ranks hold before.
+batches of steps from all over two epochs of the stream. It measures the peak anonymous memory of the ranks
+and the processes that tokenize, together, above the level of the ranks at the start.
 """
 
 import json
@@ -43,7 +44,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 
 def prepare(folder: Path, small: bool) -> None:
-    """texts.jsonl, and a tokenizer in `model`."""
+    """Write texts.jsonl, and a tokenizer in `model`."""
     data.prepare(folder, True)
     rng = random.Random(0)
     with open(folder / "rows.jsonl") as rows:
@@ -78,7 +79,7 @@ def contend(worker: Worker) -> dict[str, float]:
             loader.batches(number * 2 * loader.per_epoch // STEPS)
         batch_seconds = (time.perf_counter() - started) / STEPS
     above = torch.tensor(float(peak[0] - before))
-    dist.all_reduce(above)  # of both ranks together, though their peaks need not be at one time
+    dist.all_reduce(above)  # the sum of both ranks' peaks, which may occur at different times
     return {
         "seconds": numbers["seconds"],
         "peak_bytes": above.item(),

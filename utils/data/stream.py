@@ -1,6 +1,6 @@
-"""Documents -> an endless stream of tokens (a Line) -> rows of one length, cut from the stream.
+"""Documents -> an endless stream of tokens (a TokenStream) -> rows of one length, cut from the stream.
 
-Row n of a source is tokens [n (T - 1), n (T - 1) + T) of its line. The last of its T tokens is the first of
+Row n of a source is tokens [n (T - 1), n (T - 1) + T) of its stream. The last of its T tokens is the first of
 the next row. So each token is predicted exactly once, a document that is cut goes on in the next row, and all
 rows are full. The position of a run is one number, the row; it means the same tokens on any number of ranks.
 """
@@ -20,7 +20,7 @@ from .packing import PackedBatches
 PERIOD = 1000  # rows after which each source of a mixture has had exactly its share
 
 
-class Line:
+class TokenStream:
     """The concatenated tokens of `documents`, (n,) row numbers of `examples`, epoch after epoch. Each epoch
     has a new order, which depends on `key`; with key "" the order never changes.
     """
@@ -44,7 +44,7 @@ class Line:
         return self.kept[1:]
 
     def read(self, first: int, last: int) -> list[Example]:
-        """Tokens [first, last) of the line, as one example per document. The first and the last example may
+        """Tokens [first, last) of the stream, as one example per document. The first and the last example may
         be parts of documents.
         """
         found = []
@@ -62,8 +62,8 @@ class Line:
 
 @dataclass(eq=False)
 class StreamBatches(PackedBatches):
-    """GlobalBatches whose rows are `size` tokens of a line. Each weighted source has its own line; of every
-    1,000 rows it gets its share, to less than one row.
+    """GlobalBatches whose rows are `size` tokens of a stream. Each weighted source has its own stream, and
+    its share of every 1,000 rows, exact to less than one row.
 
     document_mask: documents in a row do not attend to each other, and their first tokens are not predicted.
     If false, a row is one text. held_out: all documents once, in their stored order, without weights.
@@ -78,26 +78,26 @@ class StreamBatches(PackedBatches):
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each source of a mixture. Empty if there is only one line."""
+        """The weight of each source of a mixture. Empty if there is only one stream."""
         if self.held_out:
             return []
         return [origin.weight for origin in self.examples.origins if origin.weight]
 
     @cached_property
-    def lines(self) -> list[Line]:
+    def streams(self) -> list[TokenStream]:
         numbers = self.examples.numbers
         if not self.weights:
-            return [Line(self.examples, numbers, "" if self.held_out else self.key)]
-        lines = []
+            return [TokenStream(self.examples, numbers, "" if self.held_out else self.key)]
+        streams = []
         for origin in self.examples.origins:
             own = numbers[(numbers >= origin.first) & (numbers < origin.last)]
             check(len(own), f"{origin.name}: it has no documents, so nothing can be mixed")
-            lines.append(Line(self.examples, own, f"{self.key} {len(lines)}"))
-        return lines
+            streams.append(TokenStream(self.examples, own, f"{self.key} {len(streams)}"))
+        return streams
 
     @cached_property
     def pattern(self) -> Tensor:
-        """(PERIOD,) int64: the index of the line that each row of a period is read from."""
+        """(PERIOD,) int64: the index of the stream that each row of a period is read from."""
         ends = torch.tensor([0.0, *(self.weights or [1.0])], dtype=torch.float64).cumsum(0)
         counts = (ends / ends[-1] * PERIOD).round().long().diff()
         least = f"--dataset: a source has less than 1 of {PERIOD:,} rows (fix: a larger weight)"
@@ -107,7 +107,7 @@ class StreamBatches(PackedBatches):
 
     def rows(self) -> int:
         """The number of rows that hold the tokens of all documents."""
-        return math.ceil((sum(line.tokens for line in self.lines) - 1) / (self.size - 1))
+        return math.ceil((sum(stream.tokens for stream in self.streams) - 1) / (self.size - 1))
 
     def rows_of(self, step: int) -> range:
         """The numbers of the rows of global batch `step`."""
@@ -124,12 +124,12 @@ class StreamBatches(PackedBatches):
         for row in rows:
             period, at = divmod(row, PERIOD)
             is_own = self.pattern == self.pattern[at]
-            line = self.lines[self.pattern[at]]
-            # the index of the row among the rows of its line
+            stream = self.streams[self.pattern[at]]
+            # the index of the row among the rows of its stream
             number = period * int(is_own.sum()) + int(is_own[:at].sum())
             first = number * (self.size - 1)
             last = first + self.size
-            parts = line.read(first, min(last, line.tokens) if self.held_out else last)
+            parts = stream.read(first, min(last, stream.tokens) if self.held_out else last)
             if not self.document_mask:
                 ids = torch.cat([part.ids for part in parts])
                 parts = [Example(ids, ids, parts[0].where)]
@@ -159,9 +159,9 @@ class StreamBatches(PackedBatches):
         """The factor from a loss in nats per predicted token to bits per byte of text."""
         shares = self.pattern.bincount() / PERIOD
         bytes_per_token = 0.0
-        for share, line in zip(shares.tolist(), self.lines, strict=True):
-            not_predicted = len(line.documents) if self.document_mask else 1
-            bytes_per_token += share * line.size_bytes / (line.tokens - not_predicted)
+        for share, stream in zip(shares.tolist(), self.streams, strict=True):
+            not_predicted = len(stream.documents) if self.document_mask else 1
+            bytes_per_token += share * stream.size_bytes / (stream.tokens - not_predicted)
         return 1 / math.log(2) / bytes_per_token
 
     def summary(self) -> str:

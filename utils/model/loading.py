@@ -106,8 +106,8 @@ def plan_pieces(
     may lack. Then its piece has no file, and the head of the checkpoint is not read.
 
     Raises ConfigError unless every parameter and persistent buffer is covered exactly once, with the right
-    shape. It lists the first five missing, extra and misshapen names. (transformers initializes missing
-    tensors anew and goes on.)
+    shape. It lists the first five missing, extra, misshapen and repeated names. (transformers initializes
+    missing tensors anew and goes on.)
     """
     state = model.state_dict(keep_vars=True)
     transforms = get_model_conversion_mapping(model)

@@ -1,8 +1,8 @@
-"""peft adapters on a meta or sharded model; read, save.
+"""Add peft adapters to a model on meta; fill, read and save them on a sharded model.
 
-The order is: add (on meta: structure only), shard, load the base, then init_lora or load_adapter, which give
-every rank its rows of the same numbers, however many ranks there are. Only the structure is peft's: its
-initialization would draw other numbers on each rank, and its saving would see only shards.
+The order is: add (on meta: structure only), shard, load the base, then init_lora or load_adapter. These give
+every rank its rows of the same values, on any number of ranks. Only the structure comes from peft: its
+initialization would draw different values on each rank, and its saving would see only shards.
 
 LoRA: arXiv 2106.09685. rsLoRA: arXiv 2312.03732. DoRA: arXiv 2402.09353. The folder:
 https://huggingface.co/docs/peft/developer_guides/checkpoint
@@ -41,11 +41,11 @@ from .saving import local_parts, save_folder
 from .sharding import plain_name, reads_text
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of names in an adapter's file
+PREFIX = "base_model.model."  # of tensor names in an adapter's file
 TARGETS = "--lora_targets"
 ANOTHER = "another --adapter"
-# Settings of adapter_config.json that are passed on to peft, those that can be merged but not trained on, and
-# those that change no number. Others have to be as peft has them where nobody asks.
+# Settings of adapter_config.json: READ are passed on to peft, MERGED are supported for a merge but not for
+# training, IGNORED change no value. All others must have peft's defaults.
 READ = """r lora_alpha lora_dropout use_rslora use_dora fan_in_fan_out target_modules exclude_modules
     modules_to_save rank_pattern alpha_pattern layers_to_transform layers_pattern""".split()
 MERGED = ["bias", "lora_bias"]
@@ -56,8 +56,8 @@ IGNORED = """peft_version task_type auto_mapping base_model_name_or_path revisio
 def adapt(
     model: nn.Module, lora: Lora, quant: Quant, dtype: torch.dtype
 ) -> tuple[LoraConfig, dict[str, list[str]]]:
-    """(the adapters' config, base_names) of a model on meta that gets adapters beside its frozen base, in
-    place. dtype: of compute.
+    """Add adapters to a model on meta and freeze its base, in place. Returns (the adapters' config,
+    base_names). dtype: of the computation.
     """
     config = add_adapters(model, lora)
     unused = ", ".join(f"--{flag}" for flag in lora.changed_flags())
@@ -70,16 +70,16 @@ def adapt(
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
-    """Put adapters beside the target layers, in place, and freeze everything else but modules_to_save.
+    """Put adapters beside the target layers, in place, and freeze everything else except modules_to_save.
 
     lora.lora_targets: all-linear (all but the head and the routers of experts), names separated by commas, or
-    one regular expression for whole names. lora.adapter: a peft folder, of which only the structure is taken
-    here; its values come with load_adapter. On meta this costs nothing. Raises ConfigError for what does not
-    exist, with the nearest names that do, and for an adapter that does not fit.
+    one regular expression for whole names. lora.adapter: a peft folder; only its structure is used here, and
+    load_adapter reads its values. On meta this costs nothing. Raises ConfigError for names that do not exist,
+    with the nearest names that do, and for an adapter that does not fit.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
-    scores = ["score"] if head is getattr(model, "score", None) else []  # it trains as a whole
+    scores = ["score"] if head is getattr(model, "score", None) else []  # trains without LoRA
     if lora.adapter:
         config = read_lora_config(Path(lora.adapter))
         inject(model, config, lora.adapter)
@@ -99,7 +99,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
         inject(model, config, TARGETS)
     config.task_type = "SEQ_CLS" if scores else "CAUSAL_LM"
     if tied:
-        # transformers would tie by names that have changed; and one parameter cannot be in two FSDP units.
+        # transformers would tie weights by names that have changed. One parameter cannot be in two FSDP2
+        # units, so a head or embedding in modules_to_save gets its own copy of the frozen weight.
         saved = [m.original_module for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
         copies = [module for module in saved if module in (head, embedding)]
         for module in copies:
@@ -109,10 +110,11 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
 
 
 def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
-    """The settings of a LoRA folder as peft's config. merge: it is merged into its base, not trained.
+    """The settings of a LoRA folder as peft's config. merge: the adapter is merged into its
+    base, not trained.
 
-    Raises ConfigError for kinds of LoRA that are not supported: those of which this version of peft knows
-    nothing, and those that start from other weights than the base has (PiSSA, OLoRA, ...).
+    Raises ConfigError for kinds of LoRA that are not supported: those that this version of peft does not
+    know, and those that change the weights of the base at the start (PiSSA, OLoRA, ...).
     """
     file = file_inside(folder, SETTINGS)
     stored, plain = read_json(file), LoraConfig().to_dict()
@@ -127,24 +129,24 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     check(not odd, f"{file}: {first_five(odd)} cannot be used here (fix: {fix})")
     given = {name: stored[name] for name in read if stored.get(name) is not None}
     with others_code(str(file), f"correct it, or {ANOTHER}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of settings that change nothing
+        warnings.simplefilter("ignore")  # peft warns about settings that change nothing
         return LoraConfig(**given)
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter says it was trained on; "" where it says none."""
+    """The base model that an adapter's settings name; "" if they name none."""
     settings = read_json(file_inside(folder, SETTINGS))
     return str(settings.get("base_model_name_or_path") or "")
 
 
 def is_of_text(folder: Path) -> bool:
-    """Whether an adapter is of a family's model for text alone, which has its layers elsewhere."""
+    """Whether an adapter belongs to a family's text-only model, in which the layers have other names."""
     names = read_header(file_inside(folder, TENSORS))
     return any(name.startswith(f"{PREFIX}model.layers.") for name in names)
 
 
 def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
-    """Quantize what is frozen, if asked, and give all else its dtype: see cast_frozen."""
+    """Quantize the frozen linear layers, if asked, and cast all other parameters, see cast_frozen."""
     quantized = quantize_linears(model, quant, dtype) if quant else None
     cast_frozen(model, dtype)
     return quantized
@@ -152,15 +154,17 @@ def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized
 
 @torch.no_grad()
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """What trains becomes fp32, what does not gets the dtype that it is computed in. Quantized codes stay."""
+    """Cast trainable parameters to fp32 and frozen ones to `dtype`, that of the computation. Quantized codes
+    stay as they are.
+    """
     for parameter in filter(torch.is_floating_point, model.parameters()):
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
 
 
 def base_names(model: nn.Module) -> dict[str, list[str]]:
-    """What each parameter and buffer of the plain model is called now; two names are two copies.
+    """The present names of each parameter and buffer of the plain model. Two names are two copies.
 
-    A module in modules_to_save is there twice, and may have untied a tied weight.
+    A module in modules_to_save exists twice, and its copy may end the tie of a tied weight.
     """
     state, names = model.state_dict(keep_vars=True), {}
     for name in (name for name in state if ".lora_" not in name):
@@ -172,7 +176,7 @@ def base_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
-    """Name in a peft file -> parameter, of all that trains."""
+    """Name in a peft file -> name of the parameter, for all trainable parameters."""
     names = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -185,17 +189,17 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def init_lora(model: nn.Module, seed: int) -> None:
-    """Fresh adapters, as peft draws them: the model answers as its base does. The base must be loaded.
+    """Draw fresh adapters as peft does: the model still computes what its base does. The base must be loaded.
 
-    Each parameter has a generator of its own, seeded by its name, and each rank keeps its rows.
+    Each parameter has its own generator, seeded by its name, and each rank keeps its rows.
     """
     for key, name in adapter_names(model).items():
         parameter = model.get_parameter(name)
         path, _, kind = name.partition(".lora_")
-        full = torch.zeros(parameter.shape, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if not kind:
             continue  # modules_to_save: loaded with the base
+        full = torch.zeros(parameter.shape, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if kind.startswith("A."):
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
         elif kind.startswith("embedding_B."):
@@ -209,7 +213,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
 
 
 def _magnitude(base: nn.Module) -> torch.Tensor:
-    """DoRA's magnitudes at the start: the norm of each output feature's weights, as the forward takes it."""
+    """DoRA's initial magnitudes: the norm of each output feature's weights, as peft's forward computes it."""
     if hasattr(base, "dequantize") or isinstance(base, nn.Linear):
         weight = base.dequantize() if hasattr(base, "dequantize") else local(base.weight)
         return torch.linalg.norm(weight, dim=1)
@@ -220,11 +224,12 @@ def _magnitude(base: nn.Module) -> torch.Tensor:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it the model answers as its base does, modules_to_save included: for a reference pass, in
-    no_grad. An adapter that continues another one is switched off too.
+    """Within it the model computes what its base does, also in modules_to_save: for a reference pass in
+    no_grad. An adapter that the run continues (--adapter) is switched off too.
 
-    Only the flags that peft's forwards read are set. Its own disable_adapter also sets requires_grad, which
-    FSDP2 would keep on parameters that are gathered just then: those adapters would never train again.
+    Only the flags that peft's forwards read are set. peft's own disable_adapter also sets
+    requires_grad. FSDP2 would keep that on parameters that are gathered at this moment, and those
+    adapters would never train again.
     """
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)]
     try:
@@ -237,16 +242,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def fill_adapters(model: nn.Module, folder: str | Path, seed: int) -> None:
-    """The values of the adapters: those of a peft folder, else fresh ones. The base must be loaded."""
+    """Fill the adapters: from a peft folder, else with fresh values. The base must be loaded."""
     load_adapter(model, Path(folder)) if folder else init_lora(model, seed)
 
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Copy this rank's rows of an adapter into a model of add_adapters.
+    """Copy this rank's rows of an adapter into a model from add_adapters.
 
-    Raises ConfigError unless names and shapes are the model's; only base layers that peft stored along, as it
-    does for embeddings, may be there too, and are loaded.
+    Raises ConfigError unless names and shapes match the model. The file may also have base layers that peft
+    stored, as it does for embeddings; they are loaded.
     """
     file, names = folder / TENSORS, match_tensors(model, folder)
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
@@ -260,7 +265,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
-    """Name in an adapter's file -> parameter of a model of add_adapters, by the header of the file alone.
+    """Name in an adapter's file -> parameter of a model from add_adapters, from the file's header alone.
 
     Raises ConfigError as load_adapter does.
     """
@@ -283,11 +288,12 @@ def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
 def save_adapter(
     out: Path, model: nn.Module, config: LoraConfig, base_name: str, world: World, tokenizer
 ) -> str:
-    """Write `out` as a peft folder for PeftModel.from_pretrained, in place of an older one; returns in words
-    what is in it.
+    """Write `out` as a peft folder for PeftModel.from_pretrained, in place of an older one. Returns its
+    content in words.
 
-    Each rank writes its rows into a temporary folder beside `out`, reads them back and compares them bit for
-    bit; then it is renamed. On failure all ranks raise one ConfigError, and an older adapter is still there.
+    Each rank writes its rows into a temporary folder beside `out`, reads them back and compares them
+    bit for bit; then the folder is renamed. On failure all ranks raise one ConfigError, and an older
+    adapter is still there.
     """
     state = model.state_dict()
     pieces = [whole(key, state[name], name) for key, name in adapter_names(model).items()]
@@ -314,12 +320,12 @@ def save_adapter(
 def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
     """Let peft put its layers into the model. where: the flag or the folder that names the layers.
 
-    Raises ConfigError with what peft said.
+    Raises ConfigError with peft's error.
     """
     fix = "all-linear" if where == TARGETS else "the --model that it was trained on"
     device = model.get_output_embeddings().weight.device
     with others_code(f"{where}: peft", fix), torch.device(device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied weights and Conv1D; both are seen to
+        warnings.simplefilter("ignore")  # about tied weights and Conv1D, which are handled here
         inject_adapter_in_model(config, model)
     check(not config.target_parameters, f"{where}: experts cannot be adapted (fix: {fix})")
 
@@ -346,8 +352,8 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
 
 
 def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
-    """Of these layers the linear ones of what reads text, but the head, routers, and what peft takes for
-    fused experts.
+    """The linear layers among `names` in the part that reads text, except the head, routers, and layers that
+    peft takes for fused experts.
     """
     inside = {*reads_text(model).modules()} - {model.get_output_embeddings()}
     linear = []
@@ -365,7 +371,7 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
 
 
 def _known(text: str, known: list[str], flag: str) -> list[str]:
-    """Names separated by commas, each the end of a known one."""
+    """Split names at commas. Raises ConfigError unless each is the end of a known name."""
     leaves = sorted({name.rpartition(".")[2] for name in known})
     wanted = [name.strip() for name in text.split(",") if name.strip()]
     for name in wanted:

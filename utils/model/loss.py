@@ -33,14 +33,15 @@ PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Transform = Callable[[torch.Tensor], torch.Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
 LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
-CPU_ROWS = 256  # of a product, so that it stays in a CPU's cache
-ROWS = 4096  # of the weight's gradient: a block of the sum, whose memory goes back as it is cast
+CPU_ROWS = 256  # rows of a product on a CPU, so that it fits the cache
+ROWS = 4096  # rows in a block of the weight's fp32 gradient; a block is freed once it is cast
 
 # Fields of configs that say what happens to the logits after the head.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, xLSTM
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
 FACTORS = ("logit_scale", "logits_scaling")  # Cohere, HyperCLOVA X
-# What nearly all families give to the loss that keeps the experts of a mixture equally busy.
+# The parameters of the router loss in nearly all families (it keeps the experts of a mixture equally busy),
+# and the attributes of a model that it needs.
 ROUTER_LOSS_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 ROUTER_LOSS_FIELDS = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
 
@@ -71,8 +72,8 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
 
 
 def known_transforms(model: nn.Module) -> list[Transform]:
-    """What models are known to do to their logits after the head, the likeliest first: what the config names,
-    then nothing.
+    """The known transforms of logits after the head, the likeliest first: those that the config
+    names, then no change.
     """
     config = model.config.get_text_config()
 
@@ -95,11 +96,11 @@ def _scaled(logits: torch.Tensor, factor: float) -> torch.Tensor:
 
 @torch.no_grad()
 def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
-    """Compare the chunked logits of 7 tokens with the model's own; every rank calls it, with the weights
-    loaded.
+    """Compare the chunked logits of 7 tokens with the model's own. Every rank calls it, with
+    the weights loaded.
 
-    Returns "" when they agree, trying the transforms that are known, likeliest first. Otherwise switches the
-    model to full logits and returns the sentence that says so, with the price per token.
+    It tries the known transforms, the likeliest first, and returns "" when the logits agree. Otherwise it
+    switches the model to full logits, and returns a sentence with the reason and the memory that they cost.
     """
     head = model.get_output_embeddings()
     vocab_size = head.weight.shape[0]
@@ -113,7 +114,7 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
         chunks = []  # of logits straight from the head
 
         def keep(logits: torch.Tensor) -> torch.Tensor:
-            chunks.append(logits.clone())  # the loss works in their place
+            chunks.append(logits.clone())  # the loss overwrites them
             return logits
 
         head.logits_to_loss = keep
@@ -136,17 +137,17 @@ def summed_cross_entropy(
     model: nn.Module, batch, per_token: PerToken | None = None
 ) -> torch.Tensor:
     """Cross-entropy summed over the trained tokens of batch.ids, batch.labels (B, T), plus the router loss of
-    a mixture of experts. per_token: another loss in its place, differentiated chunk by chunk.
+    a mixture of experts. per_token: a loss in place of cross-entropy, differentiated chunk by chunk.
 
-    A () fp32 tensor. Divide by the number of trained tokens of the *global* batch. The labels stand where
-    their tokens stand; the shift by one is made here. Padding is on the right, so causal attention needs no
-    mask; only the router's statistics use it.
+    Returns a () fp32 tensor. Divide it by the number of trained tokens of the *global* batch. Each label is
+    at the position of its own token; the shift by one is done here. Padding is on the right, so causal
+    attention needs no mask; only the router's statistics use it.
     """
     return model(batch.ids, per_token=per_token, **arguments(batch))
 
 
 def arguments(batch) -> dict:
-    """What the model takes beside the ids, by names of its own and of transformers' flash attention."""
+    """The model's arguments besides the ids, named as in _model_forward and transformers' flash attention."""
     options = {"labels": batch.labels, "attention_mask": batch.mask, "places": batch.places}
     if batch.positions is not None:
         options["position_ids"] = batch.positions
@@ -160,7 +161,7 @@ def backbone(model: nn.Module) -> nn.Module:
     """The model without its head."""
     if model.base_model is not model:
         return model.base_model
-    return model.model  # Llama 4 calls it by another name than the one that it says
+    return model.model  # Llama 4 has no attribute with the name in its base_model_prefix
 
 
 def _model_forward(
@@ -173,9 +174,11 @@ def _model_forward(
     chunked=None,
     **kwargs,
 ):
-    """The model's own forward, cut after the backbone when labels are given. places (n,): of what predicts a
-    trained token, in the flattened (B, T); without them a GPU's host waits until it has counted them.
-    chunked: an autograd function in place of _ChunkedLoss that gives each loss; then (places, -losses (n,)).
+    """The model's own forward; with labels only its backbone runs, and the head computes the loss.
+
+    places (n,): the positions in the flattened (B, T) that predict a trained token; without them the host
+    waits until the GPU has counted them. chunked: an autograd function in place of _ChunkedLoss, which
+    returns the loss of each token; the result is then (places, -losses (n,)).
     """
     if labels is None:
         return type(self).forward(self, input_ids, attention_mask=attention_mask, **kwargs)
@@ -184,7 +187,7 @@ def _model_forward(
         if "position_ids" not in kwargs:
             # With a mask transformers would not see the ends of packed documents.
             kwargs["attention_mask"] = attention_mask
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # what each place must predict
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # the next token's label
     if places is None:
         places = (targets != IGNORE).nonzero().flatten()
     targets = targets[places]
@@ -203,7 +206,7 @@ def _model_forward(
         if self.router_loss:
             sizes = (self.num_experts, self.num_experts_per_tok)
             balance = self.router_loss(output.router_logits, *sizes, attention_mask)
-    # Neither is the head's own output: FSDP hangs a hook on what each unit returns.
+    # Return new tensors, not the head's own output: FSDP2 puts a hook on the output of each unit.
     if chunked:
         return places, -loss
     loss = loss.sum()
@@ -215,24 +218,24 @@ def _model_forward(
 
 
 def documents_by(known: Callable) -> AbstractContextManager:
-    """Within it transformers takes documents from a function of the positions (B, T). Its own asks the device
-    whether there are several in a row, and waits for the answer.
+    """Within it transformers finds packed documents with `known`, a function of the positions (B, T). Its own
+    function asks the device whether a row has several documents, and waits for the answer.
     """
     return patch.object(masking_utils, "find_packed_sequence_indices", known)
 
 
 def documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """(B, T): the number of each token's document in its row; positions (B, T) start anew with each."""
+    """(B, T): the number of each token's document in its row; positions (B, T) restart with each document."""
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 def one_document(position_ids: torch.Tensor) -> None:
-    """What transformers takes for rows that are not packed."""
+    """None, which tells transformers that rows are not packed."""
 
 
 def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
-    """The head as it was, or, given targets (n,), the summed loss of `hidden` (n, D), or what `chunked` gives
-    of them.
+    """The head's own forward; with targets (n,) the summed loss of `hidden` (n, D), or the
+    result of `chunked`.
     """
     if self.weight.is_floating_point():
         hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
@@ -244,7 +247,7 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The summed loss of F.linear(hidden, weight, bias), its gradient taken in the forward."""
+    """The summed loss of F.linear(hidden, weight, bias); its gradient is computed in the forward."""
 
     @staticmethod
     def forward(ctx, *given):
@@ -253,8 +256,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        # In place: the graph is walked once, and these buffers are the largest of the step. A GPU would round
-        # a () tensor to the gradient's dtype first.
+        # In place, because these buffers are the largest of the step; the backward runs only once. A GPU
+        # would round a () tensor to the gradient's dtype first.
         scale = scale.view(1) if scale.device.type == "cuda" else scale
         grads = [d if d is None else d.mul_(scale) for d in ctx.grads]
         del ctx.grads
@@ -264,11 +267,12 @@ class _ChunkedLoss(torch.autograd.Function):
 def chunk_by_chunk(
     wanted, factors, hidden, weight, bias, targets, transform, per_token, chunks, grad
 ):
-    """(losses (n,) of F.linear(hidden, weight, bias), the gradients of their sum by those three, each None
-    where it is not wanted), c tokens at a time. factors (n, 1): of the losses in the sum; None: 1.
+    """(losses (n,) of F.linear(hidden, weight, bias), the gradients of their sum with respect to hidden,
+    weight and bias), computed c tokens at a time. A gradient that is not wanted is None. factors (n, 1):
+    weights of the losses in the sum; None: 1.
 
-    Extra memory: the logits (c, V) in the weight's dtype and in fp32; the gradient of the hidden states;
-    that of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
+    Extra memory: the logits (c, V) in the weight's dtype and in fp32; the gradient of the hidden states; the
+    gradient of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
     """
     needed = [grad and one for one in wanted[:3]]
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -291,7 +295,7 @@ def chunk_by_chunk(
             _add_product(sums, d_logits, h)
         if needed[2]:
             d_bias += d_logits.sum(0)
-        del d_logits  # the next chunk needs the room
+        del d_logits  # the next chunk needs the memory
     if sums:
         d_weight = torch.empty_like(weight)
         for rows in d_weight.split(ROWS):
@@ -307,8 +311,8 @@ def _losses_of_chunk(
     per_token: PerToken | None,
     grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(losses (c,), the gradient of their sum by the logits (c, V) in their dtype, None without grad).
-    logits: in their place comes the gradient.
+    """(losses (c,), the gradient of their sum with respect to the logits (c, V), in their dtype; None without
+    grad). The gradient may overwrite the logits.
     """
     with torch.set_grad_enabled(grad):
         shown = transform(logits.requires_grad_(grad))
@@ -326,9 +330,10 @@ def _losses_of_chunk(
 def _cross_entropy_in_place(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cross-entropy (c,), the gradient of its sum) of logits (c, V) in fp32, which become the gradient.
+    """(cross-entropy (c,), the gradient of its sum) of logits (c, V) in fp32. The gradient
+    overwrites the logits.
 
-    torch's own needs four tensors of this size, and they are what a step's memory peaks at.
+    torch's own function needs four tensors of this size, which would set the peak memory of a step.
     """
     logits -= logits.amax(-1, keepdim=True)
     right = logits.gather(1, targets[:, None])  # (c, 1)
@@ -342,7 +347,7 @@ def _cross_entropy_in_place(
 def _add_product(sums: list[torch.Tensor], d_logits: torch.Tensor, h: torch.Tensor) -> None:
     """Add d_logits.T @ h, of (c, V) and (c, D), to the blocks (ROWS, D) in fp32 that make up (V, D).
 
-    A GPU adds within the product. A CPU has no product of 16 bit that ends in fp32.
+    A GPU accumulates within the product. A CPU has no product of 16-bit matrices with an fp32 result.
     """
     for block, columns in zip(sums, d_logits.split(ROWS, 1), strict=True):
         if block.device.type == "cuda" and h.dtype != torch.float32:
@@ -353,8 +358,8 @@ def _add_product(sums: list[torch.Tensor], d_logits: torch.Tensor, h: torch.Tens
 
 
 def tokens_of_chunk(vocabulary: int) -> int:
-    """Tokens of a chunk: more where the vocabulary is small, fewer where it is very large. A multiple of 64,
-    with which products are fastest.
+    """Tokens of a chunk: more for a small vocabulary, fewer for a very large one. A multiple of 64, for which
+    matrix products are fastest.
     """
     tokens = max(LEAST_LOGITS // vocabulary, min(CHUNK_TOKENS, MOST_LOGITS // vocabulary))
     return max(64, tokens // 64 * 64)

@@ -28,7 +28,7 @@ class Merge:
     pieces: list[Piece]
     own: dict[str, torch.Tensor]  # parameter -> the adapter's copy of it, in place of the base's
     layers: dict[str, list[tuple]]  # parameter -> (LoRA layer, name in its base), in peft's order
-    untied: list[Piece]  # tied in the base, and no longer: tensors that its files do not have
+    untied: list[Piece]  # tied in the base but not any more: the files of the base lack them
 
 
 def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
@@ -62,7 +62,7 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
 
 
 def _untied(model: nn.Module, pieces: list[Piece], copies: set[str]) -> list[Piece]:
-    """One piece for each tensor that was tied to another one, and is not since one of them was trained."""
+    """One piece for each weight that is no longer tied, because it or its partner was trained."""
     piece_of = {piece.param: piece for piece in pieces}
     untied = []
     for pair in model.all_tied_weights_keys.items():
@@ -96,9 +96,9 @@ def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
 
 
 def merge_into(layer: LoraLayer, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Parameter `name` of a layer's base, whose value is given, with the adapter of the layer added.
+    """Merge the adapter of a layer into `value`, the value of parameter `name` of its base layer.
 
-    peft's merge wants all parameters of the base: the others, such as the bias of a weight, are zeros.
+    peft's merge needs all parameters of the base layer: the others, such as a bias, are set to zeros.
     """
     base = layer.get_base_layer()
     names = [n for n, _ in base.named_parameters()]
@@ -123,13 +123,13 @@ def save_merged(
     world: World,
     copy_companions: Callable[[Path], None],
 ) -> str:
-    """Write `out`: the tensors `weights` of the base's files, changed or as they are, and those untied.
+    """Write `out`: the tensors `weights` of the base's files, merged or unchanged, and the untied ones.
 
     Each rank writes some of them. copy_companions: writes all other files into a folder; rank 0 calls it.
     Returns in words how many tensors changed.
     """
     known = {piece.name: piece for piece in merge.pieces + merge.untied}
-    # The model ignores the others, such as layers that only draft tokens.
+    # Tensors that the model ignores, such as layers that only draft tokens, are copied.
     others = [Piece(n, info, "", (), info.shape) for n, info in weights.items() if n not in known]
     pieces = [*known.values(), *others]
     own = {piece.name for piece in pieces[world.rank :: world.size]}
@@ -151,7 +151,7 @@ def save_merged(
 
 
 def allocate(model: nn.Module, names: Iterable[str]) -> None:
-    """Memory for some parameters of a meta model, and for those beside them in their modules."""
+    """Allocate these parameters of a meta model on the CPU, and the other parameters of their modules."""
     for name in names:
         module = model.get_submodule(name.rpartition(".")[0])
         module.to_empty(device="cpu", recurse=False)

@@ -1,6 +1,6 @@
-"""Options of what trains beside a frozen base: adapters (lora.py), and its quantization (quantize.py).
+"""Options of adapters (lora.py) and of the quantization of their frozen base (quantize.py).
 
-They stand apart from those two files, which import peft and bitsandbytes: 3 s and 85 MiB of each process.
+They have a file of their own because those two import peft and bitsandbytes: 3 s and 85 MiB of each process.
 """
 
 from dataclasses import dataclass, fields
@@ -12,8 +12,8 @@ from ..run.errors import check
 
 @dataclass(frozen=True)
 class Lora:
-    """Fresh adapters of a rank, or those of a peft folder; it is false where neither is given. The fields
-    have the names of the flags; peft's LoraConfig describes them
+    """Options of fresh adapters, or a peft folder to continue. It is false if neither lora_rank nor adapter
+    is given. The fields have the names of the flags; peft's LoraConfig describes them
     (https://huggingface.co/docs/peft/package_reference/lora).
     """
 
@@ -34,13 +34,13 @@ class Lora:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "adapter"}
 
     def changed_flags(self) -> dict[str, object]:
-        """Those of them that are not left at their defaults."""
+        """The options of fresh adapters that differ from their defaults, by flag."""
         return {flag: value for flag, value in self.flags().items() if value != getattr(Lora, flag)}
 
 
 @dataclass(frozen=True)
 class Quant:
-    """How frozen weights are stored; it is false where they are not quantized."""
+    """How frozen weights are stored. It is false if they are not quantized."""
 
     quantization: str = "none"  # none, 8bit or 4bit
     int8_mode: str = "dequant"  # or llm_int8
@@ -52,7 +52,7 @@ class Quant:
 
 
 def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
-    """Raise ConfigError where flags of adapters or of a quantized base do not go together."""
+    """Raise ConfigError if flags of adapters or of a quantized base do not fit together."""
     alone = ", ".join(f"--{flag}" for flag in lora.changed_flags())
     check(lora or not alone, f"{alone} without --lora_rank changes nothing (fix: --lora_rank 16)")
     for flag in ("int8_mode", "quantize_head", "keep_experts_16bit"):

@@ -9,13 +9,14 @@ from ..run.errors import check, first_five
 from .sharding import reads_text
 
 PARTS = ("language", "projector", "vision")
-# What families call a projector, also where it is a part of the tower.
+# Names of projectors in model families. Some projectors are inside the tower.
 PROJECTOR = re.compile(r"projector|connector|merger|resampler|abstractor|aligner")
 
 
 def part_names(model: nn.Module) -> dict[str, list[str]]:
-    """The names of the model's parameters, by part. Embedding and head belong to the language model; what is
-    in neither it nor the tower is the projector.
+    """The names of the model's parameters, by part. Embedding and head belong to the language model.
+    Parameters outside the language model and the tower belong to the projector, as do those that
+    match PROJECTOR.
     """
     text = [reads_text(model), model.get_input_embeddings(), model.get_output_embeddings()]
     of_text = {p for module in text for p in module.parameters()}
@@ -32,7 +33,9 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def tower_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of what reads pictures: of each list that has more than 5 % of all parameters."""
+    """The layers of the vision tower: of each ModuleList outside the language model that has more than 5 %
+    of all parameters.
+    """
 
     def numel(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
@@ -41,7 +44,7 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
     seen = set(reads_text(model).modules())
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen
-        # A projector may run once for each picture, and ranks have different numbers of them.
+        # Not of a projector: it may run once for each picture, and ranks have different numbers of pictures.
         if is_list and not PROJECTOR.search(name) and numel(module) > least:
             layers += module
             seen.update(module.modules())
@@ -58,9 +61,12 @@ def parse_parts(text: str) -> set[str]:
 
 @torch.no_grad()
 def freeze_parts(model: nn.Module, trained: set[str], dtype: torch.dtype) -> nn.Module:
-    """Freeze the other parts, in place, and give them the dtype that they are computed in."""
+    """Freeze all parts that are not in `trained`, in place, and cast them to `dtype`, that of
+    the computation.
+    """
     names = part_names(model)
-    for name in (name for part in names.keys() - trained for name in names[part]):
-        parameter = model.get_parameter(name).requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
+    for part in names.keys() - trained:
+        for name in names[part]:
+            parameter = model.get_parameter(name).requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
     return model

@@ -36,7 +36,7 @@ class Piece:
 
 
 def whole(name: str, tensor: torch.Tensor, param: str = "") -> Piece:
-    """A parameter as one piece, which is in no file. param: where it has another name in the model."""
+    """A parameter as one piece, which is in no file. param: its name in the model, if that is another one."""
     info = TensorInfo(None, tensor.dtype, tuple(tensor.shape), 0)
     return Piece(name, info, param or name, (0,) * tensor.ndim, info.shape)
 
@@ -54,7 +54,7 @@ class Place:
 def local_box(parameter: torch.Tensor, piece: Piece) -> tuple[Box, Box] | None:
     """The part of a piece that this rank's shard holds: (where in the local shard, where in the piece).
 
-    None where the shard holds no part of it. A plain tensor is one shard, the whole.
+    None if the shard holds no part of it. A plain tensor counts as one shard that holds everything.
     """
     shard_shape = parameter.shape
     shard_at = (0,) * parameter.ndim
@@ -84,7 +84,9 @@ def lay_out(
     max_file_bytes: float = 5e9,
     stem: str = "model",
 ) -> tuple[dict[str, Place], dict[str, bytes]]:
-    """(place of each tensor by its name, header of each file by the file's name), file after file."""
+    """(place of each tensor by its name, header of each file by the file's name), file after file.
+    save_dtype: for floating-point tensors; None: as in the pieces.
+    """
     codes = {dtype: code for code, dtype in DTYPES.items()}
     tensors: dict[str, torch.Tensor] = {}
     for piece in pieces:
@@ -120,7 +122,7 @@ def lay_out(
 
 
 def is_writer(parameter: torch.Tensor, world: World) -> bool:
-    """Of the ranks that hold the same values, the first writes them."""
+    """Whether this rank writes its shard: of the ranks that hold the same values, the first does."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
     places = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
@@ -130,8 +132,8 @@ def is_writer(parameter: torch.Tensor, world: World) -> bool:
 def runs(
     box: torch.Tensor, rows: Box, shape: tuple[int, ...], most: int = 2**62
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut a box of a row-major tensor into runs without gaps: (first element, values). Whole rows are one, if
-    that has at most `most` elements.
+    """Cut `box`, a part of a row-major tensor of this `shape`, into contiguous runs of at most `most`
+    elements: (index of the first element in the tensor, values). rows: where the box is in the tensor.
     """
     last_cut = 0  # the last dim of which the box holds only a part
     for dim, length in enumerate(shape):
@@ -148,7 +150,9 @@ def runs(
 
 
 def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> int:
-    """Call os.pwritev or os.preadv until all of `data` is done, or nothing comes; the number of bytes."""
+    """Call os.pwritev or os.preadv until all of `data` is transferred, or a call transfers nothing. Returns
+    the number of bytes.
+    """
     view = memoryview(data.numpy())
     done_bytes = 0
     while done_bytes < len(view):
@@ -160,10 +164,10 @@ def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> in
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; another tensor itself."""
+    """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rows_of_full_shard(rows: int, shards: int) -> int:
-    """Rows of the first of `shards`: torch.chunk gives each so many until there are none left."""
+    """Rows of the first, fullest shard: torch.chunk gives each shard so many until none are left."""
     return -(-rows // shards)

@@ -3,8 +3,8 @@
 bitsandbytes keeps codes and scales in Parameter subclasses with attributes of their own, which FSDP2 loses
 ("'Parameter' object has no attribute 'CB'"). Here both are plain integer parameters: FSDP2 shards their rows
 like any others, casts no integer, and gathers the quantized bytes. A row, or a block of 64 within one, is
-quantized on its own, so what each rank makes of its rows are bit for bit the rows that bitsandbytes makes of
-the whole tensor.
+quantized on its own. So the rows that each rank quantizes equal bit for bit those that bitsandbytes makes
+from the whole tensor.
 
 int8 is LLM.int8()'s row-wise absmax (arXiv 2208.07339), nf4 is QLoRA's (arXiv 2305.14314) without double
 quantization, whose statistics run over the whole tensor. The kernels are bitsandbytes'.
@@ -29,13 +29,14 @@ from .pieces import Piece, local, local_box
 
 ELEMENTS = 2**20  # quantized at a time while loading
 BLOCK = 64  # weights that share an nf4 scale
-ADDED = re.compile(r"\.(lora_|modules_to_save\.|original_module)")  # names of what peft adds
+ADDED = re.compile(r"\.(lora_|modules_to_save\.|original_module)")  # modules that peft adds
 OUTLIER = 6.0  # LLM.int8(): columns with an activation above this are not quantized
-# What picks experts, or tokens to attend to: small, and small errors there are not.
+# Modules that choose experts, or tokens to attend to. They are small, but small errors in them have large
+# effects.
 ROUTER = re.compile(r"(^|[._])(gate|router|weights?_proj)(\.|$)")
-# Layers that a model's own code does not simply call, by model type: it reads or changes their weights, or
-# casts to their dtype. An adapter beside them would be passed over in silence, and codes taken for numbers.
-# (laguna: peft does not find the adapters of its shared experts again.)
+# By model type: layers that the model's own code does not simply call. It reads or changes their weights, or
+# casts to their dtype. Adapters of such layers would be ignored silently, and quantized codes would be taken
+# for weights. (laguna: peft does not find the adapters of its shared experts again.)
 READ_PAST = {
     "bamba": "out_proj",
     "falcon_h1": "out_proj",
@@ -54,12 +55,12 @@ READ_PAST = {
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer: integer codes, and the bits of fp32 scales as int32.
+    """A frozen linear layer: `weight` holds integer codes, `scale` the bits of fp32 scales as int32.
 
-    As floats the scales would be cast to bf16 when FSDP gathers them. weight holds the codes.
+    As floats the scales would be cast to bf16 when FSDP2 gathers them.
     """
 
-    W_q = True  # by this peft (DoRA) knows that dequantize() gives the weight
+    W_q = True  # tells peft (DoRA) that dequantize() returns the weight
 
     def __init__(self, old: nn.Linear, dtype: torch.dtype, mode: str):
         super().__init__()
@@ -73,15 +74,15 @@ class QuantizedLinear(nn.Module):
         return _FrozenLinear.apply(x, self.weight, self.scale, self.bias, self.mode)
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in the compute dtype; where the parameters are sharded, this rank's rows."""
+        """The weight in the compute dtype; if the parameters are sharded, this rank's rows."""
         return dequantize(local(self.weight), local(self.scale), self.dtype)
 
     @torch.no_grad()
     def copy_rows(self, first: int, rows: torch.Tensor, name: str) -> None:
-        """Quantize rows (n, in_features), as the checkpoint has them, into local rows first ... first + n.
+        """Quantize rows (n, in_features) of the checkpoint into local rows [first, first + n).
 
-        They may be on another device than the shards. name: of the tensor, for the message. Raises
-        ConfigError where one is not finite.
+        `rows` may be on another device than the shards. name: of the tensor, for the message. Raises
+        ConfigError if a row is too large or not finite.
         """
         codes, scale = self.quantize(rows)
         fix = "a checkpoint with smaller or finite weights, or no --quantization"
@@ -106,7 +107,7 @@ class Int8Linear(QuantizedLinear):
 
     @staticmethod
     def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, fp32 scales); via fp16 because bitsandbytes goes there first."""
+        """(codes, fp32 scales). Rows are cast to fp16 first, as in bitsandbytes."""
         return bnb.int8_vectorwise_quant(rows.to(torch.float16).contiguous())[:2]
 
 
@@ -142,10 +143,10 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """x @ weight.T + bias, the weight dequantized for the moment of the product, again in the backward.
+    """x @ weight.T + bias. The weight is dequantized only for the product, and again in the backward.
 
-    Kept for the backward: codes and scales, whose memory FSDP frees and refills meanwhile. bitsandbytes' own
-    functions keep x as well, out of reach of activation checkpointing.
+    Only codes and scales are kept for the backward; FSDP2 frees and refills their memory in between.
+    bitsandbytes' own functions also keep x, in a way that activation checkpointing cannot avoid.
     """
 
     @staticmethod
@@ -173,7 +174,9 @@ def _llm_int8(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias) -
 
 @dataclass(frozen=True)
 class Quantized:
-    """What quantize_linears did. experts: bytes in 16 bit, and their share of the frozen weights."""
+    """What quantize_linears did. expert_bytes, expert_share: the experts' bytes in 16 bit, and their share of
+    the frozen weights.
+    """
 
     kind: str
     layers: int
@@ -182,7 +185,7 @@ class Quantized:
     expert_share: float
 
     def sentence(self) -> str:
-        """What the plan prints."""
+        """The line that the plan prints."""
         left = [f"{count} x {what}" for what, count in self.left.items()]
         if self.expert_bytes:
             gib = self.expert_bytes / GIB
@@ -193,11 +196,12 @@ class Quantized:
 
 @torch.no_grad()
 def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized:
-    """Put a quantized layer in the place of every frozen linear layer, in place, LoRA's base layers included.
+    """Replace every frozen linear layer by a quantized one, in place, LoRA's base layers included.
 
-    dtype: what the model computes in. The head (unless quant.quantize_head), what trains, and the routers of
-    experts stay as they are. On meta this changes the structure only, and copy_rows brings the weights; real
-    weights are quantized here. Raises ConfigError if nothing can be.
+    dtype: of the computation. The head (unless quant.quantize_head), trainable layers, and those for
+    which _reason gives a reason, such as routers, stay as they are. On meta only the structure
+    changes, and load_rows fills it later; real weights are quantized here. Raises ConfigError if no
+    layer can be quantized.
     """
     kind = quant.quantization
     frozen = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
@@ -228,9 +232,10 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
 def load_rows(
     read: Callable, piece: Piece, codes: torch.Tensor, module: QuantizedLinear, device: torch.device
 ) -> None:
-    """Give a quantized module its rows in full precision, some MiB at a time; it keeps only their codes.
+    """Read this rank's rows of a piece, some MiB at a time, and quantize them into `module`.
 
-    read(first, into) reads elements of the piece; codes: the module's weight, (out, bytes), perhaps sharded.
+    read(first, into) reads elements of the piece in full precision. codes: the module's weight, (out, bytes),
+    perhaps sharded.
     """
     box = local_box(codes, replace(piece, shape=(piece.shape[0], *codes.shape[1:])))
     if box is None:
@@ -245,7 +250,9 @@ def load_rows(
 
 
 def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
-    """Refuse to call a model quantized of which more than half is not."""
+    """Raise ConfigError if experts that stay in 16 bit are more than half of the weights, unless
+    keep_experts_16bit.
+    """
     what = f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
     how_much = (
         f"{quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
@@ -255,7 +262,7 @@ def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
 
 
 def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
-    """Why a layer stays in 16 bit; "" where it does not."""
+    """Why a layer stays in 16 bit; "" if it can be quantized."""
     if layer.weight.requires_grad:
         return "it trains"
     if ROUTER.search(name):
@@ -270,8 +277,8 @@ def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
 
 
 def is_plain(model: nn.Module, name: str, layer: nn.Module) -> bool:
-    """Whether a layer multiplies as its class does in torch, and is only called: see READ_PAST. FalconLinear
-    multiplies so in its own words.
+    """Whether a layer computes what its class in torch does, and the model only calls it: see READ_PAST.
+    FalconLinear has a forward of its own, but it computes the same.
     """
     own_words = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
     if own_words and type(layer).__name__ != "FalconLinear":
@@ -280,6 +287,6 @@ def is_plain(model: nn.Module, name: str, layer: nn.Module) -> bool:
 
 
 def _rows_like(row: torch.Tensor, old: nn.Linear) -> nn.Parameter:
-    """A frozen parameter with a row like this one (1, ...) for each output feature of a linear layer."""
+    """A frozen parameter with a row like `row` (1, ...) for each output feature of a linear layer."""
     rows = torch.empty(old.out_features, *row.shape[1:], dtype=row.dtype, device=old.weight.device)
     return nn.Parameter(rows, requires_grad=False)

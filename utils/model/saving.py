@@ -1,4 +1,4 @@
-"""The Hugging Face folder: names, index.json, each rank writes its own part.
+"""Write a Hugging Face folder: each rank writes its own part of the final files.
 
 A safetensors file is a short header and then the tensors, row-major, back to back. A shard along dim 0 is
 thus one run of bytes whose place is known before anything is written: rank 0 lays the files out, every rank
@@ -26,7 +26,7 @@ from ..run.folder import check_space
 from .folder import INDEX, read_json
 from .pieces import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
 
-# Files beside the weights that a save takes along.
+# Files beside the weights that a save copies from the source.
 COMPANIONS = (
     "*.py",
     "LICENSE*",
@@ -62,7 +62,7 @@ def save_model(
     On failure all ranks raise one ConfigError, and an older model is still there. Host memory above the
     shards: a few chunks. One run at a time may save to `out`.
     """
-    # FSDP2 shards parameters again here, where forward left them gathered.
+    # state_dict() also reshards parameters that a forward left gathered.
     state = model.state_dict()
 
     def prepare(temp: Path) -> None:
@@ -85,9 +85,9 @@ def save_folder(
 ) -> None:
     """Write `out` in place of an older folder: complete or not at all.
 
-    Rank 0 makes a temporary folder beside it, calls `prepare(temp)`, which writes what is no tensor, and
-    makes the files of `layout` (see lay_out) in their full size. Every rank writes its `parts(piece)` of each
-    piece, reads them back and compares. Rank 0 renames the folder. On failure all ranks raise one
+    Rank 0 makes a temporary folder beside it, calls `prepare(temp)`, which writes all files without tensors,
+    and makes the files of `layout` (see lay_out) in their full size. Every rank writes its `parts(piece)` of
+    each piece, reads them back and compares. Rank 0 renames the folder. On failure all ranks raise one
     ConfigError, and an older folder is still there.
     """
     # Links in the parent are followed; `out` itself is replaced, even where it is a link.
@@ -121,7 +121,7 @@ def save_folder(
 
 
 def local_parts(state: dict[str, torch.Tensor], world: World, piece: Piece) -> Iterator[Part]:
-    """What this rank's shard holds of a piece, if this rank is to write it."""
+    """The parts of a piece in this rank's shard, if this rank writes them."""
     parameter = state[piece.param]
     boxes = local_box(parameter, piece)
     if boxes is None or not is_writer(parameter, world):
@@ -151,7 +151,7 @@ def chunks_of(
 
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
-    """Write chunks at their places, through to the disk; the number of bytes."""
+    """Write chunks at their places and sync them to the disk. Returns the number of bytes."""
     written_bytes = 0
     for file, at, data, _ in _opened(folder, chunks, "r+b"):
         written_bytes += transfer(os.pwritev, file, at, data)
@@ -159,7 +159,9 @@ def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
 
 
 def verify_chunks(folder: Path, chunks: Iterable[Chunk]) -> None:
-    """Compare chunks with the disk, bit for bit. Files are opened anew: a network file system looks again."""
+    """Compare chunks with the disk, bit for bit. Files are opened again, so that a network file
+    system reads anew.
+    """
     for file, at, data, tensor in _opened(folder, chunks, "rb"):
         found = torch.empty_like(data)
         found_bytes = transfer(os.preadv, file, at, found)
@@ -169,7 +171,7 @@ def verify_chunks(folder: Path, chunks: Iterable[Chunk]) -> None:
 
 
 def _opened(folder: Path, chunks: Iterable[Chunk], mode: str) -> Iterator[tuple]:
-    """The chunks, with an open file in place of its name. What was written is synced as a file is left."""
+    """The chunks, with an open file in place of its name. Each file is synced before it is closed."""
     for name, group in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
         with open(folder / name, mode, buffering=0) as file:
             for _, at, data, tensor in group:
@@ -178,8 +180,10 @@ def _opened(folder: Path, chunks: Iterable[Chunk], mode: str) -> Iterator[tuple]
 
 
 def create_files(temp: Path, places: dict[str, Place]) -> int:
-    """Every file in its full size, and the index where there are several; the bytes of all files."""
-    # The last tensor of a file ends it.
+    """Create every file in its full size, and the index if there are several. Returns the
+    bytes of all files.
+    """
+    # A file ends with its last tensor.
     file_bytes = {place.file: place.end for place in places.values()}
     total_bytes = sum(file_bytes.values())
     check_space(temp, total_bytes)
@@ -214,7 +218,7 @@ def _write_configs(
 
 
 def write_generation_config(folder: Path, settings: dict, eos_ids: Iterable[int]) -> None:
-    """generation_config.json, in which these tokens end an answer too."""
+    """Write generation_config.json, in which `eos_ids` also end an answer."""
     own = settings.get("eos_token_id")
     own = own if isinstance(own, list) else [own]
     settings["eos_token_id"] = sorted({*own, *eos_ids} - {None}) or None
@@ -222,8 +226,8 @@ def write_generation_config(folder: Path, settings: dict, eos_ids: Iterable[int]
 
 
 def _generation_config(model: torch.nn.Module, source: Path | None) -> dict:
-    """That of the source as it is: published sampling settings do not always pass transformers' check on
-    saving. Else the model's own.
+    """The generation config of the source, unchanged, because published sampling settings do not always pass
+    transformers' check on saving. Without one, the model's own.
     """
     if source and (source / "generation_config.json").exists():
         return read_json(file_inside(source, "generation_config.json"))

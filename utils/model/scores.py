@@ -1,9 +1,10 @@
 """A score of each sequence in place of logits: the head of a reward model.
 
 The class is transformers' AutoModelForSequenceClassification with one label. Its own pooling takes the last
-token that is not the pad token, which is another one where sequences end with that: where pad is eos, as in
-most base models. Here a sequence is scored at its last token by its length, and `settle_pad` chooses a pad
-token with which transformers takes the same one (https://github.com/huggingface/transformers/issues/35352).
+token that is not the pad token. This is the wrong token if sequences end with the pad token: if pad is eos,
+as in most base models. Here a sequence is scored at its last token by its length, and `settle_pad` chooses a
+pad token with which transformers takes the same token
+(https://github.com/huggingface/transformers/issues/35352).
 
 B batch, T tokens, D hidden, S sequences.
 """
@@ -22,8 +23,8 @@ SCORE = "score.weight"  # (1, D)
 
 
 def add_scores(model: nn.Module, pad_id: int) -> nn.Module:
-    """Make `model(ids, ends=ends)` return a score (S,) in fp32 at each of the places `ends` (S,) of the
-    flattened (B, T). Without ends the model answers as before. pad_id: of settle_pad, saved with the model.
+    """Make `model(ids, ends=ends)` return a score (S,) in fp32 at each of the positions `ends` (S,) in the
+    flattened (B, T). Without ends the model answers as before. pad_id: from settle_pad; saved with the model.
     """
     model.config.get_text_config().pad_token_id = pad_id
     model.forward = MethodType(_scores_at, model)
@@ -31,7 +32,7 @@ def add_scores(model: nn.Module, pad_id: int) -> nn.Module:
 
 
 def sequence_scores(model: nn.Module, batch) -> torch.Tensor:
-    """The score of each sequence of a PairBatch on the device (S,), in fp32; of a filler (0,).
+    """The score (S,) of each sequence of a PairBatch on the device, in fp32; (0,) for a filler batch.
 
     Padding is on the right, so causal attention needs no mask.
     """
@@ -46,13 +47,13 @@ def _scores_at(self, input_ids, ends=None, **kwargs):
     with documents_by(one_document):
         output = backbone(self)(input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state.flatten(0, 1).index_select(0, ends)  # (S, D)
-    return self.score(hidden).float().sum(1)  # of one label; FSDP2 warns of a view
+    return self.score(hidden).float().sum(1)  # one label; a view would make FSDP2 warn
 
 
 @torch.no_grad()
 def fill_score(model: nn.Module, pieces: list[Piece], seed: int) -> str:
-    """Fill a score that no checkpoint holds with N(0, 1 / D), the same on any number of ranks; returns in
-    words where it is from. The model is loaded; pieces: of plan_pieces.
+    """Fill a score head that the checkpoint lacks with N(0, 1 / D), the same on any number of ranks. Returns
+    in words where the head comes from. The model must be loaded; pieces: from plan_pieces.
     """
     piece = next(piece for piece in pieces if piece.param == SCORE)
     if piece.info.file:
@@ -61,7 +62,7 @@ def fill_score(model: nn.Module, pieces: list[Piece], seed: int) -> str:
     generator = torch.Generator().manual_seed(seed)
     values.normal_(std=piece.shape[1] ** -0.5, generator=generator)
     for name, parameter in model.named_parameters():
-        if plain_name(name) == SCORE:  # beside adapters there are two
+        if plain_name(name) == SCORE:  # with adapters there are two
             rows = local(parameter)
             rows.copy_(values[: len(rows)])  # (1, D), or none of it
     return f"new, of seed {seed}"
@@ -70,7 +71,7 @@ def fill_score(model: nn.Module, pieces: list[Piece], seed: int) -> str:
 def settle_pad(tokenizer, last_ids: set[int]) -> None:
     """Give the tokenizer a pad token that ends no sequence; its own if it can be.
 
-    last_ids: with which sequences end. ConfigError where each special token ends one.
+    last_ids: the ids with which sequences end. Raises ConfigError if every special token ends one.
     """
     specials = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     specials += sorted(tokenizer.added_tokens_decoder)

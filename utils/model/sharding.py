@@ -1,6 +1,6 @@
 """FSDP2 / HSDP: which modules are units, when they reshard, in which dtype, and what is recomputed.
 
-A unit is what is gathered together, used, and freed. See the FSDP2 tutorial,
+The parameters of a unit are gathered, used and freed together. See the FSDP2 tutorial,
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -17,10 +17,10 @@ from transformers.core_model_loading import build_glob_alternation
 
 from ..run.errors import ConfigError, check
 
-# What flags and files call dtypes; "original" keeps that of the checkpoint.
+# Names of dtypes in flags and files; "original" keeps the dtype of the checkpoint.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
-# What peft puts into names.
+# What peft adds to the names of parameters.
 ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -31,17 +31,18 @@ class Unit:
     """Modules whose parameters FSDP2 gathers in one collective: what fully_shard takes."""
 
     modules: list[nn.Module]
-    param_dtype: torch.dtype | None  # in which they are gathered; None: as they are stored
-    reshard_after_forward: bool = True  # False: the backward needs them at once
+    param_dtype: torch.dtype | None  # dtype of the all-gather; None: as they are stored
+    reshard_after_forward: bool = True  # False: the backward needs them right away
     unshard_in_backward: bool = True  # False: the backward does not need them
     cast_forward_inputs: bool = False
 
 
 def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()) -> list[Unit]:
-    """The units of a model on meta, inner ones first, and the dtypes of its tensors made so that they can be.
+    """The units of a model on meta, inner ones first. The dtypes of its tensors are changed in place so that
+    FSDP2 can shard them, see prepare_dtypes.
 
-    dtype: of compute. towers: layers of what reads pictures. The last unit is the root, with what is left:
-    the final norm, position embeddings.
+    dtype: of the computation. towers: layers of the vision tower. The last unit is the root, with the
+    remaining parameters: the final norm, position embeddings.
     """
     prepare_dtypes(model, dtype)
     param_dtype = None if dtype == torch.float32 else dtype
@@ -52,26 +53,27 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
         inner = [module for module in layer.modules() if module in in_fp32]
         for mixer in layer.modules():
             for conv in mixer.children():
-                if conv in inner and isinstance(conv, nn.Conv1d):  # the mixer does not call it
+                if conv in inner and isinstance(conv, nn.Conv1d):  # the mixer reads its weight
                     inner.remove(conv)
                     mixer.register_forward_pre_hook(partial(_unshard, conv))
                     found.append(Unit([conv], torch.float32, reshard_after_forward=False))
         if inner:
             found.append(Unit(inner, torch.float32))
-        # Free a layer after its forward and gather it again for its backward; but the last one's backward
-        # comes at once.
+        # A layer is freed after its forward and gathered again for its backward. Not the last layer: its
+        # backward follows right away.
         found.append(Unit([layer], param_dtype, reshard_after_forward=layer is not layers[-1]))
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    # The head's backward follows its forward. Families with an fp32 residual give it its weight's dtype, but
-    # see that of the shard.
+    # The head's backward follows its forward. Families with an fp32 residual cast the head's input to the
+    # dtype of its weight, but what they see is the dtype of the shard.
     of_head = {"reshard_after_forward": False, "cast_forward_inputs": True}
     if embedding.weight is head.weight:
-        # One unit, since a tied weight cannot be in two. It is needed first and last in the forward, and
-        # again at once.
+        # One unit, since a tied weight cannot be in two. It is needed at both ends of the forward, and right
+        # away in the backward.
         found.append(Unit([embedding, head], param_dtype, **of_head))
     else:
-        # The gradient of a lookup needs no table; that of an adapter or of a norm beside it needs those.
+        # The backward of a lookup does not need the table. But an adapter or a norm in the embedding is
+        # needed.
         is_lookup = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
         found.append(Unit([embedding], param_dtype, unshard_in_backward=not is_lookup))
         head_dtype = torch.float32 if head in in_fp32 else param_dtype
@@ -86,12 +88,12 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
 
 def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter]:
     """Parameters that a single rank can use as they are stored, without FSDP2's copies: their unit computes
-    in the dtype that they have, and they are frozen, or their gradients need no sum in fp32.
+    in their dtype, and they are frozen, or their gradients need no sum in fp32.
 
-    found: inner units first. accumulates: the gradients of several micro-batches are added. All that trains
-    is in it, or nothing that does: a norm of gradients takes no DTensors beside plain tensors.
+    found: inner units first. accumulates: the gradients of several micro-batches are added. The result has
+    all trainable parameters or none: a gradient norm cannot mix DTensors and plain tensors.
     """
-    dtypes = {}  # of compute; None: as it is stored
+    dtypes = {}  # of the computation; None: as stored
     for unit in reversed(found):
         for p in nn.ModuleList(unit.modules).parameters():
             dtypes[p] = unit.param_dtype
@@ -104,13 +106,14 @@ def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter
 
 
 def _unshard(module: FSDPModule, *called) -> None:
-    """Gather a unit that no call of its own does; after the backward it is sharded again."""
+    """Gather a unit whose own forward is never called. After the backward it is sharded again."""
     module.unshard()
 
 
 def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the buffers of a model on meta the dtypes of from_pretrained(dtype=dtype), and what is trained in
-    one unit one dtype to be stored in, as FSDP2 wants it. Some families make some weights in fp32.
+    """Give the buffers of a model on meta the dtypes of from_pretrained(dtype=dtype). Give all trainable
+    parameters, except those of fp32_modules, one dtype: FSDP2 requires that within a unit, and some families
+    create some weights in fp32.
     """
     dtypes = dtypes_as_loaded(model, dtype)
     for name, buffer in model.named_buffers():
@@ -127,8 +130,8 @@ def cast_to(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
 
 
 def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
-    """The outermost modules of which from_pretrained(dtype=dtype) leaves all parameters in fp32: routers, the
-    convolutions of some families. A module that uses such a parameter beside others computes in `dtype`.
+    """The outermost modules whose parameters are all left in fp32 by from_pretrained(dtype=dtype): routers,
+    the convolutions of some families. A module that has such a parameter beside others computes in `dtype`.
     """
     dtypes = dtypes_as_loaded(model, dtype)
     names = {name for name, _ in model.named_parameters()}
@@ -143,8 +146,8 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
 
 
 def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each parameter and buffer, by its name without adapters, that from_pretrained(dtype=dtype)
-    gives it, where that is 16 bit: some families list, or make, some of them in fp32.
+    """The dtype that from_pretrained(dtype=dtype) gives each parameter and buffer, by its name without
+    adapters. Some families keep or create some of them in fp32. Empty if `dtype` is fp32.
     """
     if dtype == torch.float32:
         return {}
@@ -177,7 +180,9 @@ def family_of(model: nn.Module) -> type:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward left gathered; until then parameters() are not the shards."""
+    """Free parameters that a forward without a backward left gathered. Until then parameters() does not
+    give the shards.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -185,12 +190,14 @@ def reshard(model: nn.Module) -> None:
 
 def reads_text(model: nn.Module) -> nn.Module:
     """The part of a model that reads text."""
-    decoder = model.get_decoder()  # of modernbert-decoder the head is called so
+    decoder = model.get_decoder()  # in modernbert-decoder this is the head
     return model if isinstance(decoder, nn.Linear) else decoder
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The repeated block: of what reads text, the list of modules that holds the most parameters."""
+    """The decoder layers: in the part that reads text, the ModuleList with the most parameters. Raises
+    ConfigError if there is none.
+    """
     lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList) and len(m)]
     check(lists, f"{type(model).__name__} has no list of layers to shard by")
     if len(lists) == 1:  # a plan asks for it often
@@ -203,7 +210,7 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     (selective), or everything (none).
 
     full costs one more forward, selective the cheap part of one; the losses do not change. Raises ConfigError
-    for a model that cannot. https://docs.pytorch.org/docs/stable/checkpoint.html
+    if the model does not support it. https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     if mode == "none":
         return model
@@ -217,13 +224,14 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if hasattr(model, "_require_grads_hook"):
-        model.disable_input_require_grads()  # which only use_reentrant needs
+        model.disable_input_require_grads()  # only use_reentrant needs them
     return model
 
 
 def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
-    """Keeps what takes long to compute for its size: attention, and products but those of an adapter's narrow
-    matrix with its wide one.
+    """Keep results that take long to compute for their size: attention, and matrix products. Recompute
+    products with an inner dim below an eighth of their width, such as that of an adapter from its rank
+    to the full width.
     """
     name = op.name().partition("::")[2]
     keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))
@@ -234,14 +242,14 @@ def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def keep_activations(model: nn.Module) -> None:
-    """Recompute nothing again, as a model does that recompute_activations has not met."""
+    """Undo recompute_activations: keep all activations for the backward."""
     newer = hasattr(model, "activation_checkpointing_disable")
     (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
 
 
 def settle_dtype(dtype: str, device: torch.device) -> str:
-    """The dtype to compute in: "auto" is bf16 on a GPU that has it, else fp32. ConfigError for bf16 on one
-    that has not.
+    """The dtype of the computation: "auto" is bf16 on a GPU that supports it, else fp32. Raises ConfigError
+    for bf16 on a GPU that does not.
     """
     on_gpu = device.type == "cuda"
     has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -255,9 +263,9 @@ def settle_dtype(dtype: str, device: torch.device) -> str:
 
 
 def lacks_grouped_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether sdpa has no kernel for grouped heads but the math one, which keeps fp32 probabilities (B, H, T,
-    T): flash attention needs compute capability 8 and 16 bit, and the memory-efficient one no groups
-    (https://github.com/pytorch/pytorch/issues/181528).
+    """Whether the math kernel is sdpa's only kernel for grouped heads. It keeps fp32 probabilities (B, H, T,
+    T). Flash attention needs compute capability 8 and 16 bit, and the memory-efficient kernel does not
+    support groups (https://github.com/pytorch/pytorch/issues/181528).
     """
     on_gpu = device.type == "cuda"
     return on_gpu and (dtype == torch.float32 or torch.cuda.get_device_capability(device) < (8, 0))

@@ -61,7 +61,7 @@ class Need:
     acts: dict[str, int]
 
     def sentence(self) -> str:
-        """What the plan prints."""
+        """The line that the plan prints."""
         if not self.peak:
             caveat = "states only, no activations, no gathered layers"
             return f"memory    {sum_of(asdict(self.states))} on the fullest rank ({caveat}); {self.why}"

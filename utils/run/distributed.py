@@ -53,7 +53,7 @@ class World:
 
     @property
     def gpu_name(self) -> str:
-        """What CUDA calls the GPU; "" on a CPU."""
+        """CUDA's name of the GPU; "" on a CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
 
 
@@ -309,7 +309,7 @@ def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
 
 
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:
-    """What the mesh does, for the plan."""
+    """The mesh in words, for the plan."""
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
     weights = f"{copies}every weight cut into {axes['shard']}"
     return f"{world.size} on {world.device.type}; {weights}, the data too"

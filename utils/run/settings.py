@@ -55,7 +55,7 @@ def parse_cli(
     texts = split_words(argv)
     path = texts.pop("config", "")
     from_file = read_yaml(cls, path, others) if path else {}
-    without_effect = [texts.pop(name) and f"--{name}" for name in others if name in texts]
+    without_effect = [f"--{name}" for name in others if texts.pop(name, None) is not None]
     if without_effect:
         print0(f"without effect here: {', '.join(without_effect)}")
     implied: dict[str, str] = {}
@@ -71,9 +71,9 @@ def parse_cli(
     values = {name: read_value(*kinds[name], f"--{name}", text) for name, text in implied.items()}
     values |= from_file
     values |= {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
-    for name, others in (unless or {}).items():
+    for name, defaults in (unless or {}).items():
         if name not in values:
-            values = others | values
+            values = defaults | values
     return cls(**values)
 
 
