@@ -156,9 +156,10 @@ def main(cfg: Config) -> None:
             prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read)
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         positions = positions_of(model)
+        at_once = KEPT_BATCHES * cfg.batch_size  # prompts whose answers are written together
         unfinished, done = unfinished_file(cfg), 0
         if world.rank == 0:
-            done = count_kept(unfinished, prompts)
+            done = count_kept(unfinished, prompts, at_once)
         new = cfg.max_new_tokens
         encoded = [encode_prompt(tokenizer, p, cfg.raw, new, positions, ids_of) for p in prompts]
         if cfg.adapter:
@@ -204,7 +205,7 @@ def main(cfg: Config) -> None:
     )
     while done < len(prompts):
         # The answers of some batches are written before the next batches are generated.
-        asked = range(done, min(done + KEPT_BATCHES * cfg.batch_size, len(prompts)))
+        asked = range(done, min(done + at_once, len(prompts)))
         texts = answer(cfg, model, tokenizer, prompts, encoded, asked, settings, world, beside)
         lines = []
         for i, text in zip(asked, texts, strict=True):
@@ -220,6 +221,9 @@ def main(cfg: Config) -> None:
         with together(world):
             if world.rank == 0:
                 check_output(Path(cfg.output))  # another process may have made it meanwhile
+                found = unfinished.read_text("utf-8").count("\n")
+                text = f"{unfinished} has {found:,} answers to {len(prompts):,} prompts"
+                check(found == len(prompts), f"{text}: two processes wrote it (fix: remove it)")
                 os.rename(unfinished, cfg.output)
     place = f" in {cfg.output}" if cfg.output else ""
     print0(f"finished  {len(prompts)} answers{place}")
@@ -476,13 +480,15 @@ def unfinished_file(cfg: Config) -> Path | None:
     return Path(f"{cfg.output}.{digest[:8]}.unfinished")
 
 
-def count_kept(file: Path | None, prompts: list[Prompt]) -> int:
-    """The number of answers that an earlier start wrote; they belong to the first prompts. A last line that a
-    kill left incomplete is removed. ConfigError if they answer other prompts.
+def count_kept(file: Path | None, prompts: list[Prompt], at_once: int) -> int:
+    """The number of answers that an earlier start wrote; they belong to the first prompts. If a kill cut the
+    last `at_once` answers, they are removed, so that the same batches are made again. ConfigError if they
+    answer other prompts.
     """
     if not file or not file.exists():
         return 0
     *lines, _ = file.read_text("utf-8").split("\n")
+    lines = lines[: len(lines) // at_once * at_once]
     replace_file(file, "".join(line + "\n" for line in lines))
     for line, prompt in zip(lines, prompts, strict=False):
         same = json.loads(line)["prompt"] == prompt.content

@@ -267,18 +267,26 @@ def test_a_start_that_was_killed_goes_on_after_the_answers_that_are_kept(llama, 
     marked = []
     for line in whole[: generate.KEPT_BATCHES]:
         marked.append(json.dumps(json.loads(line) | {"answer": "kept"}))
-    kept.write_text("".join(line + "\n" for line in marked) + whole[-1][:7])  # cut by the kill
+    # The kill cut the next batches, whose random numbers are drawn anew, from their first on.
+    kept.write_text("".join(line + "\n" for line in [*marked, marked[0]]) + whole[-1][:7])
     on_rank(None, flags)
     assert output.read_text().splitlines() == marked + whole[generate.KEPT_BATCHES :]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "prompts.txt"]
 
     output.unlink()
-    kept.write_text(whole[1] + "\n")
+    kept.write_text((whole[1] + "\n") * generate.KEPT_BATCHES)
     with pytest.raises(ConfigError, match=r"answers to other prompts than .*txt:1 \(fix: remove"):
         on_rank(None, flags)
     on_rank(None, {**flags, "seed": 1})  # other settings have another file
-    assert kept.read_text() == whole[1] + "\n"
+    assert kept.read_text() == (whole[1] + "\n") * generate.KEPT_BATCHES
     assert output.read_text().splitlines() != whole
+
+    output.rename(tmp_path / "other.jsonl")
+    twice = (whole * 2)[: 2 * generate.KEPT_BATCHES]
+    kept.write_text("".join(line + "\n" for line in twice))
+    with pytest.raises(ConfigError, match="128 answers to 70 prompts: two processes wrote it"):
+        on_rank(None, flags)
+    assert not output.exists()
 
 
 MISTAKES = {
