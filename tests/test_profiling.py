@@ -42,6 +42,7 @@ def test_every_rank_writes_a_trace_of_steps_four_and_five(tmp_path, flags):
         assert {"ProfilerStep#3", "ProfilerStep#4"} <= set(names)
         assert "ProfilerStep#5" not in names
         assert any("all_gather" in name for name in names)
+        assert "FSDP::forward_prefetch for lm_head" in names  # before the last layer computes
     said = [line for line in result.stdout.splitlines() if line.startswith("profile ")]
     assert said == [f"profile   {tmp_path}/profile: open its traces at https://ui.perfetto.dev"]
 

@@ -100,7 +100,7 @@ def needs(small: bool, ranks: int) -> tuple[int, int]:
 
 def ours(worker: Worker, model: nn.Module, out: Path) -> None:
     pieces = plan_pieces(model, open_weights(worker.folder), worker.folder)
-    saving.save_model(out, model, pieces, worker.world)
+    saving.save_model(out, model, pieces, worker.world, source=worker.folder)
 
 
 def raw_write(worker: Worker, model: nn.Module, out: Path) -> None:

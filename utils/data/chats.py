@@ -86,11 +86,12 @@ def render_chats(
     messages = renderable(tokenizer, safe, tools)
     marked = skeleton(messages)
     check_parts(tokenizer, marked, tools, trained, notes)
-    text = render(tokenizer, messages, tools)
+    whole = render_marked(tokenizer, messages, tools)
+    text = whole[0]
     if train_on == "all":
         chats = [Chat(text, [(0, len(text), False)])]
     else:
-        turns = [turn_of(tokenizer, messages, i, tools, marked, notes) for i in trained]
+        turns = [turn_of(tokenizer, messages, i, tools, marked, notes, whole) for i in trained]
         chats = divided(text, turns)
         notes[SEVERAL] += len(chats) > 1
     for chat in chats:
@@ -176,14 +177,19 @@ def lost_parts(tokenizer, marked: Messages, tools: list | None) -> set[tuple[int
     return {(int(mark[1]), mark[2]) for mark in marks if mark[0] not in text}
 
 
-def turn_of(tokenizer, messages: Messages, i: int, tools, marked: Messages, notes: Counter) -> Chat:
+def turn_of(
+    tokenizer, messages: Messages, i: int, tools, marked: Messages, notes: Counter, whole
+) -> Chat:
     """The conversation up to the end of turn i, with one span: that turn. marked: the skeleton of the whole
-    conversation. notes: counts a row if the template leaves out a part of the answer.
+    conversation; whole: render_marked of it. notes: counts a row if the template leaves out a part of the
+    answer.
     """
-    text, spans = render_marked(tokenizer, messages[: i + 1], tools)
+    text, spans = whole
+    next_role = "tool" if messages[i].get("tool_calls") else "user"
+    if i + 1 < len(messages):
+        next_role = messages[i + 1]["role"]
+        text, spans = render_marked(tokenizer, messages[: i + 1], tools)
     prompt = render(tokenizer, messages[:i], tools, prompt=True)
-    likely = "tool" if messages[i].get("tool_calls") else "user"
-    next_role = messages[i + 1]["role"] if i + 1 < len(messages) else likely
     answer = marked[i] | {"content": MARK.format(f"{i} content")}
     answer.pop("tool_calls", None)
     known = [*marked[:i], answer]

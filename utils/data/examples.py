@@ -141,7 +141,8 @@ class Examples:
     def summary(self) -> str:
         """The text that the plan prints."""
         tokens, trained = int(self.lengths.sum()), int(self.of_rows(self.trained_tokens).sum())
-        notes = [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        notes = [f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained"]
+        notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
         ignored = []
         for what, count in self.notes.items():
             first = f" (the first: {self.firsts[what]})" if what in self.firsts else ""
@@ -151,12 +152,7 @@ class Examples:
                 notes.append(f"{count:,} {what}{first}")
         if ignored:
             notes.append(f"ignored keys: {first_five(sorted(ignored))}")
-        return ", ".join(
-            [
-                f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained",
-                *notes,
-            ]
-        )
+        return ", ".join(notes)
 
     def sources(self) -> list[str]:
         """One line per source: the forms of its rows and, if there are several sources, its share."""
@@ -217,12 +213,10 @@ def check_positions(model: nn.Module, *parts: Examples | None) -> None:
     longest = int(part.lengths.max())
     where = part[int(part.lengths.argmax())].where
     lengths = f"{where} has {longest:,} tokens, and the model {known:,} positions"
-    table = next(
-        (name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)), ""
-    )
+    tables = [name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)]
     check(
-        longest <= known or not table,
-        f"{lengths}, learned ones ({table}) (fix: --seq_len {known})",
+        longest <= known or not tables,
+        f"{lengths}, learned ones ({first_five(tables)}) (fix: --seq_len {known})",
     )
     if longest > known and rope:
         print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")

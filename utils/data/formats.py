@@ -70,12 +70,15 @@ PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/pr
 PICTURES = f"{ONE}, recipes/vision.py also pictures; nothing trains videos and sounds ({REMEDY})"
 REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
-REFUSED |= dict.fromkeys("chosen rejected chosen_messages rejected_messages".split(), PAIRS)
-REFUSED |= dict.fromkeys("kto_tag kto_tags".split(), PAIRS)
+REFUSED |= dict.fromkeys(
+    "chosen rejected chosen_messages rejected_messages kto_tag kto_tags".split(), PAIRS
+)
 WEIGHTS = set("weight loss_weight sample_weight train training masked".split())
 # Keys of a turn that other projects use to mask it, or that hold tool calls in an older form.
-FOREIGN = set("loss_weight training masked train_detail training_detail".split())
-FOREIGN |= set("mask loss_mask trainable loss function_call".split())
+FOREIGN = set(
+    """loss_weight training masked train_detail training_detail mask loss_mask trainable loss
+    function_call""".split()
+)
 JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
 
 

@@ -5,9 +5,9 @@ rendered, `hidden` replaces it with as many private-use characters, which ordina
 `encode` puts it back, and makes the tokenizer read it as text (encode_special_tokens).
 """
 
-import json
 import os
 import re
+from ast import literal_eval
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -315,12 +315,13 @@ def sketch(tokenizer, messages: Messages, tools: list | None, prompt: bool = Fal
     of a few such sketches. Any tools are replaced by SCHEMA.
     """
     template = tokenizer.get_chat_template(tools=tools)
-    return _sketch(tokenizer, template, json.dumps(messages), bool(tools), prompt)
+    return _sketch(tokenizer, template, repr(messages), bool(tools), prompt)
 
 
 @lru_cache(maxsize=4096)
 def _sketch(tokenizer, template, messages, has_tools, prompt) -> Rendered:
-    return render_marked(tokenizer, json.loads(messages), SCHEMA if has_tools else None, prompt)
+    messages = literal_eval(messages)
+    return render_marked(tokenizer, messages, SCHEMA if has_tools else None, prompt)
 
 
 def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
@@ -408,12 +409,11 @@ def encode(tokenizer, text: str) -> Encoded:
         tokenizer.backend_tokenizer.encode_special_tokens = False
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         ids, offsets = encoding.ids, encoding.offsets
-    starts, ends = [], []
-    end = 0
-    for first, last in offsets:
-        starts.append(first if first < last else end)
-        end = last
-        ends.append(end)
+    ends = [last for _, last in offsets]
+    starts = [
+        first if first < last else before
+        for (first, last), before in zip(offsets, [0, *ends], strict=False)
+    ]
     return Encoded(ids, starts, ends)
 
 

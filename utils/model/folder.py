@@ -163,8 +163,8 @@ def read_json(file: Path) -> dict:
     except (ValueError, RecursionError) as error:
         reason = impostor(text) or f"not JSON: {error}"
         raise ConfigError(f"{file}: {reason} {AGAIN}") from None
-    kind = type(value).__name__
-    check(isinstance(value, dict), f"{file}: expected a JSON object, got a {kind} {AGAIN}")
+    found = f"got a {type(value).__name__} {AGAIN}"
+    check(isinstance(value, dict), f"{file}: expected a JSON object, {found}")
     return value
 
 
@@ -173,6 +173,9 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
 
     Call it before transformers reads the folder. Raises ConfigError naming the file and the field.
     """
+    is_model = (folder / "config.json").exists() or not (folder / "adapter_config.json").exists()
+    fix = f"(fix: its base as --model, and --adapter {folder})"
+    check(is_model, f"--model {folder} is an adapter {fix}")
     file = file_inside(folder, "config.json")
     config = read_json(file)
     for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):

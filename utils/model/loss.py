@@ -56,7 +56,6 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
     head = model.get_output_embeddings()
     head.logits_to_loss = known_transforms(model)[0]
     head.chunk_tokens = tokens_of_chunk(head.weight.shape[0])
-    head.chunk_bounds = chunk_bounds  # a plan of memory runs fewer chunks
     head.forward = MethodType(_head_forward, head)
     model.router_loss = None
     if getattr(model.config, "output_router_logits", False):
@@ -241,7 +240,7 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
         hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
     if targets is None:
         return type(self).forward(self, hidden)
-    chunks = self.chunk_bounds(len(hidden), self.chunk_tokens)
+    chunks = chunk_bounds(len(hidden), self.chunk_tokens)
     options = (self.logits_to_loss, per_token, chunks, torch.is_grad_enabled())
     return (chunked or _ChunkedLoss).apply(hidden, self.weight, self.bias, targets, *options)
 

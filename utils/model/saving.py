@@ -48,10 +48,10 @@ def save_model(
     pieces: list[Piece],
     world: World,
     *,
+    source: Path,
     save_dtype: torch.dtype | None = None,
     tokenizer=None,
     eos_ids: Iterable[int] = (),
-    source: Path | None = None,
     max_file_bytes: float = 5e9,
 ) -> None:
     """Write `out` as a complete Hugging Face folder in place of an older model; every rank writes its shards.
@@ -205,7 +205,7 @@ def _write_configs(
     model: torch.nn.Module,
     dtype: torch.dtype,
     eos_ids: Iterable[int],
-    source: Path | None,
+    source: Path,
 ) -> None:
     config = copy.deepcopy(model.config)
     # fully_shard renames the class.
@@ -225,22 +225,20 @@ def write_generation_config(folder: Path, settings: dict, eos_ids: Iterable[int]
     write_json(folder / "generation_config.json", settings)
 
 
-def _generation_config(model: torch.nn.Module, source: Path | None) -> dict:
+def _generation_config(model: torch.nn.Module, source: Path) -> dict:
     """The generation config of the source, unchanged, because published sampling settings do not always pass
     transformers' check on saving. Without one, the model's own.
     """
-    if source and (source / "generation_config.json").exists():
+    if (source / "generation_config.json").exists():
         return read_json(file_inside(source, "generation_config.json"))
     generation = getattr(model, "generation_config", None)
     return json.loads(generation.to_json_string()) if generation else {}
 
 
-def _write_companions(temp: Path, tokenizer, source: Path | None) -> None:
+def _write_companions(temp: Path, tokenizer, source: Path) -> None:
     """The tokenizer, and those files of the source that belong to the model."""
     if tokenizer is not None:
         tokenizer.save_pretrained(temp)
-    if not source:
-        return
     for pattern in COMPANIONS:
         for path in source.glob(pattern):
             target = temp / path.name

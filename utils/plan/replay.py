@@ -222,6 +222,8 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
         trace.pictures.forward(replay, towers)
     for k, unit in enumerate(blocks):
         replay.unshard(unit, True)
+        if head and unit is blocks[-1]:
+            replay.fetch(head)  # set_modules_to_forward_prefetch
         if trace:
             replay.compute(trace.blocks[trace.kinds[k]])
         if reshards and unit is not blocks[-1]:

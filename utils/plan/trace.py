@@ -129,9 +129,10 @@ def trace_of_log(
     see segments_of.
     """
     segments = segments_of(log, scaled)
-    blocks = []
-    for block, size in zip(segments["block"], gone, strict=True):
-        blocks.append(Segment(block.peak, block.rest - scaled(size)))
+    blocks = [
+        Segment(block.peak, block.rest - scaled(size))
+        for block, size in zip(segments["block"], gone, strict=True)
+    ]
     # The input of the last block is freed in the segment of the loss.
     last = scaled(gone[-1])
     peak, rest = segments["loss"][0]
@@ -204,9 +205,7 @@ def record_step(
             marked = mark_block(layer, live, inputs, gone)
             stack.enter_context(patch.object(layer, "forward", marked))
         head = model.get_output_embeddings()
-        has_logits = hasattr(head, "chunk_bounds")
-        if has_logits:
-            stack.enter_context(patch.object(head, "chunk_bounds", few_chunks))
+        stack.enter_context(patch.object(loss, "chunk_bounds", few_chunks))
         stack.enter_context(patch.object(loss, "_add_product", first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
@@ -216,7 +215,7 @@ def record_step(
         else:
             hidden = backbone(model)(ids, use_cache=False).last_hidden_state
         gone.append(gone_bytes(inputs))  # the last block's input is freed before the loss
-        if has_logits:
+        if hasattr(head, "chunk_tokens"):
             total = head(hidden.flatten(0, 1).index_select(0, places), places)
         else:  # the scores of a pair
             total = head(hidden.flatten(0, 1).index_select(0, places[: 2 * batch])).float().sum()

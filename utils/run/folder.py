@@ -51,9 +51,11 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     with together(world), disk_errors(out):
         check_seen(out, who)
     # NCCL's flight recorder: when a collective times out, each rank writes here which collective it was in.
-    flights = {"BUFFER_SIZE": "2000", "DUMP_TEMP_FILE": f"{out}/hang_rank_"}
-    os.environ.update({f"TORCH_FR_{key}": value for key, value in flights.items()})
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    os.environ.update(
+        TORCH_NCCL_DUMP_ON_TIMEOUT="1",
+        TORCH_FR_BUFFER_SIZE="2000",
+        TORCH_FR_DUMP_TEMP_FILE=f"{out}/hang_rank_",
+    )
     return out
 
 
@@ -78,9 +80,9 @@ def releases_output(main):
     return released
 
 
-def holds_run(out: Path | None) -> bool:
+def holds_run(out: Path) -> bool:
     """Whether a folder holds files of an earlier run."""
-    return out is not None and any((out / name).exists() for name in RUN_FILES)
+    return any((out / name).exists() for name in RUN_FILES)
 
 
 @dataclass(frozen=True)

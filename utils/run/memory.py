@@ -23,7 +23,7 @@ def note_peak(act: str) -> None:
         reserved_peaks[act] = max(torch.cuda.max_memory_reserved(), reserved_peaks.get(act, 0))
         torch.cuda.reset_peak_memory_stats()
         return
-    with suppress(AttributeError, OSError):
+    with suppress(OSError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc returns freed memory to the system
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
 

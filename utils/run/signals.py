@@ -85,8 +85,6 @@ def die_with_parent() -> None:
     """Let Linux kill this process when its parent ends. If that has happened already, exit now: its parent is
     then process 1, and no Python (in a container torchrun itself may be process 1).
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
         os._exit(1)

@@ -80,9 +80,6 @@ def open_trained(
             if not tokenizer_name and (Path(adapter) / "tokenizer_config.json").exists():
                 tokenizer_name = adapter
         check(base, "the base model is not known (fix: --model FOLDER)")
-        names = {path.name for path in Path(base).glob("*config.json")}
-        is_model = "config.json" in names or "adapter_config.json" not in names
-        check(is_model, f"--model {base} is an adapter (fix: --adapter {base})")
     source = open_model(base, world, trust_remote_code)
     tokenizer_folder = source.folder
     if tokenizer_name:
