@@ -11,6 +11,7 @@ forms that vision.py trains. Batches and random numbers do not depend on the num
 the answers. Answers are written as they come: after a kill, the same command goes on.
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -23,6 +24,9 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
+
+if __name__ == "__main__":
+    gc.disable()  # the imports leave nothing to collect: saves 0.5 s
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 

@@ -551,4 +551,5 @@ def cells(row: dict) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     with report_errors():
+        gc.disable()
         main(parse_cli(Config, aliases="foreign_flags"))

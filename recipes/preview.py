@@ -12,11 +12,15 @@ three; --loss selects prefer.py, and --train, or a model without a text-only cla
 Everything that a run checks before it reads weights is checked. Exit code 1: the run does not fit.
 """
 
+import gc
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
+
+if __name__ == "__main__":
+    gc.disable()  # the imports leave nothing to collect: saves 0.5 s
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 

@@ -24,9 +24,14 @@ import yaml
 from utils.run import foreign_flags
 from utils.run.errors import ConfigError
 from utils.run.help import help_text
-from utils.run.settings import kinds_of, load_config, parse_cli, save_config
+from utils.run.settings import kinds_of, parse_cli, read_yaml, save_config
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_config(cls, path):
+    """The settings of a YAML file."""
+    return cls(**read_yaml(cls, path))
 
 
 @dataclass

@@ -14,6 +14,7 @@ import pretrain
 import pytest
 import vision
 from shell import ROOT
+from test_config import load_config
 from transformers import AutoConfig
 
 from utils.model.options import Lora, Quant
@@ -21,7 +22,6 @@ from utils.model.sharding import DTYPES
 from utils.plan.need import need_of
 from utils.plan.states import Setting
 from utils.run.distributed import mesh_axes
-from utils.run.settings import load_config
 from utils.run.units import GIB
 
 PATHS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -253,3 +253,12 @@ def test_ctrl_c_is_one_line_and_exit_code_130():
 
 def test_exit_codes_of_others_pass_through():
     assert run("raise SystemExit(7)") == (7, "", "")
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_the_last_collection_is_left_out_but_where_triton_would_call_that_leaks(triton):
+    body = "import atexit, gc, sys, types\n"
+    body += "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+    body += "print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
+    body += "sys.modules['triton'] = types.ModuleType('triton')" if triton else "pass"
+    assert run(body) == (0, f"True True\n{not triton}\n", "")

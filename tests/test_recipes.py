@@ -15,6 +15,7 @@ from launch import forked
 from ranks import run_ranks
 from safetensors.torch import load_file
 from shell import ROOT, shell
+from test_config import load_config
 from test_parity import write_rows
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from utils.data.examples import Rows, load_examples
 from utils.data.held_out import split_by_hash
 from utils.data.tokens import load_tokenizer
-from utils.run.settings import load_config
 from utils.run.units import IGNORE
 
 READMES = "\n".join(

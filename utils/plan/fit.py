@@ -117,7 +117,7 @@ def plan_memory(
         lines.append(
             f"memory    estimated: compiled, {COMPILED:g} to 0.96 of these; the least must be there"
         )
-    lines += [need.sentence(), room_sentence(setting, need, room)]
+    lines += [need.sentence(), room_sentence(setting, need, room, answer)]
     if answer == TOO_LARGE and not force:
         from .search import refusal
 
@@ -156,12 +156,11 @@ def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
     return facts
 
 
-def room_sentence(setting: Setting, need: Need, room: Room) -> str:
+def room_sentence(setting: Setting, need: Need, room: Room, answer: str) -> str:
     """The plan's line about the bytes that are needed and those that there are."""
     if not setting.gpu:
         reserve = f"{HOST_SLACK} x what is alive, since glibc keeps what is freed"
         return f"room      {need.device / GIB:.2f} GiB a rank, {reserve}; there is {room.text}"
-    answer = answer_of(setting, need, room)
     if answer == TIGHT:
         answer = f"{answer}, {WHY_TIGHT}"
     return (

@@ -170,11 +170,6 @@ def save_config(cfg: object, path: str | Path) -> None:
     replace_file(Path(path), text)
 
 
-def load_config(cls: type, path: str | Path):
-    """An instance of `cls` from the flat YAML file `path`; other settings keep their defaults."""
-    return cls(**read_yaml(cls, path))
-
-
 def read_yaml(
     cls: type, path: str | Path, others: Sequence[str] = ()
 ) -> dict[str, str | int | float | bool]:

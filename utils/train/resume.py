@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, differences, print0
 from ..run.folder import Resumed
-from ..run.settings import load_config
+from ..run.settings import read_yaml
 from .checkpoint import (
     Optimizer,
     checkpoint_tensors,
@@ -65,7 +65,7 @@ def continue_run(
             finished = json.loads(plan.read_text()).get("measured", {}).get("steps", 0)
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
-            saved = load_config(type(cfg), newest)
+            saved = type(cfg)(**read_yaml(type(cfg), newest))
             no_matter = ("output_dir", "resume", "log_every")
             changed = differences(asdict(saved), asdict(cfg), but=no_matter)
             text = f"{out} holds a finished run with other settings: {changed}"
