@@ -6,6 +6,7 @@ first rank's traceback is raised here and the ranks of that N are started anew f
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import socket
@@ -115,6 +116,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
     from utils.run.distributed import init_distributed
 
     world = init_distributed()
+    gc.freeze()  # as in conftest.py
     while True:
         try:
             fn, args = pipe.recv()

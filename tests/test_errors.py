@@ -255,10 +255,7 @@ def test_exit_codes_of_others_pass_through():
     assert run("raise SystemExit(7)") == (7, "", "")
 
 
-@pytest.mark.parametrize("triton", [False, True])
-def test_the_last_collection_is_left_out_but_where_triton_would_call_that_leaks(triton):
-    body = "import atexit, gc, sys, types\n"
-    body += "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
-    body += "print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
-    body += "sys.modules['triton'] = types.ModuleType('triton')" if triton else "pass"
-    assert run(body) == (0, f"True True\n{not triton}\n", "")
+def test_collections_pass_over_what_the_imports_made():
+    """A recipe turns them off for its imports; from here on they run."""
+    body = "import gc\nprint(gc.isenabled(), gc.get_freeze_count() > 0)"
+    assert run(body) == (0, "True True\n", "")

@@ -118,11 +118,12 @@ def test_too_little_host_memory_is_no_tight_fit():
 def test_the_plan_says_both_figures_and_the_answer_on_a_gpu_and_on_a_cpu_one():
     setting = of_llama()
     need = replace(need_of(setting), device=3 * GIB, comfortable=4 * GIB, host=GIB)
-    assert room_sentence(setting, need, Room(3.5 * GIB, PLENTY, "little")) == (
+    little = Room(3.5 * GIB, PLENTY, "little")
+    assert room_sentence(setting, need, little, answer_of(setting, need, little)) == (
         "room      3.00 GiB a rank must be there, 4.00 GiB is comfortable, 2.00 GiB of host; there is little"
         ": fits tightly, the allocator must give blocks back in every step"
     )
-    on_cpu = room_sentence(replace(setting, gpu=False), need, Room(PLENTY, PLENTY, "much"))
+    on_cpu = room_sentence(replace(setting, gpu=False), need, Room(PLENTY, PLENTY, "much"), FITS)
     assert on_cpu == (
         "room      3.00 GiB a rank, 1.6 x what is alive, since glibc keeps what is freed; there is much"
     )

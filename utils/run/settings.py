@@ -68,9 +68,11 @@ def parse_cli(
     check(
         not unknown, [f"unknown flag --{name} ({hint(name, kinds, renamed)})" for name in unknown]
     )
-    values = {name: read_value(*kinds[name], f"--{name}", text) for name, text in implied.items()}
-    values |= from_file
-    values |= {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
+
+    def read(texts):
+        return {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
+
+    values = read(implied) | from_file | read(texts)
     for name, defaults in (unless or {}).items():
         if name not in values:
             values = defaults | values

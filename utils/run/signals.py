@@ -137,6 +137,5 @@ def report_errors() -> Iterator[None]:
             from .failures import abort_nccl
 
             abort_nccl()
-        # Python's last collection visits every object of torch and transformers: about a second. Without it
-        # triton would report its own ones as leaks.
-        (gc.unfreeze if "triton" in sys.modules else gc.freeze)()
+        # otherwise Python's last collection visits every object of torch and transformers: about a second
+        gc.freeze()
