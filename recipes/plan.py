@@ -551,5 +551,5 @@ def cells(row: dict) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     with report_errors():
-        gc.disable()
+        gc.disable()  # as above: report_errors turns it on
         main(parse_cli(Config, aliases="foreign_flags"))
