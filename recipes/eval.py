@@ -441,8 +441,8 @@ def ends_of(folder: Path, model, tokenizer) -> frozenset[int]:
 
 def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:
     """What determines the answers, as JSON. Contents of folders and files count, not their names."""
-    of_model = run_facts(trained.source.config, trained.source.weights, "")
-    digest = hashlib.sha256(json.dumps(of_model).encode())
+    source = trained.source
+    digest = hashlib.sha256(json.dumps(run_facts(source.config, source.weights, "")).encode())
     if cfg.adapter:
         for file in sorted(Path(cfg.adapter).glob("adapter_*")):
             digest.update(file.read_bytes())
@@ -458,8 +458,10 @@ def finished_before(out: Path, facts: dict) -> bool:
     """
     file = out / "eval.json"
     if not file.exists():
-        others = f"{out} has an items.jsonl of something else (fix: another --output_dir)"
-        check(not (out / "items.jsonl").exists(), others)
+        check(
+            not (out / "items.jsonl").exists(),
+            f"{out} has an items.jsonl of something else (fix: another --output_dir)",
+        )
         replace_file(file, json.dumps({"facts": facts}, indent=2) + "\n")
         return False
     earlier = read_json(file)
