@@ -550,4 +550,5 @@ def cells(row: dict) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     with report_errors():
+        gc.disable()  # a short run: saves 0.2 s
         main(parse_cli(Config, aliases="foreign_flags"))

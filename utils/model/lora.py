@@ -27,6 +27,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from ..run.distributed import World
@@ -323,8 +324,12 @@ def inject(model: nn.Module, config: LoraConfig, where: str) -> None:
     Raises ConfigError with peft's error.
     """
     fix = "all-linear" if where == TARGETS else "the --model that it was trained on"
-    device = model.get_output_embeddings().weight.device
-    with others_code(f"{where}: peft", fix), torch.device(device), warnings.catch_warnings():
+    with (
+        others_code(f"{where}: peft", fix),
+        model.get_output_embeddings().weight.device,  # for the new layers
+        no_init_weights(),  # fill_adapters sets the values
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # about tied weights and Conv1D, which are handled here
         inject_adapter_in_model(config, model)
     check(not config.target_parameters, f"{where}: experts cannot be adapted (fix: {fix})")

@@ -101,7 +101,7 @@ def sizes_of(setting: Setting) -> Sizes:
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
     states = replace(states, weights=states.weights + setting.frozen_bytes)
-    stored = sum(p.numel() * p.element_size() for p in model.parameters())
+    stored = sum(p.nbytes for p in model.parameters())
     return Sizes(states, units_of(model, setting), stored, pinned(model, states, setting.shards))
 
 

@@ -159,8 +159,8 @@ class PictureBytes(LiveBytes):
         if func in INDEXED:
             args = (args[0], numbered(args[1]), *args[2:])
         kwargs = kwargs or {}
-        given = list(tensors_in((args, kwargs)))
-        is_true = not any(isinstance(tensor, FakeTensor) for tensor in given)
+        given = list(tensors_in((args, *kwargs.values())))
+        is_true = FakeTensor not in map(type, given)
         if not given:  # it creates a tensor: integers are real, floating-point values are fake
             dtype = kwargs.get("dtype") or torch.float32
             is_true = not dtype.is_floating_point or func.overloadpacket is torch.ops.aten.arange

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model import loss
@@ -62,11 +62,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # most of the calls
             return args[0].fake_device
-        result = run_operation(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        result = run_operation(func, args, kwargs)
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            given = tensors_in((args, kwargs))
+            given = tensors_in((args, *kwargs.values()))
             if key in self.sizes or any(key == t.untyped_storage()._cdata for t in given):
                 continue
             self.sizes[key] = storage.nbytes()
@@ -96,12 +97,16 @@ def run_operation(func, args: tuple, kwargs: dict):
     """The result of an operation. The kernels for grouped experts take other dtypes than bf16 too, but their
     shape function takes bf16 only (torch 2.13).
     """
+    if func is torch.ops.aten._unsafe_view.default:
+        func = torch.ops.aten.view.default  # the same, and torch caches its fake results
+    if isinstance(kwargs.get("out"), FakeTensor):
+        return kwargs["out"]  # creates no storage
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
-    taken = []
-    for arg in args:
-        is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point()
-        taken.append(arg.bfloat16() if is_float else arg)
+    taken = [
+        arg.bfloat16() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+        for arg in args
+    ]
     return func(*taken, **kwargs).to(args[0].dtype)
 
 
@@ -111,9 +116,6 @@ def tensors_in(values: object) -> Iterator[torch.Tensor]:
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        for value in values.values():
             yield from tensors_in(value)
 
 
@@ -246,11 +248,10 @@ def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.M
 
 
 def few_chunks(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """The first two chunks of the loss and the last one. The chunks between are like the second: each begins
-    with the memory that the chunk before has left.
+    """The first two chunks of the loss. The others are like the second: each begins with the memory that the
+    chunk before has left.
     """
-    chunks = chunk_bounds(tokens, chunk_tokens)
-    return [*chunks[:2], chunks[-1]] if len(chunks) > 3 else chunks
+    return chunk_bounds(tokens, chunk_tokens)[:2]
 
 
 def first_product(sums, d_logits, h, add=loss._add_product) -> None:
