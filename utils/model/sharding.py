@@ -134,8 +134,11 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     the convolutions of some families. A module that has such a parameter beside others computes in `dtype`.
     """
     dtypes = dtypes_as_loaded(model, dtype)
-    names = {name for name, _ in model.named_parameters()}
-    kept = {name for name in names if dtypes.get(plain_name(name)) == torch.float32}
+    kept = {
+        name
+        for name, _ in model.named_parameters()
+        if dtypes.get(plain_name(name)) == torch.float32
+    }
     found, inside = [], set()
     for path, module in model.named_modules() if kept else ():
         own = {f"{path}.{name}" for name, _ in module.named_parameters()}

@@ -239,9 +239,8 @@ def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.M
     keys = []
     for i, layer in enumerate(layers):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
-        attention_type = getattr(layer, "attention_type", None)
-        is_sliding = getattr(layer, "is_sliding", None)
-        keys.append((type(layer), attention_type, is_sliding, shapes, apart and i == 0))
+        attention = getattr(layer, "attention_type", None), getattr(layer, "is_sliding", None)
+        keys.append((type(layer), attention, shapes, apart and i == 0))
     distinct = list(dict.fromkeys(keys))
     firsts = [layers[keys.index(key)] for key in distinct]
     return [distinct.index(key) for key in keys], firsts
