@@ -28,9 +28,9 @@ from .replay import Replay, Unit
 from .trace import LiveBytes, Segment, parameters_in, segments_of, tensors_in
 
 INDEXED = (
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.index_put_.default,
+    torch.ops.aten.index,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
 )
 
 MORE = 8  # tokens by which the rows of the second traced micro-batch are longer
@@ -156,7 +156,7 @@ class PictureBytes(LiveBytes):
     """LiveBytes that computes operations on real tensors, such as the sizes of pictures."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in INDEXED:
+        if func.overloadpacket in INDEXED:
             args = (args[0], numbered(args[1]), *args[2:])
         kwargs = kwargs or {}
         given = list(tensors_in((args, *kwargs.values())))
@@ -223,11 +223,11 @@ class PictureTrace:
 
     def tokens(self, extra: dict) -> int:
         """How many tokens the model makes of these pictures."""
-        with self.on_zeros():
+        with torch.no_grad(), self.on_zeros():
             found = self.model.base_model.get_image_features(**extra)
         features = tree_leaves(getattr(found, "pooler_output", found))
-        width = self.model.config.get_text_config().hidden_size
-        return sum(part.numel() for part in features) // width
+        numbers = sum(part.numel() for part in features)
+        return numbers // self.model.config.get_text_config().hidden_size
 
     def come_to_language(self, ids: torch.Tensor, extra: dict) -> "Before":
         """Run the model on a micro-batch, up to its language model."""
@@ -247,7 +247,7 @@ class PictureTrace:
         """Stands in for the forward of a large module: trace the call, and return zeros like its outputs."""
         values, structure = tree_flatten((args, kwargs))
         self.graphs += [value for value in values if getattr(value, "requires_grad", False)]
-        shapes = [description(value) for value in [*values, *module.parameters()]]
+        shapes = map(description, [*values, *module.parameters()])
         key = (type(module), str(structure), *shapes)
         with _disable_current_modes():
             if key not in self.known:
