@@ -101,9 +101,10 @@ def init_distributed(use_gpu: bool = True) -> World:
         fix = "another --master_port, or torchrun --standalone"
         raise ConfigError(f"the ranks cannot meet at {where}: {reason} (fix: {fix})") from None
     if device.type == "cuda":
-        sees_all = torch.cuda.device_count() >= local_size
-        gpu = torch.cuda.get_device_properties(device)
-        check_own_gpus(world, "" if sees_all else str(gpu.uuid))
+        gpu = ""
+        if torch.cuda.device_count() < local_size:
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+        check_own_gpus(world, gpu)
     return world
 
 
@@ -166,9 +167,11 @@ def set_timeout(seconds: float = START_SECONDS, group: dist.ProcessGroup | None 
 
 
 def _set_timeouts(seconds: float) -> None:
-    for group in list(dist.distributed_c10d._world.pg_map):
+    c10d = dist.distributed_c10d
+    set_one = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # public since torch 2.14
+    for group in c10d._world.pg_map:
         if group.group_desc != "saver":
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_one(timedelta(seconds=seconds), group)
 
 
 def gather(world: World, value: object) -> list:
@@ -181,7 +184,7 @@ def gather(world: World, value: object) -> list:
 
 def broadcast(world: World, value: object, source: int = 0) -> object:
     """`value` of rank `source`, on every rank."""
-    box = [value if world.rank == source else None]
+    box = [value]
     if world.size > 1:
         dist.broadcast_object_list(box, group=world.group, group_src=source)
     return box[0]
@@ -248,12 +251,12 @@ def use_expandable_segments(device: torch.device) -> None:
     """Let torch's GPU allocator map pages as it needs them, in place of blocks of fixed size. Gaps between
     such blocks cost 10 to 25 % of the memory in published runs of FSDP2. What the user has set stays.
     """
-    if device.type != "cuda" or torch.cuda.is_initialized():
+    is_set = any(name in os.environ for name in CUDA_SETTINGS)
+    if is_set or device.type != "cuda" or torch.cuda.is_initialized():
         return
-    if not any(name in os.environ for name in CUDA_SETTINGS):
-        # torch 2.11 warns about this name, but 2.9 ignores the new one (pytorch issue 183387)
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
-        print0(f"allocator PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}, since it was not set")
+    # torch 2.11 warns about this name, but 2.9 ignores the new one (pytorch issue 183387)
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
+    print0(f"allocator PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}, since it was not set")
 
 
 def device_of(local_rank: int, local_size: int) -> torch.device:
