@@ -7,6 +7,7 @@ first rank's traceback is raised here and the ranks of that N are started anew f
 
 import atexit
 import gc
+import itertools
 import multiprocessing
 import os
 import socket
@@ -117,11 +118,13 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
 
     world = init_distributed()
     gc.freeze()  # as in conftest.py
-    while True:
+    for call in itertools.count(1):
         try:
             fn, args = pipe.recv()
         except EOFError:
             return
+        # torch names groups by a count. Since 2.14 a group of some ranks is counted by these alone.
+        torch.distributed.distributed_c10d._world.group_count = 1000 * call
         try:
             torch.manual_seed(0)
             # Whatever the last function left: sums depend on threads, and compilations are counted.
