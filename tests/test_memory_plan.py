@@ -12,6 +12,7 @@ from dataclasses import replace
 import fit_trials
 import pytest
 import torch
+import torch.nn.functional as F
 from fsdp_tracker import setting_of
 from limited import Limit
 from shell import ROOT, shell
@@ -26,7 +27,7 @@ from utils.model.sharding import decoder_layers
 from utils.plan.need import FITS, Room, answer_of, need_of, trace_of
 from utils.plan.search import fastest, flags_between, levers_of, refusal, smallest_change
 from utils.plan.states import Setting, planned_model
-from utils.plan.trace import record_step
+from utils.plan.trace import attention_on_meta, record_step
 from utils.run.errors import ConfigError
 from utils.run.settings import parse_cli
 from utils.run.units import GIB
@@ -200,6 +201,35 @@ def test_a_block_keeps_what_the_closed_formula_says():
     (block,) = record_step(model, torch.bfloat16, 2, 512)().blocks
     h, kv, f, heads = 768, 4 * 64, 2048, 12
     assert block.rest == 2 * 512 * (16 * h + 4 * h + 4 * kv + 8 * f + 4 * heads + 8)
+
+
+QUERY, MASK = (1, 4, 16, 8), (1, 1, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "mask", "levers"),
+    [
+        (QUERY, QUERY, {}, {"is_causal": True}),
+        ((1, 2, 16, 8), (1, 2, 16, 8), {}, {"is_causal": True, "enable_gqa": True}),
+        (QUERY, (1, 4, 16, 4), {}, {}),  # latent attention: narrower values
+        (QUERY, QUERY, {"dtype": torch.bool}, {}),
+        (QUERY, QUERY, {"requires_grad": True}, {}),
+        (QUERY, QUERY, {}, {"dropout_p": 0.1}),
+    ],
+)
+def test_attention_on_meta_saves_what_the_kernel_of_a_cpu_saves(key, value, mask, levers):
+    saved = {"cpu": [], "meta": []}
+    for device, attend in (("cpu", F.scaled_dot_product_attention), ("meta", attention_on_meta)):
+        with torch.device(device):
+            given = [torch.ones(shape, requires_grad=True) for shape in (QUERY, key, value)]
+            how = {"attn_mask": torch.ones(MASK, **mask)} if mask else {}
+
+        def keep(tensor, kept=saved[device]):
+            kept.append((tensor.shape, tensor.dtype))
+
+        with saved_tensors_hooks(keep, lambda kept: kept):
+            attend(*given, **how, **levers)
+    assert saved["meta"] == saved["cpu"] != []
 
 
 SAVED = [

@@ -109,7 +109,7 @@ def trace_of(setting: Setting) -> Trace:
     """The memory of the activations in a step with this setting."""
 
     def traced(batch: int, seq_len: int, scaled=int) -> Trace:
-        recorded = cached_record(
+        return cached_record(
             planned_model(setting),
             setting.dtype,
             batch,
@@ -119,8 +119,7 @@ def trace_of(setting: Setting) -> Trace:
             setting.repeats_keys,
             setting.activation_offload,
             setting.pictures,
-        )
-        return recorded(scaled=scaled)
+        )(scaled=scaled)
 
     if not setting.scaling:
         return traced(setting.batch_size, setting.seq_len)

@@ -1,16 +1,17 @@
-"""The memory that pictures need in a step: the layers of a tower and the projector, each on fake tensors.
+"""The memory that pictures need in a step: the layers of a tower and the projector, each on meta tensors.
 
-A tower reads the sizes of its pictures from the values of tensors, and fake tensors have no values. So the
+A tower reads the sizes of its pictures from the values of tensors, and meta tensors have no values. So the
 model runs on real zeros up to its language model. Only its large modules (the embedding, the tower's layers,
-the projector) run on fake tensors, one by one.
+the projector) run on meta tensors, one by one.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,14 +19,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ..model.parts import PROJECTOR, tower_layers
 from ..model.sharding import reads_text
 from .replay import Replay, Unit
-from .trace import LiveBytes, Segment, parameters_in, segments_of, tensors_in
+from .trace import LiveBytes, Segment, on_meta, parameters_in, segments_of, tensors_in
 
 INDEXED = (
     torch.ops.aten.index,
@@ -159,24 +159,26 @@ class PictureBytes(LiveBytes):
         if func.overloadpacket in INDEXED:
             args = (args[0], numbered(args[1]), *args[2:])
         kwargs = kwargs or {}
-        given = list(tensors_in((args, *kwargs.values())))
-        is_true = FakeTensor not in map(type, given)
-        if not given:  # it creates a tensor: integers are real, floating-point values are fake
+        given = tensors_in((args, kwargs))
+        is_true = not any(tensor.is_meta for tensor in given)
+        if not given:  # it creates a tensor: integers are real, floating-point values on meta
             dtype = kwargs.get("dtype") or torch.float32
             is_true = not dtype.is_floating_point or func.overloadpacket is torch.ops.aten.arange
-        with unset_fake_temporarily() if is_true else nullcontext():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+        if not is_true:
+            args, kwargs = tree_map_only(torch.Tensor, methodcaller("to", "meta"), (args, kwargs))
+        elif "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Indices in which a real boolean mask is replaced by the positions of its True elements. Otherwise their
-    number would be unknown to fake tensors.
+    number would be unknown on meta.
     """
     found = []
     for index in indices:
-        if type(index) is torch.Tensor and index.dtype == torch.bool:
-            with unset_fake_temporarily():
-                found += index.nonzero().unbind(1)
+        if index is not None and index.dtype == torch.bool and not index.is_meta:
+            found += index.nonzero().unbind(1)
         else:
             found.append(index)
     return found
@@ -262,14 +264,13 @@ class PictureTrace:
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
         """(forward, backward, outputs as meta tensors) of one call of a module."""
         live = PictureBytes()
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, parameters_in(self.dtype, self.model, part=called):
-            args, kwargs = tree_map_only(torch.Tensor, fake_like, (args, kwargs))
+        with on_meta(), parameters_in(self.dtype, self.model, part=called):
+            args, kwargs = tree_map_only(torch.Tensor, meta_like, (args, kwargs))
             with live:
                 # Not called(...), because hooks of the module collect hidden states.
                 outputs = type(called).forward(called, *args, **kwargs)
                 live.log.append("forward")
-            shapes = tree_map_only(torch.Tensor, partial(empty, device="meta"), outputs)
+            shapes = tree_map_only(torch.Tensor, empty, outputs)
             with live:
                 trained = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
                 grads = [torch.empty_like(t) for t in trained]
@@ -293,11 +294,11 @@ class Before(NamedTuple):
     read: dict
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        """The last hidden states of the language model. Its parameters and ids (B, T) are fake."""
+        """The last hidden states of the language model. Its parameters and ids (B, T) are on meta."""
         embedded = self.model.get_input_embeddings()(ids)
         trains = any(call.trains for call in self.calls)
         features = torch.empty(embedded.shape, dtype=embedded.dtype, requires_grad=trains)
-        read = tree_map_only(torch.Tensor, fake_like, self.read) | {"input_ids": None}
+        read = tree_map_only(torch.Tensor, meta_like, self.read) | {"input_ids": None}
         read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
         del embedded, features
         return reads_text(self.model)(**read).last_hidden_state
@@ -336,21 +337,18 @@ def description(value: object) -> object:
     return value.shape, value.dtype, value.requires_grad, numbers
 
 
-def fake_like(value: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the same shape, for a FakeTensorMode. Real integers, such as sizes of pictures,
-    keep their values.
-    """
-    if not (value.is_floating_point() or value.is_meta):
-        return value
-    return empty(value)
+def meta_like(value: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same shape. Real integers, such as sizes of pictures, keep their values."""
+    if value.is_floating_point() or value.is_meta:
+        return empty(value)
+    return value
 
 
-def empty(value: torch.Tensor, device: str | None = None) -> torch.Tensor:
-    """A new contiguous tensor of the same shape."""
+def empty(value: torch.Tensor) -> torch.Tensor:
+    """A new contiguous tensor of the same shape on meta."""
     return torch.empty(
         value.shape,
         dtype=value.dtype,
-        device=device,
         requires_grad=value.requires_grad,
     )
 

@@ -1,6 +1,6 @@
 """The setting that decides the memory of a run, and the bytes of its states, exact from shapes on meta."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -101,9 +101,6 @@ def planned_model(setting: Setting) -> nn.Module:
     """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses
     it; it is cached.
     """
-    quant = setting.quant
-    if quant.quantization != "8bit":
-        quant = replace(quant, int8_mode="dequant")
     return _planned_model(
         Setting(
             config=setting.config,
@@ -111,7 +108,7 @@ def planned_model(setting: Setting) -> nn.Module:
             dtype=setting.dtype,
             seq_len=1,
             lora=setting.lora,
-            quant=quant,
+            quant=setting.quant,
             attn=setting.attn,
             trust_remote_code=setting.trust_remote_code,
             kind=setting.kind,

@@ -1,22 +1,27 @@
 """The memory of the activations in one step: what is kept, and the peak.
 
-One decoder block of each kind, the embedding and the loss run on fake tensors. These have a shape and a dtype
+One decoder block of each kind, the embedding and the loss run on meta tensors. These have a shape and a dtype
 but no memory, and nothing is computed. A storage counts from the operation that creates it until its last
 tensor is freed, as in torch's own tracker (torch/distributed/_tools/mem_tracker.py). Parameters do not count.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.utils import import_utils
 
 from ..model import loss
 from ..model.loss import backbone, chunk_bounds, documents_by, one_document
@@ -26,6 +31,8 @@ from ..model.sharding import (
     keep_activations,
     recompute_activations,
 )
+
+ATTENTION = F.scaled_dot_product_attention
 
 
 class Segment(NamedTuple):
@@ -60,19 +67,22 @@ class LiveBytes(TorchDispatchMode):
         self.log = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # most of the calls
-            return args[0].fake_device
-        kwargs = kwargs or {}
-        result = run_operation(func, args, kwargs)
+        is_grouped = func is torch.ops.aten._grouped_mm.default
+        if is_grouped:  # of other dtypes too, but its shape function takes bf16 only (torch 2.13)
+            dtype = args[0].dtype
+            args = [a.bfloat16() if getattr(a, "dtype", None) == dtype else a for a in args]
+        result = func(*args, **kwargs or {})
+        if is_grouped:
+            result = result.to(dtype)
+        if any(returned.alias_info for returned in func._schema.returns):
+            return result  # a view, or an argument
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            given = tensors_in((args, *kwargs.values()))
-            if key in self.sizes or any(key == t.untyped_storage()._cdata for t in given):
-                continue
-            self.sizes[key] = storage.nbytes()
-            self.log.append(self.sizes[key])
-            weakref.finalize(storage, self._leave, key)
+            if key not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                self.log.append(self.sizes[key])
+                weakref.finalize(storage, self._leave, key)
         return result
 
     def _leave(self, key: int) -> None:
@@ -93,30 +103,9 @@ def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
     return segments
 
 
-def run_operation(func, args: tuple, kwargs: dict):
-    """The result of an operation. The kernels for grouped experts take other dtypes than bf16 too, but their
-    shape function takes bf16 only (torch 2.13).
-    """
-    if func is torch.ops.aten._unsafe_view.default:
-        func = torch.ops.aten.view.default  # the same, and torch caches its fake results
-    if isinstance(kwargs.get("out"), FakeTensor):
-        return kwargs["out"]  # creates no storage
-    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
-    taken = [
-        arg.bfloat16() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
-        for arg in args
-    ]
-    return func(*taken, **kwargs).to(args[0].dtype)
-
-
-def tensors_in(values: object) -> Iterator[torch.Tensor]:
-    """The tensors among what an operation takes or returns. torch's own tree_iter takes twice as long."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors among what an operation takes or returns."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def trace_of_log(
@@ -178,10 +167,10 @@ def record_step(
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     kinds, firsts = kinds_of(layers, apart)
     repeats = [layer for layer in layers if layer not in firsts]
-    live, traced = LiveBytes(), None
     # If nothing keeps the input of a block, it is freed, but only after the end of the block is marked.
     inputs: list[tuple] = []  # by block: a weak reference to its input's storage, and the bytes
     gone: list[int] = []  # bytes of the inputs that were freed
+    live, traced = LiveBytes(), None
     with ExitStack() as stack:
         if repeats_keys:
             from ..model.attention import repeat_grouped_keys
@@ -196,10 +185,11 @@ def record_step(
             if offload:
                 from ..model.activation_offload import hook_inputs
 
-                hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=dtype))
+                back = partial(torch.empty, dtype=dtype, device="meta")
+                hook_inputs(model, attrgetter("shape"), back)
         if pictures:
             live, traced = pictures.trace(model, dtype, batch, seq_len, recompute)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(on_meta())
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
             stack.enter_context(patch.object(layer, "forward", pass_over))
@@ -230,20 +220,44 @@ def record_step(
     return partial(trace_of_log, kinds, live.log, gone, input_bytes, traced)
 
 
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Within it new tensors are on meta, attention is a CPU's, and transformers asks for no values."""
+    with (
+        torch.device("meta"),
+        patch.object(F, "scaled_dot_product_attention", attention_on_meta),
+        patch.object(import_utils, "is_fake_tensor", attrgetter("is_meta")),
+    ):
+        yield
+
+
+def attention_on_meta(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
+) -> torch.Tensor:
+    """F.scaled_dot_product_attention with the flash kernel where a CPU has it. On meta there is none."""
+    if dropout_p or getattr(attn_mask, "requires_grad", 0) or query.shape[-1] != value.shape[-1]:
+        return ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    options.pop("enable_gqa", None)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, query.new_zeros(()), -math.inf)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)[0]
+
+
 def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.Module]]:
     """(the kind of each block, the first block of each kind). Blocks of one kind have the same class,
     attention and parameter shapes.
 
     apart: the first block is a kind of its own, since no gradient flows to its input.
     """
-    keys = []
+    kinds, firsts = [], {}
     for i, layer in enumerate(layers):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
         attention = getattr(layer, "attention_type", None), getattr(layer, "is_sliding", None)
-        keys.append((type(layer), attention, shapes, apart and i == 0))
-    distinct = list(dict.fromkeys(keys))
-    firsts = [layers[keys.index(key)] for key in distinct]
-    return [distinct.index(key) for key in keys], firsts
+        key = type(layer), attention, shapes, apart and i == 0
+        firsts.setdefault(key, layer)
+        kinds.append([*firsts].index(key))
+    return kinds, [*firsts.values()]
 
 
 def few_chunks(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
@@ -295,40 +309,26 @@ def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> C
 def gone_bytes(inputs: list[tuple]) -> int:
     """Bytes of the last block's input if it has been freed, else 0."""
     storage, size = inputs[-1]
-    return size if storage() is None else 0
+    return 0 if storage() else size
 
 
-@contextmanager
 def parameters_in(
     dtype: torch.dtype,
     model: nn.Module,
     without: Iterable[nn.Module] = (),
     part: nn.Module | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager:
     """Within it new parameters and buffers stand in for those of `part`, or of the whole model, in the dtype
-    in which FSDP gathers them. In a FakeTensorMode they have no memory. Modules in `without` keep theirs:
-    they do not run.
+    in which FSDP gathers them. Modules in `without` keep theirs: they do not run.
     """
-    kept = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
-    tables = []  # (parameters or buffers of a module, a copy of them)
-    made = {None: None}  # a new tensor for each old one: weights may be tied
-    for _, module in (part or model).named_modules(memo={*without}):
-        for table in (module._parameters, module._buffers):
-            tables.append((table, dict(table)))
-            for name, tensor in table.items():
-                if tensor not in made:
-                    made[tensor] = empty_like(tensor, torch.float32 if tensor in kept else dtype)
-                table[name] = made[tensor]
-    try:
-        yield
-    finally:
-        for table, tensors in tables:
-            table.update(tensors)
-
-
-def empty_like(tensor: torch.Tensor, gathered: torch.dtype) -> torch.Tensor:
-    """A new tensor of the same shape. Floating-point parameters get the dtype `gathered`."""
-    if not isinstance(tensor, nn.Parameter):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    dtype = gathered if tensor.is_floating_point() else tensor.dtype
-    return nn.Parameter(torch.empty(tensor.shape, dtype=dtype), tensor.requires_grad)
+    in_fp32 = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
+    idle = {t for module in without for t in (*module.parameters(), *module.buffers())}
+    made = {}
+    part = part or model
+    for name, old in (*part.named_parameters(), *part.named_buffers()):
+        if old not in idle:
+            is_cast = isinstance(old, nn.Parameter) and old.is_floating_point()
+            gathered = torch.float32 if old in in_fp32 else dtype
+            kind = {"dtype": gathered if is_cast else old.dtype, "requires_grad": old.requires_grad}
+            made[name] = torch.empty(old.shape, **kind)
+    return _reparametrize_module(part, made, tie_weights=True)
