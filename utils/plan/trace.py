@@ -156,7 +156,7 @@ def record_step(
     offload: bool = False,
     pictures=None,
 ) -> Callable[..., Trace]:
-    """Run a step on fake tensors. Returns a function that makes its Trace, with the argument `scaled`
+    """Run a step on meta tensors. Returns a function that makes its Trace, with the argument `scaled`
     of trace_of_log.
 
     model: on meta, with adapters and chunked loss, as it will be sharded. packed: a mask keeps documents
