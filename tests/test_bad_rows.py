@@ -197,7 +197,7 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
     (
         "bad gzip",
         "a.jsonl.gz",
-        gzip.compress(b" " * 2**27, mtime=0),
+        gzip.compress(b" " * (2**26 + 1), 1, mtime=0),
         "a.jsonl.gz:1: a line of more than 64 MiB",
     ),
     ("a Git LFS pointer", "a.jsonl", LFS, "git lfs pull"),
