@@ -258,7 +258,7 @@ def main(cfg: Config) -> Path:
         rows = from_settings(Rows, cfg, processor=str(source.folder))
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
-        if not examples.of_rows(examples.row_sizes).any():  # no pictures
+        if not examples.row_sizes[examples.rows].any():  # no pictures
             cfg = replace(cfg, train="language")  # nothing else has a gradient
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------

@@ -357,7 +357,7 @@ def test_bad_rows_are_dropped_counted_and_listed_if_asked(write, tokenizer, tmp_
 
 def shares(examples) -> list[int]:
     """How many examples count of each source."""
-    rows = torch.arange(len(examples.keys)) if examples.rows is None else examples.rows
+    rows = examples.numbers
     return [
         int(((rows >= origin.first) & (rows < origin.last)).sum()) for origin in examples.origins
     ]

@@ -299,7 +299,7 @@ def test_the_held_out_loss_is_that_of_the_cpu(setting, tmp_path):
     )
     lines = [json.loads(text) for text in (tmp_path / "gpu" / "metrics.jsonl").open()]
     found = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    trained_tokens = int(held_out.of_rows(held_out.trained_tokens).sum())
+    trained_tokens = int(held_out.trained_tokens[held_out.rows].sum())
     assert found[-1] == pytest.approx(total / trained_tokens, rel=1e-4)
 
 

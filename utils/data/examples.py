@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import EllipsisType
 from typing import Literal, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class Examples:
     firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row it is about
     # the first row whose prompt differs between training and inference, and how it differs
     problem: str = ""
-    rows: Tensor | None = None  # numbers of the rows that are used; None: all
+    rows: Tensor | EllipsisType = ...  # numbers of the rows that are used; ...: all
     # (n,) int64; its meaning depends on the task. pairs: the offset in row i of the rejected sequence, which
     # follows the chosen one. labels (KTO): the length of row i if it is desirable, else 0. documents: the
     # bytes of the text. Rows with pictures: the number of patches, or 0. Other rows: None, or empty.
@@ -109,16 +110,12 @@ class Examples:
     @cached_property
     def numbers(self) -> Tensor:
         """The numbers of the rows that are used, int64."""
-        return torch.arange(len(self.keys)) if self.rows is None else self.rows
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        """The entries of `values`, (n,), for the rows that are used."""
-        return values if self.rows is None else values[self.rows]
+        return torch.arange(len(self.bounds) - 1)[self.rows]
 
     @cached_property
     def lengths(self) -> Tensor:
         """Tokens of each row that is used, int64."""
-        return self.of_rows(self.bounds.diff())
+        return self.bounds.diff()[self.rows]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -134,13 +131,13 @@ class Examples:
             self.row_sizes,
             self.details and self.details.texts,
         ):
-            if part is not None:
+            if isinstance(part, Tensor):
                 digest.update(memoryview(part.numpy()))
         return digest.hexdigest()
 
     def summary(self) -> str:
         """The text that the plan prints."""
-        tokens, trained = int(self.lengths.sum()), int(self.of_rows(self.trained_tokens).sum())
+        tokens, trained = int(self.lengths.sum()), int(self.trained_tokens[self.rows].sum())
         notes = [f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained"]
         notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
         ignored = []
@@ -157,7 +154,7 @@ class Examples:
     def sources(self) -> list[str]:
         """One line per source: the forms of its rows and, if there are several sources, its share."""
         rows = self.numbers
-        trained = self.of_rows(self.trained_tokens)
+        trained = self.trained_tokens[self.rows]
         lines = []
         for origin in self.origins:
             mine = (rows >= origin.first) & (rows < origin.last)
@@ -327,7 +324,7 @@ def read_tokens(folder: Path | str) -> Examples:
         from .held_out import mixed_rows
 
         examples = replace(examples, rows=mixed_rows(examples, permutation))
-    keys = examples.of_rows(examples.keys)
+    keys = examples.keys[examples.rows]
     notes = examples.notes | {TWICE: len(keys) - len(keys.unique())}
     return replace(examples, notes=notes)
 

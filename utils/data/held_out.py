@@ -36,8 +36,8 @@ def hold_out(examples, rows: Rows, load: Callable) -> tuple:
     if rows.eval_share:
         return split_by_hash(examples, rows.eval_share)
     held_out = load(replace(rows, dataset=rows.eval_dataset))
-    own = examples.of_rows(examples.keys)
-    both = torch.isin(held_out.of_rows(held_out.keys), own).sum()
+    own = examples.keys[examples.rows]
+    both = torch.isin(held_out.keys[held_out.rows], own).sum()
     if both:
         print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
     return examples, held_out
@@ -48,7 +48,7 @@ def split_by_hash(examples, share: float) -> tuple:
 
     A row therefore stays on its side if other rows are added, removed or moved. Duplicates stay together.
     """
-    keys = examples.of_rows(examples.keys)
+    keys = examples.keys[examples.rows]
     rows = examples.numbers
     held = keys.double() / 2.0**64 + 0.5 < share  # keys: hashes, uniform in [-2**63, 2**63)
     split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"

@@ -54,7 +54,7 @@ class PictureBatches(GlobalBatches):
 
     def __post_init__(self):
         super().__post_init__()
-        self.patches = self.examples.of_rows(self.examples.row_sizes)
+        self.patches = self.examples.row_sizes[self.examples.rows]
         # Cross-attention models (mllama): tokens before a picture would also attend to padding pictures.
         # So only rows with the same number of pictures share a micro-batch.
         self.counts = [0] * len(self.patches)
