@@ -106,18 +106,18 @@ def lay_out(
     places: dict[str, Place] = {}
     headers: dict[str, bytes] = {}
     for file, names in files.items():
-        ends = [0, *itertools.accumulate(tensors[name].nbytes for name in names)]
-        offsets = dict(zip(names, itertools.pairwise(ends), strict=True))
-        entries = {}
+        entries, end = {}, 0
         for name in names:
-            shape = list(tensors[name].shape)
-            code = codes[tensors[name].dtype]
-            entries[name] = {"dtype": code, "shape": shape, "data_offsets": offsets[name]}
+            tensor = tensors[name]
+            begin, end = end, end + tensor.nbytes
+            code, shape = codes[tensor.dtype], list(tensor.shape)
+            entries[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
         text += b" " * (-len(text) % 8)
         header = headers[file] = len(text).to_bytes(8, "little") + text
-        for name, (begin, end) in offsets.items():
-            places[name] = Place(file, len(header) + begin, len(header) + end, tensors[name].dtype)
+        for name in names:
+            begin, end = (len(header) + at for at in entries[name]["data_offsets"])
+            places[name] = Place(file, begin, end, tensors[name].dtype)
     return places, headers
 
 
