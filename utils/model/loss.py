@@ -240,7 +240,7 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
         hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
     if targets is None:
         return type(self).forward(self, hidden)
-    chunks = chunk_bounds(len(hidden), self.chunk_tokens)
+    chunks = chunks_of(len(hidden), self.chunk_tokens)
     options = (self.logits_to_loss, per_token, chunks, torch.is_grad_enabled())
     return (chunked or _ChunkedLoss).apply(hidden, self.weight, self.bias, targets, *options)
 
@@ -280,18 +280,18 @@ def chunk_by_chunk(
     if needed[1] and len(chunks) != 1:
         sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
-    for start, end in chunks:
-        h = hidden[start:end]  # (c, D)
-        options = (targets[start:end], transform, per_token, grad)
-        losses[start:end], d_logits = _losses_of_chunk(F.linear(h, weight, bias), *options)
+    for chunk in chunks:
+        h = hidden[chunk]  # (c, D)
+        options = (targets[chunk], transform, per_token, grad)
+        losses[chunk], d_logits = _losses_of_chunk(F.linear(h, weight, bias), *options)
         if factors is not None:
-            d_logits *= factors[start:end]
+            d_logits *= factors[chunk]
         if needed[0]:
-            torch.mm(d_logits, weight, out=d_hidden[start:end])
-        if needed[1] and len(chunks) == 1:
-            d_weight = d_logits.T @ h
-        elif needed[1]:
+            torch.mm(d_logits, weight, out=d_hidden[chunk])
+        if sums:
             _add_product(sums, d_logits, h)
+        elif needed[1]:
+            d_weight = d_logits.T @ h
         if needed[2]:
             d_bias += d_logits.sum(0)
         del d_logits  # the next chunk needs the memory
@@ -364,9 +364,9 @@ def tokens_of_chunk(vocabulary: int) -> int:
     return max(64, tokens // 64 * 64)
 
 
-def chunk_bounds(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """(start, end) of each chunk of the loss."""
-    return [(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
+def chunks_of(tokens: int, chunk_tokens: int) -> list[slice]:
+    """The tokens of each chunk of the loss."""
+    return [slice(start, start + chunk_tokens) for start in range(0, tokens, chunk_tokens)]
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import import_utils
 
 from ..model import loss
-from ..model.loss import backbone, chunk_bounds, documents_by, one_document
+from ..model.loss import backbone, chunks_of, documents_by, one_document
 from ..model.sharding import (
     decoder_layers,
     fp32_modules,
@@ -197,7 +197,7 @@ def record_step(
             marked = mark_block(layer, live, inputs, gone)
             stack.enter_context(patch.object(layer, "forward", marked))
         head = model.get_output_embeddings()
-        stack.enter_context(patch.object(loss, "chunk_bounds", few_chunks))
+        stack.enter_context(patch.object(loss, "chunks_of", few_chunks))
         stack.enter_context(patch.object(loss, "_add_product", first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
@@ -260,11 +260,11 @@ def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.M
     return kinds, [*firsts.values()]
 
 
-def few_chunks(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
+def few_chunks(tokens: int, chunk_tokens: int) -> list[slice]:
     """The first two chunks of the loss. The others are like the second: each begins with the memory that the
     chunk before has left.
     """
-    return chunk_bounds(tokens, chunk_tokens)[:2]
+    return chunks_of(tokens, chunk_tokens)[:2]
 
 
 def first_product(sums, d_logits, h, add=loss._add_product) -> None:
