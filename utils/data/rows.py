@@ -121,7 +121,7 @@ def files_of(name: str) -> list[Path] | None:
 
 def kind_of(path: Path) -> str:
     """The suffix that decides how a file is read; .gz is removed first."""
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def read_files(name: str, files: list[Path]) -> Found:

@@ -66,8 +66,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         # tokenizers raises a plain Exception, with the number only in its text.
-        full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
-        full = full or "(os error 28)" in str(error)
+        number = getattr(error, "errno", 0)
+        full = number in (errno.ENOSPC, errno.EDQUOT) or "(os error 28)" in str(error)
         if not full and not isinstance(error, OSError):
             raise
         reason = "no space left" if full else error.strerror or error

@@ -55,8 +55,7 @@ class UnreadSteps:
         """
         values = [loss, grad_norm, *means.values()]
         on_device = torch.stack([value.to(loss.device, loss.dtype) for value in values])
-        rows = [batch.where for batch in batches]
-        self.steps.append((on_device, losses, rows, means, numbers))
+        self.steps.append((on_device, losses, [batch.where for batch in batches], means, numbers))
 
     def read(self, started: float, token_mfu: float) -> float:
         """Log the steps; returns the mean seconds per step. started: time.monotonic() at the start of the
@@ -67,8 +66,8 @@ class UnreadSteps:
         """
         values = torch.stack([on_device for on_device, *_ in self.steps]).tolist()
         seconds = (time.monotonic() - started) / len(self.steps)
-        for (loss, grad_norm, *others), step_numbers in zip(values, self.steps, strict=True):
-            _, losses, rows, names, numbers = step_numbers
+        for (loss, grad_norm, *others), step in zip(values, self.steps, strict=True):
+            _, losses, rows, names, numbers = step
             overflows = self.fp16 and not math.isfinite(grad_norm)
             self.skipped = self.skipped + 1 if overflows else 0
             goes_on = math.isfinite(grad_norm) or 0 < self.skipped < 20
@@ -97,10 +96,8 @@ def rows_not_finite(losses: list[torch.Tensor], rows: list[list[str]], world: Wo
     bad = []
     for value, names in zip(losses, rows, strict=True):
         bad += [] if value.isfinite() else names
-    found = []
-    for rank, names in enumerate(gather(world, bad)):
-        if names:
-            found.append(f"rank {rank}: {', '.join(names[:5])}")
+    ranks = enumerate(gather(world, bad))
+    found = [f"rank {rank}: {', '.join(names[:5])}" for rank, names in ranks if names]
     return "; ".join(found) or "every loss is finite, a gradient is not"
 
 
