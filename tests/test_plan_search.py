@@ -4,6 +4,7 @@ python -m pytest tests/test_plan_search.py -m ""
 """
 
 import sys
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from utils.model.options import Lora, Quant
 from utils.plan import trace
 from utils.plan.need import Room, bytes_missing, cached_record, need_of
 from utils.plan.search import largest_batch, longest_row, most
-from utils.plan.states import Setting
+from utils.plan.states import Setting, planned_model
 from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))
@@ -136,6 +137,15 @@ def test_where_a_row_is_padded_or_looped_over_the_plan_is_on_a_line_between_two_
         sizes = {"batch_size": batch, "rows": batch, "seq_len": tokens}
         traced, found = need_of(replace(setting, **sizes)), need_of(replace(scaled, **sizes))
         assert found.peak == traced.peak, (batch, tokens)
+
+
+def test_a_model_is_planned_once_for_equal_configs_and_does_not_change_them():
+    """Else equal keys meet in the cache of models, and one may be given another's model."""
+    setting = of_tiny("llama", 64)
+    before = deepcopy(setting)
+    planned = planned_model(setting)
+    assert setting == before
+    assert planned_model(before) is planned
 
 
 def test_a_table_of_every_method_traces_each_once(capsys):

@@ -1,5 +1,6 @@
 """The setting that decides the memory of a run, and the bytes of its states, exact from shapes on meta."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -120,7 +121,7 @@ def planned_model(setting: Setting) -> nn.Module:
 @lru_cache(maxsize=16)
 def _planned_model(setting: Setting) -> nn.Module:
     model = build_model(
-        setting.config,
+        deepcopy(setting.config),  # which it changes, and the cache compares
         setting.param_dtype,
         setting.attn,
         setting.trust_remote_code,

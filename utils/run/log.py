@@ -44,9 +44,12 @@ class RunLog:
         self.log_every = log_every
         self.run = run
         self.trackers = trackers
-        silent = not run or not sys.stdout.isatty()
         self.bar = tqdm(
-            total=total_steps, initial=done, unit="step", file=sys.stdout, disable=silent
+            total=total_steps,
+            initial=done,
+            unit="step",
+            file=sys.stdout,
+            disable=not run or not sys.stdout.isatty(),
         )
         if run and (folder / "metrics.jsonl").exists():
             # remove an incomplete last line of a killed start, which would spoil the next line

@@ -53,8 +53,8 @@ class UnreadSteps:
         """Add one step. loss: (), of all ranks. losses: () of each micro-batch of this rank. means: further
         values (), still on the device. numbers: values that the host knows already.
         """
-        values = [loss, grad_norm, *means.values()]
-        on_device = torch.stack([value.to(loss.device, loss.dtype) for value in values])
+        values = (loss, grad_norm, *means.values())
+        on_device = torch.stack([value.to(loss) for value in values])
         self.steps.append((on_device, losses, [batch.where for batch in batches], means, numbers))
 
     def read(self, started: float, token_mfu: float) -> float:
