@@ -38,6 +38,19 @@ LONGEST_FIRST = (
     "test_waits.py",
     "test_configs.py",
     "test_families_adapters.py",
+    "test_prefer.py",
+    "test_grpo.py",
+    "test_quantize.py",
+    "test_loading.py",
+    "test_lora.py",
+    "test_packing.py",
+    "test_parity.py",
+    "test_reward.py",
+    "test_house.py",
+    "test_vision_serving.py",
+    "test_hub.py",
+    "test_weight_sync.py",
+    "test_wire.py",
 )
 NEED_MOUNT = 9  # tests that mount a small disk, which takes root and its rights
 NEED_NO_GPU = 2  # what a CPU does where a GPU would write its report, or is not seen
