@@ -109,7 +109,7 @@ class LabelBatches(PairBatches):
     answer_of = None  # row -> the row whose answer it gets; None: its own answer
 
     def desirable(self, rows: list[int]) -> Tensor:
-        return self.examples.row_sizes[self.examples.rows][rows] > 0
+        return self.examples.row_sizes[self.examples.numbers[rows]] > 0
 
     def items(self, rows: list[int]) -> list[Example]:
         """The prompt of each row with the answer of row answer_of[row], cut to seq_len tokens."""

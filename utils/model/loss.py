@@ -240,7 +240,7 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
         hidden = hidden.to(self.weight.dtype)  # some families keep the residual in fp32
     if targets is None:
         return type(self).forward(self, hidden)
-    chunks = chunks_of(len(hidden), self.chunk_tokens)
+    chunks = chunk_slices(len(hidden), self.chunk_tokens)
     options = (self.logits_to_loss, per_token, chunks, torch.is_grad_enabled())
     return (chunked or _ChunkedLoss).apply(hidden, self.weight, self.bias, targets, *options)
 
@@ -364,7 +364,7 @@ def tokens_of_chunk(vocabulary: int) -> int:
     return max(64, tokens // 64 * 64)
 
 
-def chunks_of(tokens: int, chunk_tokens: int) -> list[slice]:
+def chunk_slices(tokens: int, chunk_tokens: int) -> list[slice]:
     """The tokens of each chunk of the loss."""
     return [slice(start, start + chunk_tokens) for start in range(0, tokens, chunk_tokens)]
 

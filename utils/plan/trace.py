@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import import_utils
 
 from ..model import loss
-from ..model.loss import backbone, chunks_of, documents_by, one_document
+from ..model.loss import backbone, chunk_slices, documents_by, one_document
 from ..model.sharding import (
     decoder_layers,
     fp32_modules,
@@ -167,10 +167,10 @@ def record_step(
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     kinds, firsts = kinds_of(layers, apart)
     repeats = [layer for layer in layers if layer not in firsts]
+    live, traced = LiveBytes(), None
     # If nothing keeps the input of a block, it is freed, but only after the end of the block is marked.
     inputs: list[tuple] = []  # by block: a weak reference to its input's storage, and the bytes
     gone: list[int] = []  # bytes of the inputs that were freed
-    live, traced = LiveBytes(), None
     with ExitStack() as stack:
         if repeats_keys:
             from ..model.attention import repeat_grouped_keys
@@ -197,7 +197,7 @@ def record_step(
             marked = mark_block(layer, live, inputs, gone)
             stack.enter_context(patch.object(layer, "forward", marked))
         head = model.get_output_embeddings()
-        stack.enter_context(patch.object(loss, "chunks_of", few_chunks))
+        stack.enter_context(patch.object(loss, "chunk_slices", few_chunks))
         stack.enter_context(patch.object(loss, "_add_product", first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
@@ -264,7 +264,7 @@ def few_chunks(tokens: int, chunk_tokens: int) -> list[slice]:
     """The first two chunks of the loss. The others are like the second: each begins with the memory that the
     chunk before has left.
     """
-    return chunks_of(tokens, chunk_tokens)[:2]
+    return chunk_slices(tokens, chunk_tokens)[:2]
 
 
 def first_product(sums, d_logits, h, add=loss._add_product) -> None:
@@ -309,7 +309,7 @@ def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> C
 def gone_bytes(inputs: list[tuple]) -> int:
     """Bytes of the last block's input if it has been freed, else 0."""
     storage, size = inputs[-1]
-    return 0 if storage() else size
+    return size if storage() is None else 0
 
 
 def parameters_in(
@@ -329,6 +329,6 @@ def parameters_in(
         if old not in idle:
             is_cast = isinstance(old, nn.Parameter) and old.is_floating_point()
             gathered = torch.float32 if old in in_fp32 else dtype
-            kind = {"dtype": gathered if is_cast else old.dtype, "requires_grad": old.requires_grad}
-            made[name] = torch.empty(old.shape, **kind)
+            own = gathered if is_cast else old.dtype
+            made[name] = torch.empty(old.shape, dtype=own, requires_grad=old.requires_grad)
     return _reparametrize_module(part, made, tie_weights=True)
