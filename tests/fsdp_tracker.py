@@ -27,7 +27,7 @@ from transformers import masking_utils
 from utils.model.activation_offload import hook_inputs
 from utils.model.options import Lora, Quant
 from utils.model.sharding import recompute_activations
-from utils.plan.states import Setting, planned_model
+from utils.plan.states import Setting, _planned_model, planned_model
 from utils.train.in_backward import StepInBackward
 from utils.train.trained_run import shard_model
 
@@ -70,6 +70,7 @@ def loss_of_all(self, ids, labels):
 
 def peak(case: dict) -> int:
     plan = setting_of(case)
+    _planned_model.cache_clear()  # the one before is sharded
     model = planned_model(plan)
     if plan.activation_checkpointing != "none":
         recompute_activations(model, plan.activation_checkpointing)
