@@ -34,10 +34,8 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from utils.data.chats import prompt_ids
 from utils.data.encode import Rows
-from utils.data.prompts import Prompt, turns_of
-from utils.data.rows import Row, read_rows
+from utils.data.prompts import Prompt, Row, prompt_ids, read_rows, turns_of
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype

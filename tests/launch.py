@@ -91,6 +91,12 @@ class Launch:
     def lines(self, start: str) -> list[str]:
         return [line for line in self.text.splitlines() if line.startswith(start)]
 
+    def error(self) -> str:
+        """The only line of error."""
+        found = self.lines("error: ")
+        assert len(found) == 1, self.text
+        return found[0]
+
     def _read(self) -> None:
         for line in self.process.stdout:
             self.text += line

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from utils.data.encode import Part
 from utils.data.examples import check_positions
-from utils.data.rows import read_rows
+from utils.data.prompts import read_rows
 from utils.run.distributed import stop_distributed
 from utils.run.errors import ConfigError
 

@@ -14,7 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from utils.data.rows import find_sources, read_rows
+from utils.data.prompts import read_rows
+from utils.data.rows import find_sources
 from utils.run.errors import ConfigError
 
 ROWS = [{"instruction": f"Add {i}.", "output": 'a, "b"\nc'} for i in range(5)]

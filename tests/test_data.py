@@ -20,7 +20,7 @@ from utils.data.examples import (
     write_bad_rows,
 )
 from utils.data.held_out import split_by_hash
-from utils.data.rows import read_rows
+from utils.data.prompts import read_rows
 from utils.data.tokens import load_tokenizer
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE

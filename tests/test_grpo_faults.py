@@ -99,7 +99,7 @@ def test_a_killed_rank_is_named_and_the_same_command_goes_on_bit_for_bit(
         run.until("error: ", 15)
         assert run.end(15) != 0  # no worker is left
         assert time.monotonic() - begun < 15
-        (said,) = run.lines("error: ")
+        said = run.error()
     assert said.startswith(f"error: rank {rank} is gone in act '")
     assert complete_checkpoints(out / "checkpoints")[-1].name in ("step_00000002", "step_00000004")
     train(3, flags, out)
@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named_and_the_same_command_goes_on_bit_for_bit(
 def test_a_generator_that_is_killed_before_the_first_step_is_named(flags, tmp_path):
     with Launch(command(flags, tmp_path / "run"), FAULT="load:2:0") as run:
         assert run.end(60) != 0
-        (said,) = run.lines("error: ")
+        said = run.error()
     assert said.startswith("error: rank 2 is gone in act '")
 
 
@@ -175,7 +175,7 @@ def test_sigterm_before_the_first_step_is_one_line(flags, tmp_path):
         time.sleep(1)
         run.process.send_signal(signal.SIGTERM)
         assert run.end(30) != 0
-        (said,) = run.lines("error: ")
+        said = run.error()
     assert said == f"error: stopped by SIGTERM in act '{act}'"
     assert names(tmp_path) == []
 

@@ -29,7 +29,7 @@ from utils.data.pictures import (
     url_of,
     with_room,
 )
-from utils.data.rows import read_rows
+from utils.data.prompts import read_rows
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE

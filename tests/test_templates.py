@@ -9,8 +9,9 @@ import pytest
 from templates import KINDS
 from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, trained_texts
 
-from utils.data.chats import prompt_ids, render_chats
+from utils.data.chats import render_chats
 from utils.data.formats import THOUGHTS
+from utils.data.prompts import prompt_ids
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, print_template_notes
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]

@@ -262,19 +262,6 @@ def divided(text: str, turns: list[Chat]) -> list[Chat]:
     return chats[::-1] or [Chat(text, [])]
 
 
-def prompt_of(tokenizer, messages: Messages, tools: list | None) -> str:
-    """The generation prompt that inference uses: the conversation up to an answer. If a message spells a
-    special token, it stays ordinary text.
-    """
-    messages = renderable(tokenizer, hidden(tokenizer, messages), tools)
-    return render(tokenizer, messages, tools, prompt=True)
-
-
-def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
-    """The ids of the generation prompt."""
-    return encode(tokenizer, prompt_of(tokenizer, messages, tools)).ids
-
-
 # --- text -> ids
 
 

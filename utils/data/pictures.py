@@ -31,10 +31,9 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 
 from ..run.errors import others_code, reason_of_others
-from .chats import Chat, encode_chat, encode_plain, prompt_of, render_chats
+from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
-from .prompts import BESIDE, Prompt, turns_of
-from .rows import Row
+from .prompts import BESIDE, Prompt, Row, prompt_of, turns_of
 from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"

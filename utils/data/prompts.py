@@ -3,11 +3,15 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
-from .chats import prompt_ids
-from .formats import PICTURES, REFUSED, ROLES, to_messages
-from .tokens import adds_bos, encode, hidden
+from ..run.errors import ConfigError
+from .chats import renderable
+from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
+from .rows import as_object, find_sources
+from .tokens import adds_bos, encode, hidden, render
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 # Keys that belong to the prompt beside its turns, and keys of pictures, which to_messages refuses.
@@ -16,6 +20,11 @@ BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PIC
 PROMPTS = {"prompt", "messages", "conversations"}
 NO_COLUMNS = {*PROMPTS, *BESIDE}
 TOO_LONG = "longer than a prompt may be"
+
+
+class Row(NamedTuple):
+    where: str
+    data: dict
 
 
 class Prompt(NamedTuple):
@@ -30,6 +39,17 @@ class Prompt(NamedTuple):
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         return self.content
+
+
+def read_rows(name: str | Path) -> list[Row]:
+    """All rows of the data that a flag names, unchanged. ConfigError names the first bad row."""
+    rows = []
+    for where, value in chain.from_iterable(source.read() for source in find_sources(str(name))):
+        try:
+            rows.append(Row(where, as_object(value)))
+        except ValueError as fault:
+            raise ConfigError(f"{where}: {fault}") from None
+    return rows
 
 
 def turns_of(row: dict, read: Callable = to_messages) -> tuple:
@@ -59,6 +79,19 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     messages, tools, *others = read(beside | {"messages": messages}, "chat", Counter())
     answer = messages[-1]["content"] if is_answered else None
     return messages[:-1], tools, answer, *others
+
+
+def prompt_of(tokenizer, messages: Messages, tools: list | None) -> str:
+    """The generation prompt that inference uses: the conversation up to an answer. If a message spells a
+    special token, it stays ordinary text.
+    """
+    messages = renderable(tokenizer, hidden(tokenizer, messages), tools)
+    return render(tokenizer, messages, tools, prompt=True)
+
+
+def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
+    """The ids of the generation prompt."""
+    return encode(tokenizer, prompt_of(tokenizer, messages, tools)).ids
 
 
 def is_plain(content: str | list[dict], tokenizer, rows) -> bool:

@@ -4,16 +4,15 @@ several of these with weights. A .jsonl file is read line by line, so that an er
 
 import glob
 import gzip
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ..run.errors import ConfigError, check, others_code
+from ..run.errors import check, others_code
 from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
@@ -32,22 +31,6 @@ class Source(NamedTuple):
     weight: float  # 0: not set
     files: list[Path]  # that hold its rows
     read: Callable[[], Found]  # each call reads from the first row
-
-
-class Row(NamedTuple):
-    where: str
-    data: dict
-
-
-def read_rows(name: str | Path) -> list[Row]:
-    """All rows of the data that a flag names, unchanged. ConfigError names the first bad row."""
-    rows = []
-    for where, value in chain.from_iterable(source.read() for source in find_sources(str(name))):
-        try:
-            rows.append(Row(where, as_object(value)))
-        except ValueError as fault:
-            raise ConfigError(f"{where}: {fault}") from None
-    return rows
 
 
 def as_object(value: object) -> dict:
@@ -162,7 +145,7 @@ def read_file(path: Path) -> Found:
 
 def read_lines(file: BinaryIO, path: Path) -> Found:
     """(where, bytes) of each line that is not blank. Only \\n ends a line: U+2028 and U+0085 are text."""
-    for number in itertools.count(1):
+    for number in count(1):
         line = file.readline(LONGEST + 1)
         where = f"{path}:{number}"
         check(len(line) <= LONGEST, f"{where}: a line of more than {LONGEST >> 20} MiB")

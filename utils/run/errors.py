@@ -57,11 +57,8 @@ class ConfigError(Exception):
     def __init__(self, message: str | list[str], agreed: bool = False):
         messages = message if isinstance(message, list | tuple) else [message]
         self.lines = [escaped(line) for line in messages]
-        super().__init__(self.lines)
+        super().__init__("\n".join(self.lines))
         self.agreed = agreed
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
 
 
 def check(condition: object, message: str | list[str]) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 peaks: dict[str, int] = {}  # peak bytes in use, by act
 reserved_peaks: dict[str, int] = {}  # on a GPU: peak bytes that torch's allocator had reserved
 
-# By cgroup version: the file of the bytes in use, the file of the limit, the prefix of names in memory.stat.
+# By folder (cgroup v1 or v2): the file of the bytes in use, the file of the limit, the prefix of names in
+# memory.stat.
 CGROUPS = {
-    "v1": ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
-    "v2": ("memory.current", "memory.max", ""),
+    "memory": ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
+    "": ("memory.current", "memory.max", ""),
 }
 
 
@@ -58,11 +59,8 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
         inside = Path(path[1:])
-        version = "v2"
-        mount = root / "sys/fs/cgroup"
-        if "memory" in kinds.split(","):
-            version = "v1"
-            mount = mount / "memory"
+        version = "memory" if "memory" in kinds.split(",") else ""
+        mount = root / "sys/fs/cgroup" / version
         used_file, limit_file, prefix = CGROUPS[version]
         # Inside a container only the last of these folders may exist.
         for part in (inside, *inside.parents):

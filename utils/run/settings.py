@@ -5,15 +5,14 @@ str, int, float, bool and Literal of strings. If the flag of a Literal may stand
 says which value that means: `field(default="none", metadata={"bare": "8bit"})`.
 """
 
-import contextlib
-import dataclasses
 import difflib
 import importlib
 import math
 import sys
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import fire
@@ -60,11 +59,13 @@ def parse_cli(
         print0(f"without effect here: {', '.join(without_effect)}")
     implied: dict[str, str] = {}
     unknown = [name for name in texts if name not in kinds]
-    table = import_table(aliases) if unknown else None
-    if table:
-        texts, implied = table.translate(texts, kinds)
-        unknown = [name for name in texts if name not in kinds]
-    renamed = table.HINTS if table else {}
+    renamed: dict[str, str] = {}
+    if unknown and aliases:
+        with suppress(ModuleNotFoundError):  # a copy of utils may lack it
+            table = importlib.import_module(f".{aliases}", __package__)
+            renamed = table.HINTS
+            texts, implied = table.translate(texts, kinds)
+            unknown = [name for name in texts if name not in kinds]
     check(
         not unknown, [f"unknown flag --{name} ({hint(name, kinds, renamed)})" for name in unknown]
     )
@@ -104,7 +105,7 @@ def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
     """Each setting's type, and the value that its flag means without a value (None: it needs one)."""
     types = typing.get_type_hints(cls)
     kinds = {}
-    for field in dataclasses.fields(cls):
+    for field in fields(cls):
         bare = "true" if types[field.name] is bool else field.metadata.get("bare")
         kinds[field.name] = (types[field.name], bare)
     return kinds
@@ -120,7 +121,7 @@ def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int
         return bare
     if kind in NUMBERS:
         number = math.nan
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             number = kind(text)
         check(math.isfinite(number), f"{where} takes {NUMBERS[kind]}, not '{text[:60]}'")
         return number
@@ -139,19 +140,11 @@ def hint(name: str, kinds: dict, renamed: dict[str, str]) -> str:
     return f"did you mean --{ours}?" if ours in kinds else "--help lists them all"
 
 
-def import_table(aliases: str):
-    """The module that knows other projects' flags; None if a copy of utils lacks it."""
-    try:
-        return importlib.import_module(f".{aliases}", __package__) if aliases else None
-    except ModuleNotFoundError:
-        return None
-
-
 def from_settings(cls: type, cfg: object, **own: object):
     """An instance of the dataclass `cls`: fields named in `own` get those values, other fields the value of
     the setting in `cfg` with the same name, if there is one.
     """
-    names = {field.name for field in dataclasses.fields(cls)} & vars(cfg).keys()
+    names = {field.name for field in fields(cls)} & vars(cfg).keys()
     return cls(**({name: getattr(cfg, name) for name in names} | own))
 
 
@@ -165,9 +158,7 @@ def check_least(cfg: object, **least: int) -> None:
 
 def save_config(cfg: object, path: str | Path) -> None:
     """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
-    values = {}
-    for name, value in asdict(cfg).items():
-        values[name] = str(value) if isinstance(value, Path) else value
+    values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(cfg).items()}
     text = yaml.safe_dump(values, sort_keys=False, width=math.inf, allow_unicode=True)
     replace_file(Path(path), text)
 

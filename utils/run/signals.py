@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from .errors import ConfigError, print_once, rank, story
+from .errors import ConfigError, print_once, rank, story, write_errors
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -106,17 +106,25 @@ def report_errors() -> Iterator[None]:
     gc.freeze()  # collections need not look at what the imports made
     gc.enable()
     try:
-        yield
-    except ConfigError as error:
-        print_once(*error.lines, agreed=error.agreed)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != __package__.split(".")[0]:
-            raise  # not a file of this package; a copy may lack only those
-        file = error.name.replace(".", "/") + ".py"
-        print_once(f"{file} is not here, and these flags need it (fix: copy it too)", agreed=True)
-        sys.exit(2)
-    except KeyboardInterrupt as error:  # from _raise, with the name of the signal
+        try:
+            yield
+        except ConfigError as error:
+            print_once(*error.lines, agreed=error.agreed)
+            sys.exit(2)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != __package__.split(".")[0]:
+                raise  # not a file of this package; a copy may lack only those
+            file = error.name.replace(".", "/") + ".py"
+            fix = "and these flags need it (fix: copy it too)"
+            print_once(f"{file} is not here, {fix}", agreed=True)
+            sys.exit(2)
+        except Exception as error:
+            from .failures import explain
+
+            explain(error)  # returns if it has no explanation
+            write_errors(f"rank {rank()} failed in act '{story.act}'; its traceback follows")
+            raise
+    except KeyboardInterrupt as error:  # from _raise, with the signal's name, at any time
         name = str(error) or "SIGINT"
         if name == "SIGTERM":  # torchrun sends it to the other ranks when one has ended
             from .failures import say_who_is_gone
@@ -124,14 +132,6 @@ def report_errors() -> Iterator[None]:
             say_who_is_gone()
         print_once(f"stopped by {name} in act '{story.act}'", agreed=True)
         sys.exit(128 + getattr(signal, name))
-    except Exception as error:
-        from .failures import explain
-
-        explain(error)  # returns if it has no explanation
-        sys.stderr.write(
-            f"error: rank {rank()} failed in act '{story.act}'; its traceback follows\n"
-        )
-        raise
     finally:
         if sys.exc_info()[0]:
             from .failures import abort_nccl

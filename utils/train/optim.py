@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..run.distributed import World, gather
-from ..run.errors import ConfigError, check
+from ..run.distributed import World, together
+from ..run.errors import ConfigError, check, first_five
 from ..run.log import RunLog
 
 
@@ -72,10 +72,13 @@ class UnreadSteps:
             self.skipped = self.skipped + 1 if overflows else 0
             goes_on = math.isfinite(grad_norm) or 0 < self.skipped < 20
             if not (math.isfinite(loss) and goes_on):
-                where = rows_not_finite(losses, rows, self.world)
-                found = f"loss {loss}, gradient norm {grad_norm} ({where}); nothing of it is saved"
-                fix = "these rows, a lower --lr, or --dtype fp32"
-                raise ConfigError(f"step {numbers['step']}: {found} (fix: {fix})", agreed=True)
+                found = f"step {numbers['step']}: loss {loss}, gradient norm {grad_norm}"
+                fix = "nothing of it is saved (fix: other rows, a lower --lr, or --dtype fp32)"
+                bad = [row for value, row in zip(losses, rows, strict=True) if not value.isfinite()]
+                with together(self.world):
+                    check(not bad, f"{found} in {first_five(sum(bad, []))}; {fix}")
+                every = "every loss is finite, a gradient is not"
+                raise ConfigError(f"{found}: {every}; {fix}", agreed=True)
             per_second = numbers["tokens"] / seconds
             self.log.step(
                 **numbers,
@@ -89,16 +92,6 @@ class UnreadSteps:
             )
         self.steps.clear()
         return seconds
-
-
-def rows_not_finite(losses: list[torch.Tensor], rows: list[list[str]], world: World) -> str:
-    """By rank, the names of the rows in micro-batches whose loss is not finite. All ranks call it."""
-    bad = []
-    for value, names in zip(losses, rows, strict=True):
-        bad += [] if value.isfinite() else names
-    ranks = enumerate(gather(world, bad))
-    found = [f"rank {rank}: {', '.join(names[:5])}" for rank, names in ranks if names]
-    return "; ".join(found) or "every loss is finite, a gradient is not"
 
 
 def check_packages(cfg: object, gpu: str) -> None:
