@@ -284,15 +284,17 @@ def test_a_finished_folder_is_read_and_one_of_other_facts_refused(alone, folder,
 
 @pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on(tmp_path):
-    command = "torchrun --nproc_per_node 2 recipes/eval.py --batch_size 8 --output_dir"
+    command = (
+        "torchrun --nproc_per_node 2 recipes/eval.py --batch_size 4 --max_rows 100 --output_dir"
+    )
     whole = forked(f"{command} {tmp_path}/whole")
     assert whole.returncode == 0, whole.stdout
     items = tmp_path / "out" / "items.jsonl"
     with Forked(f"{command} {tmp_path}/out") as run:
-        while not (items.exists() and len(items.read_bytes().splitlines()) > 20):
+        while not (items.exists() and len(items.read_bytes().splitlines()) > 10):
             assert all(process.is_alive() for process in run.processes), run.text
         run.signal(9)
-    assert len(items.read_bytes().splitlines()) < 300
+    assert len(items.read_bytes().splitlines()) < 100
     begun = items.read_bytes()
     again = forked(f"{command} {tmp_path}/out")
     assert again.returncode == 0, again.stdout
