@@ -202,6 +202,9 @@ def main(cfg: Config) -> dict:
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
+    if not cfg.json:  # the tables take longer
+        say(about_setting(cfg, need, plan), ready=True)
+    if need.peak:
         scaled = scaled_of(asked)
         plan["strategies"] = strategies(scaled, room)
         best = fastest_traced(scaled, room)
@@ -214,8 +217,10 @@ def main(cfg: Config) -> dict:
             other = fastest_traced(scaled, room, may_offload=False)
             if best.cpu_offload and other:
                 plan["without_offload"] = command(cfg, flags_between(plain, other))
-    text = json.dumps(plan, indent=2) if cfg.json else report(cfg, need, plan)
-    say(text, ready=True)
+    if cfg.json:
+        say(json.dumps(plan, indent=2), ready=True)
+    elif need.peak:
+        say(about_methods(cfg, plan), ready=True)
     return plan
 
 
@@ -451,8 +456,8 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
     return rows
 
 
-def report(cfg: Config, need: Need, plan: dict) -> str:
-    """The whole report as text. plan: see main."""
+def about_setting(cfg: Config, need: Need, plan: dict) -> str:
+    """The first part of the report: what the setting as given needs. plan: see main."""
     size = f"{plan['parameters'] / 1e9:.2f} billion parameters"
     lines = [
         f"{escaped(cfg.model)}: {size}; {cfg.gpus} GPUs of {cfg.gpu_gib:g} GiB",
@@ -462,11 +467,16 @@ def report(cfg: Config, need: Need, plan: dict) -> str:
     ]
     if need.why:
         return "\n".join([*lines, f"  {need.sentence()}"])
-    lines += of_setting(cfg, need, plan)
-    lines += ["", "Every method, with recomputing and offload:"]
+    return "\n".join(lines + of_setting(cfg, need, plan))
+
+
+def about_methods(cfg: Config, plan: dict) -> str:
+    """The second part: a table of every method, and a command that fits."""
     rows = [cells(row) for row in plan["strategies"]]
-    lines += aligned([HEAD, *rows])
-    lines += [
+    lines = [
+        "",
+        "Every method, with recomputing and offload:",
+        *aligned([HEAD, *rows]),
         "GPU GiB: what must be there; comfort: with which nothing has to be given back in a step",
         "rows: the largest micro-batch that fits, also tightly; tokens: the longest row; -: nothing does",
     ]

@@ -610,7 +610,8 @@ def test_a_model_of_pictures_is_refused_with_what_to_take_instead(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(
-        ConfigError, match=r"qwen2_5_vl is no text-only causal model \(fix: recipes.vision.py"
+        ConfigError,
+        match=r"qwen2_5_vl is no text-only causal model \(fix: recipes.vision.py, for plan.py --images",
     ):
         plan.main(plan.Config(model=str(tmp_path)))
 

@@ -91,7 +91,7 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
     if kind == "text":
         check_family(config.model_type)
         what = "text-only causal model"
-        fix = "recipes/vision.py, or a text-only model of the family, such as qwen2.5-7b"
+        fix = "recipes/vision.py, for plan.py --images 1344x896; or a text-only model, such as qwen2.5-7b"
         listed = listed or getattr(config, "auto_map", None)
     else:
         what = "model of pictures and text that is part of transformers"
