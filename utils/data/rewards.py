@@ -85,8 +85,9 @@ def check_columns(rewards: list[Reward], names: set[str]) -> None:
         except TypeError as error:
             has = ", ".join(sorted(names)) or "none"
             fix = "(fix: --columns answer=THEIRS, or **columns as the last parameter)"
-            text = f"{reward.flag} {reward.name}: {error}; the columns are: {has} {fix}"
-            raise ConfigError(text) from None
+            raise ConfigError(
+                f"{reward.flag} {reward.name}: {error}; the columns are: {has} {fix}"
+            ) from None
 
 
 def score(

@@ -71,13 +71,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.trains = any(by_head)
         keeps = grad and by_hidden and not ctx.trains
         wanted = (keeps, False, False)
-        losses, found = chunk_by_chunk(
-            wanted,
-            None,
-            *tensors,
-            *ctx.options,
-            keeps,
-        )
+        losses, found = chunk_by_chunk(wanted, None, *tensors, *ctx.options, keeps)
         saved = tensors if ctx.trains else found[:1]
         ctx.save_for_backward(*saved)
         return losses
@@ -85,11 +79,10 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factors):
         factors = factors[:, None]  # (n, 1)
-        no_others = (None,) * 5
         if ctx.trains:
             wanted = ctx.needs_input_grad
             _, grads = chunk_by_chunk(wanted, factors, *ctx.saved_tensors, *ctx.options, True)
-            return (*grads, *no_others)
+            return (*grads, *[None] * 5)
         (kept,) = ctx.saved_tensors  # (n, D)
         d_hidden = (kept * factors).to(kept.dtype)
-        return (d_hidden, None, None, *no_others)
+        return (d_hidden, *[None] * 7)

@@ -72,8 +72,10 @@ def say_who_is_gone() -> None:
         present = ranks_present()
         if rank() == min(present):
             names = ", ".join(map(str, gone[:5]))
-            killed = "if it said nothing itself, it was killed, most likely by the kernel for lack of memory"
-            write_errors(f"rank {names} is gone in act '{story.act}': {killed}{story.planned}")
+            write_errors(
+                f"rank {names} is gone in act '{story.act}': if it said nothing itself, it was killed, most"
+                f" likely by the kernel for lack of memory{story.planned}"
+            )
         if len(present) > 1:
             time.sleep(3)
         _leave()

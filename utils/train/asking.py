@@ -43,7 +43,8 @@ class Asker:
             sequences = []
             for i in own:
                 sequences += groups[i]
-            batch = self.batch_of(sequences).to(self.world.device)
+            batch = self.batch_of(sequences)
+            batch = batch.to(self.world.device)
             scores = iter(score_batch(self.model, batch))
             return [[next(scores) for _ in groups[i]] for i in own]
 
@@ -118,14 +119,16 @@ class Asker:
         if self.file and self.world.rank == 0:
             with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
                 for row in rows:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    line = json.dumps(row, ensure_ascii=False)
+                    file.write(line + "\n")
 
     def answered(self) -> dict[int, dict]:
         """The rows of the file, by number. A last line that a kill left incomplete is removed from it."""
         lines: list[str] = []
         if self.file and self.world.rank == 0 and self.file.exists():
             *lines, _ = self.file.read_text("utf-8").split("\n")
-            replace_file(self.file, "".join(line + "\n" for line in lines))
+            text = "".join(line + "\n" for line in lines)
+            replace_file(self.file, text)
         rows = map(json.loads, broadcast(self.world, lines))
         return {row["number"]: row for row in rows}
 
