@@ -66,7 +66,6 @@ def say_who_is_gone() -> None:
     If several ranks still run, each waits 3 seconds before it ends. Otherwise the others would report it as
     one more rank that is gone.
     """
-    time.sleep(0.2)  # the sockets of a process that is killed close before it is gone
     if gone := ranks_gone():
         _leaving.acquire()  # never released: a second thread waits here until the process ends
         present = ranks_present()
