@@ -59,9 +59,9 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
         inside = Path(path[1:])
-        version = "memory" if "memory" in kinds.split(",") else ""
-        mount = root / "sys/fs/cgroup" / version
-        used_file, limit_file, prefix = CGROUPS[version]
+        folder = "memory" if "memory" in kinds.split(",") else ""
+        mount = root / "sys/fs/cgroup" / folder
+        used_file, limit_file, prefix = CGROUPS[folder]
         # Inside a container only the last of these folders may exist.
         for part in (inside, *inside.parents):
             with suppress(OSError, LookupError, ValueError):  # "max" is no number

@@ -115,8 +115,7 @@ def report_errors() -> Iterator[None]:
             if (error.name or "").split(".")[0] != __package__.split(".")[0]:
                 raise  # not a file of this package; a copy may lack only those
             file = error.name.replace(".", "/") + ".py"
-            fix = "and these flags need it (fix: copy it too)"
-            print_once(f"{file} is not here, {fix}", agreed=True)
+            print_once(f"{file} is not here, and a flag needs it (fix: copy it too)", agreed=True)
             sys.exit(2)
         except Exception as error:
             from .failures import explain

@@ -77,8 +77,7 @@ class UnreadSteps:
                 bad = [row for value, row in zip(losses, rows, strict=True) if not value.isfinite()]
                 with together(self.world):
                     check(not bad, f"{found} in {first_five(sum(bad, []))}; {fix}")
-                every = "every loss is finite, a gradient is not"
-                raise ConfigError(f"{found}: {every}; {fix}", agreed=True)
+                raise ConfigError(f"{found}, though every loss is finite; {fix}", agreed=True)
             per_second = numbers["tokens"] / seconds
             self.log.step(
                 **numbers,
