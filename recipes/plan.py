@@ -3,9 +3,10 @@ Will it fit? The memory of a fine-tune by part, before there is a GPU, a weight 
 
     python recipes/plan.py --model llama-3-8b --gpus 2 --gpu_memory 24
     python recipes/plan.py --model DIR --gpus 8 --gpu_memory 80 --host_memory 512 --seq_len 32768 --json
+    python recipes/plan.py --config configs/llama3_8b_full_8x80gb.yaml --gpus 8 --gpu a100-80
 
-It prints what the given settings need, what every method with recomputing and offload would need, and a
-command that fits.
+--config takes the file of a run of finetune.py, prefer.py, pretrain.py or vision.py. It prints what the given
+settings need, what every method with recomputing and offload would need, and a command that fits.
 """
 
 import difflib
@@ -15,9 +16,10 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,10 +36,11 @@ import torch
 import transformers
 from torch.utils._pytree import tree_map
 
+from utils.data.batches import divide_batch
 from utils.model.attention import settle_attention
 from utils.model.folder import read_json
 from utils.model.loading import build_model
-from utils.model.options import Lora, Quant
+from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.parts import parse_parts
 from utils.model.sharding import DTYPES
 from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
@@ -52,6 +55,7 @@ from utils.plan.search import (
 )
 from utils.plan.states import Setting, planned_model
 from utils.plan.trace import Trace
+from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError, check, escaped, others_code, say
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors
@@ -90,6 +94,12 @@ HEAD = (
 WITHOUT_BF16 = ("t4", "v100-16", "v100-32")
 ROWS = 1009  # a prime: see steps_alike
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
+# Settings of a run that do not change its memory.
+OTHERS = """tokenizer dataset image_dir image_max_pixels format columns bad_rows train_on chat_template
+max_rows eval_dataset eval_share eval_every init beta label_smoothing margin sft_weight desirable_weight
+undesirable_weight epochs steps tokens too_long lr lr_projector lr_vision warmup schedule decay_share
+weight_decay clip_norm seed lora_alpha use_rslora fit force workers output_dir resume save_every keep
+allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
 
 
 @dataclass
@@ -104,24 +114,45 @@ class Config:
 
     # How
     seq_len: int = 4096  # maximum tokens of a row
-    batch_size: int = 1  # rows per rank and micro-batch
-    grad_accum: int = 1  # micro-batches per step
-    packing: bool = False  # rows hold several documents
+    global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
+    batch_size: int = 1  # sequences per rank and micro-batch
+    grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
+    packing: bool = False  # several documents in one row; batch sizes then count packs
+    document_mask: bool = False  # the same in pretrain.py: tokens attend within their document only
+    # loss of prefer.py: rows are pairs, or answers with labels (kto); empty: rows of finetune.py
+    loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto"] = ""
     # for a model that reads pictures: the sizes of a row's pictures in pixels, 1344x896,448x448
     images: str = ""
     train: str = ""  # parts to train of such a model: language,projector,vision; empty: first two
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # compute dtype
-    param_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of weights, gradients and optimizer
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"  # compute; auto: bf16 if the GPU has it
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of weights, gradients, optimizer
+    # adamw_8bit: from bitsandbytes, with moments of 2 bytes per weight, not 8
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
-    attn: Literal["auto", "sdpa", "eager"] = "auto"
+    # auto: the model's default; with --packing: varlen (no mask) if the model supports it
+    attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    quantization: Literal["none", "8bit", "4bit"] = "none"  # of the frozen weights
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
+    lora_dropout: float = 0.0  # dropout on the input of the adapters
+    use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
+    modules_to_save: str = ""  # names of modules to train in full, beside the adapters
+    adapter: str = ""  # peft folder of an adapter to continue
+    # store frozen weights in int8 (8bit) or nf4 (4bit)
+    quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
+    int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
+    quantize_head: bool = False  # quantize the head too; the loss then needs full logits
+    keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
+    low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
+    compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
     reshard_after_forward: bool = True  # false: keep layers gathered until backward, like ZeRO-2
+    replicate: int = 0  # HSDP: number of copies of the model; 0: ranks / shard
+    shard: int = 0  # HSDP: ranks that share one copy; 0: ranks / replicate, or all
+    sync_each_microbatch: bool = False  # reduce gradients after each micro-batch: less memory
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     trust_remote_code: bool = False  # run Python code that comes with the model
 
     # Where
@@ -130,9 +161,9 @@ class Config:
     def __post_init__(self):
         fix = "--gpu_memory 24"
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
-        check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, grad_accum=1)
+        check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1)
         if self.optimizer_in_backward:
-            check_in_backward(0, self.grad_accum, self.dtype, self.cpu_offload)
+            check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
         check(self.images or not self.train, "--train is for --images (fix: --images 1024x1024)")
         parse_parts(self.train or "language")
         if self.gpu:
@@ -141,16 +172,29 @@ class Config:
                 self.gpu_memory == Config.gpu_memory,
                 f"--gpu {self.gpu} and --gpu_memory {self.gpu_memory:g} (fix: give one of them)",
             )
-        no_bf16 = self.gpu.lower() in WITHOUT_BF16 and self.dtype == "bf16"
-        check(not no_bf16, f"--gpu {self.gpu} has no bf16 (fix: --dtype fp16)")
+        has_bf16 = self.gpu.lower() not in WITHOUT_BF16
+        check(has_bf16 or self.dtype != "bf16", f"--gpu {self.gpu} has no bf16 (fix: --dtype fp16)")
+        if self.dtype == "auto":
+            self.dtype = "bf16" if has_bf16 else "fp32"
         whole_machines = self.gpus % self.gpus_per_machine == 0
         possible = whole_machines or self.gpus <= self.gpus_per_machine
         fix = "a multiple of it, or another --gpus_per_machine"
         check(possible, f"--gpus {self.gpus}: machines have {self.gpus_per_machine} (fix: {fix})")
-        has_frozen = self.lora_rank or self.quantization == "none"
+        recomputes = self.activation_checkpointing != "none"
+        fix = "(fix: --activation_checkpointing full)"
         check(
-            has_frozen, f"--quantization {self.quantization} trains nothing (fix: --lora_rank 16)"
+            recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
+        check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
+
+    @property
+    def micro_batches(self) -> int:
+        return divide_batch(self.batch_size, self.grad_accum, self.global_batch_size, self.gpus)[1]
+
+    @property
+    def answers(self) -> int:
+        """Sequences of a row: 2 of a pair."""
+        return 1 + (self.loss not in ("", "kto"))
 
     @property
     def gpu_gib(self) -> float:
@@ -162,25 +206,7 @@ def main(cfg: Config) -> dict:
     transformers.utils.logging.set_verbosity_error()
     config = find_config(cfg.model, cfg.trust_remote_code)
     room = Room(cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB, "")
-    repeats_keys = cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16
-    asked = from_settings(
-        Setting,
-        cfg,
-        gpu=True,
-        config=config,
-        param_dtype=DTYPES[cfg.param_dtype],
-        dtype=DTYPES[cfg.dtype],
-        shards=cfg.gpus,
-        local_ranks=min(cfg.gpus, cfg.gpus_per_machine),
-        rows=cfg.batch_size * cfg.grad_accum,
-        lora=Lora(lora_rank=cfg.lora_rank),
-        quant=Quant(cfg.quantization),
-        masked=cfg.packing and needs_masks(cfg, config, repeats_keys),
-        repeats_keys=repeats_keys,
-    )
-    if cfg.images:
-        asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
-        asked = replace(asked, pictures=pictures_of(cfg, asked))
+    asked = setting_of(cfg, config)
     need = need_of(asked)
     whole = replace(asked, lora=Lora(), quant=Quant())
     plan = {
@@ -193,7 +219,7 @@ def main(cfg: Config) -> dict:
         "comfortable_bytes": need.comfortable,
         "host_bytes": need.host * asked.local_ranks,
         "positions": positions_of(config),
-        "attention": kernel_of(asked, cfg.packing),
+        "attention": kernel_of(asked, cfg.packing or cfg.document_mask),
         "answer": None,
         "strategies": [],
         "recommended": None,
@@ -206,7 +232,7 @@ def main(cfg: Config) -> dict:
         say(about_setting(cfg, need, plan), ready=True)
     if need.peak:
         scaled = scaled_of(asked)
-        plan["strategies"] = strategies(scaled, room)
+        plan["strategies"] = strategies(scaled, room, cfg.answers)
         best = fastest_traced(scaled, room)
         if best:
             host = need_of(best).host * best.local_ranks
@@ -222,6 +248,36 @@ def main(cfg: Config) -> dict:
     elif need.peak:
         say(about_methods(cfg, plan), ready=True)
     return plan
+
+
+def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
+    """The setting of a run with these flags, as the recipe would make it on such GPUs."""
+    shards = mesh_axes(cfg.gpus, cfg.replicate, cfg.shard)["shard"]
+    repeats_keys = cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16
+    packs = cfg.packing or cfg.document_mask
+    asked = from_settings(
+        Setting,
+        cfg,
+        gpu=True,
+        config=config,
+        param_dtype=DTYPES[cfg.param_dtype],
+        dtype=DTYPES[cfg.dtype],
+        seq_len=cfg.seq_len * cfg.answers,
+        shards=shards,
+        replicate=cfg.gpus // shards,
+        local_ranks=min(cfg.gpus, cfg.gpus_per_machine),
+        rows=cfg.batch_size * cfg.micro_batches,
+        lora=from_settings(Lora, cfg),
+        quant=from_settings(Quant, cfg),
+        attn=cfg.attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
+        masked=packs and needs_masks(cfg, config, repeats_keys),
+        repeats_keys=repeats_keys,
+        may_adapt=not cfg.document_mask,
+    )
+    if cfg.images:
+        asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
+        asked = replace(asked, pictures=pictures_of(cfg, asked))
+    return asked
 
 
 def scaled_of(asked: Setting) -> Setting:
@@ -334,7 +390,9 @@ def kernel_of(asked: Setting, packing: bool) -> str:
 
 
 def needs_masks(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> bool:
-    """Whether masks separate the documents of a pack, instead of finetune.py's variable-length attention."""
+    """Whether masks separate the documents of a pack, instead of attention that takes their bounds."""
+    if cfg.attn == "flash_attention_2":
+        return False
     model = build_model(config, DTYPES[cfg.dtype], cfg.attn, cfg.trust_remote_code)
     attn = settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
     return repeats_keys or attn != "varlen"
@@ -347,21 +405,31 @@ def command(cfg: Config, levers: str) -> str:
     if machines > 1:
         launch += f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
     launch += f" --nproc_per_node {min(cfg.gpus, cfg.gpus_per_machine)}"
+    recipe = "prefer" if cfg.loss else "vision" if cfg.images else "finetune"
+    recipe = "pretrain" if cfg.document_mask else recipe
     is_found = "/" in cfg.model or Path(cfg.model).exists()
     flags = [f"--model {cfg.model if is_found else 'DIR'}"]
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]
     if levers:
         flags.append(levers)
-    names = "dtype param_dtype optimizer optimizer_in_backward attn packing trust_remote_code"
+    has_lora = cfg.adapter or "--lora_rank" in levers
+    names = (
+        "adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss low_cpu_fsdp"
+    )
+    names += " compile activation_offload replicate shard sync_each_microbatch async_save"
+    names += " trust_remote_code"
+    if has_lora:
+        names += " lora_targets lora_dropout use_dora modules_to_save"
+    if "--quantization" in levers:
+        names += " int8_mode quantize_head keep_experts_16bit"
     for name in names.split():
         value = getattr(cfg, name)
         if value != getattr(Config, name):
-            flags.append(f"--{name}" if value is True else f"--{name} {value}")
+            flags.append(f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}")
     if cfg.optimizer_in_backward:
         flags.append("--clip_norm 0")
-    if cfg.train and "--lora_rank" not in levers:
+    if cfg.train and not has_lora:
         flags.append(f"--train {cfg.train}")
-    recipe = "vision" if cfg.images else "finetune"
     return f"{launch} recipes/{recipe}.py {' '.join(flags)}"
 
 
@@ -429,16 +497,24 @@ def positions_of(config: transformers.PretrainedConfig) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 0
 
 
-def strategies(asked: Setting, room: Room) -> list[dict]:
-    """One row of the table per method, kind of recomputation, and offload."""
+def strategies(asked: Setting, room: Room, answers: int = 1) -> list[dict]:
+    """One row of the table per method, kind of recomputation, and offload. answers: sequences of a row."""
     lora = asked.lora or Lora(lora_rank=16)
     of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
-    for name, kind in (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")):
-        of_methods.append((name, replace(asked, lora=lora, quant=Quant(kind))))
+    kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")) if asked.may_adapt else ()
+    for name, kind in kinds:
+        quant = replace(asked.quant, quantization=kind)
+        of_methods.append((name, replace(asked, lora=lora, quant=quant)))
     rows = []
     offloads = (False,) if asked.optimizer_in_backward else (False, True)
     for (name, method), recompute, offload in itertools.product(of_methods, RECOMPUTE, offloads):
-        setting = replace(method, activation_checkpointing=recompute, cpu_offload=offload)
+        inputs = asked.activation_offload and recompute != "none"
+        setting = replace(
+            method,
+            activation_checkpointing=recompute,
+            activation_offload=inputs,
+            cpu_offload=offload,
+        )
         need = need_of(setting)
         row = {
             "method": name,
@@ -449,7 +525,7 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
             "answer": answer_of(setting, need, room),
             "positions": positions_of(setting.config),
             "largest_batch": largest_batch(setting, room),
-            "longest": longest_row(setting, room),
+            "longest": longest_row(setting, room) // answers,
             "parts": need.peak.parts,
         }
         rows.append(row)
@@ -458,10 +534,11 @@ def strategies(asked: Setting, room: Room) -> list[dict]:
 
 def about_setting(cfg: Config, need: Need, plan: dict) -> str:
     """The first part of the report: what the setting as given needs. plan: see main."""
-    size = f"{plan['parameters'] / 1e9:.2f} billion parameters"
+    parameters = f"{plan['parameters'] / 1e9:.2f} billion parameters"
+    size = f"2 x {cfg.seq_len}" if cfg.answers == 2 else cfg.seq_len
     lines = [
-        f"{escaped(cfg.model)}: {size}; {cfg.gpus} GPUs of {cfg.gpu_gib:g} GiB",
-        f"{cfg.batch_size} x {cfg.seq_len} tokens a rank and micro-batch; {cfg.dtype} over {cfg.param_dtype}",
+        f"{escaped(cfg.model)}: {parameters}; {cfg.gpus} GPUs of {cfg.gpu_gib:g} GiB",
+        f"{cfg.batch_size} x {size} tokens a rank and micro-batch; {cfg.dtype} over {cfg.param_dtype}",
         "",
         "The setting as given, on the fullest rank:",
     ]
@@ -497,7 +574,7 @@ def of_setting(cfg: Config, need: Need, plan: dict) -> list[str]:
     ordered = sorted(need.peak.parts.items(), key=lambda part: -part[1])
     sizes = {name: size for name, size in ordered if size >= GIB / 200}
     sizes[f"peak, in the {need.peak.phase}"] = need.peak.total
-    sizes["must be there"] = need.device
+    sizes["at least, compiled" if cfg.compile else "must be there"] = need.device
     sizes["comfortable"] = need.comfortable
     lines = [f"  {name:22}{size / GIB:9.2f} GiB" for name, size in sizes.items()]
     limit = f" of {cfg.host_memory:g}" if cfg.host_memory else ""
@@ -561,4 +638,4 @@ def cells(row: dict) -> tuple[str, ...]:
 if __name__ == "__main__":
     with report_errors():
         gc.disable()  # a short run: saves 0.2 s
-        main(parse_cli(Config, aliases="foreign_flags"))
+        main(parse_cli(Config, aliases="foreign_flags", others=OTHERS))

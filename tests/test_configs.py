@@ -4,7 +4,6 @@ python -m pytest tests/test_configs.py
 """
 
 import re
-from dataclasses import replace
 
 import finetune
 import grpo
@@ -12,16 +11,16 @@ import plan
 import prefer
 import pretrain
 import pytest
+import torch
 import vision
 from shell import ROOT
 from test_config import load_config
 from transformers import AutoConfig
 
-from utils.model.options import Lora, Quant
-from utils.model.sharding import DTYPES
+from utils.model.options import Lora
 from utils.plan.need import need_of
 from utils.plan.states import Setting
-from utils.run.distributed import mesh_axes
+from utils.run.settings import parse_cli
 from utils.run.units import GIB
 
 PATHS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -81,40 +80,26 @@ def test_the_planned_bytes_are_what_the_plan_says_and_fit(path):
         sizes = dict(zip(NAMES.split(), sizes, strict=True))
         config = AutoConfig.for_model(kind, **sizes, **others)
     gib = int(re.search(r"GPUs: +\d+ x (\d+) GB", header)[1])
-    rows = 0
-    if recipe_of(path) is grpo:  # of those that learn
+    if recipe_of(path) is grpo:
         ranks -= cfg.generate_ranks
-        rows = cfg.global_batch_size * cfg.group_size // ranks
-    shards = mesh_axes(ranks, cfg.replicate, cfg.shard)["shard"]
-    lora, quant = Lora(), Quant()
-    if recipe_of(path) is not pretrain:
-        lora = Lora(cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets)
-        quant = Quant(cfg.quantization)
-    setting = Setting(
-        config=config,
-        param_dtype=DTYPES[cfg.param_dtype],
-        dtype=DTYPES[cfg.dtype.replace("auto", "bf16")],
-        seq_len=cfg.seq_len * (1 + (recipe_of(path) is prefer)),
-        shards=shards,
-        replicate=ranks // shards,
-        local_ranks=processes,
-        batch_size=cfg.batch_size,
-        rows=rows or cfg.global_batch_size // ranks or cfg.batch_size * cfg.grad_accum,
-        activation_checkpointing=cfg.activation_checkpointing,
-        cpu_offload=cfg.cpu_offload,
-        reshard_after_forward=cfg.reshard_after_forward,
-        lora=lora,
-        quant=quant,
-        attn=cfg.attn,
-        masked=getattr(cfg, "packing", False),
-        optimizer=cfg.optimizer,
-        sync_each_microbatch=cfg.sync_each_microbatch,
-        repeats_keys="V100" in header,
-    )
-    if pictures:
-        setting = replace(setting, kind="pictures", parts="" if lora else cfg.train)
-        asked = plan.Config(images=pictures[1], seq_len=cfg.seq_len)
-        setting = replace(setting, pictures=plan.pictures_of(asked, setting))
+        setting = Setting(
+            config=config,
+            param_dtype=torch.float32,
+            dtype=torch.bfloat16,
+            seq_len=cfg.seq_len,
+            shards=ranks,
+            local_ranks=processes,
+            batch_size=cfg.batch_size,
+            rows=cfg.global_batch_size * cfg.group_size // ranks,
+            activation_checkpointing=cfg.activation_checkpointing,
+            lora=Lora(cfg.lora_rank),
+        )
+    else:
+        flags = f"--config {path} --gpus {ranks} --gpus_per_machine {processes}"
+        flags += " --gpu v100-32" if "V100" in header else ""
+        flags += f" --images {pictures[1]}" if pictures else ""
+        asked = parse_cli(plan.Config, flags.split(), others=plan.OTHERS)
+        setting = plan.setting_of(asked, config)
     need = need_of(setting)
     assert need.comfortable <= 0.98 * gib * GIB  # of 80 GiB, an H100 shows 79.6
     host, states = need.host * processes / GIB, need.states.total / GIB

@@ -29,11 +29,15 @@ from utils.plan.search import fastest, flags_between, levers_of, refusal, smalle
 from utils.plan.states import Setting, planned_model
 from utils.plan.trace import attention_on_meta, record_step
 from utils.run.errors import ConfigError
-from utils.run.settings import parse_cli
+from utils.run.settings import parse_cli, save_config
 from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))
+import finetune  # noqa: E402
 import plan  # noqa: E402
+import prefer  # noqa: E402
+import pretrain  # noqa: E402
+import vision  # noqa: E402
 
 slow = pytest.mark.slow
 SIZES = {
@@ -502,6 +506,34 @@ def test_the_command_of_a_plan_has_every_flag_that_it_was_made_for():
     )
 
 
+@pytest.mark.parametrize("recipe", [finetune, prefer, pretrain])
+def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
+    sizes = {"seq_len": 512, "global_batch_size": 16, "batch_size": 2, "replicate": 2}
+    run = recipe.Config(model="100M", sync_each_microbatch=True, **sizes)
+    save_config(run, tmp_path / "config.yaml")
+    flags = f"--config {tmp_path}/config.yaml --gpus 4 --gpu v100-32"
+    cfg = parse_cli(plan.Config, flags.split(), others=plan.OTHERS)
+    asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
+    assert asked.seq_len == (1024 if recipe is prefer else 512)  # a pair
+    assert (asked.shards, asked.replicate, asked.rows, asked.batch_size) == (2, 2, 4, 2)
+    assert asked.sync_each_microbatch
+    assert asked.dtype == torch.float32  # auto, on a card without bf16
+    assert asked.masked == (recipe is pretrain)
+    assert asked.may_adapt == (recipe is not pretrain)
+    line = plan.command(cfg, "--batch_size 2")
+    assert f"recipes/{recipe.__name__}.py" in line
+    assert "--replicate 2 --sync_each_microbatch" in line
+
+
+def test_the_config_file_of_a_run_with_pictures_needs_their_sizes(tmp_path):
+    save_config(vision.Config(model="7B"), tmp_path / "config.yaml")
+    flags = ["--config", f"{tmp_path}/config.yaml"]
+    with pytest.raises(ConfigError, match="--train is for --images"):
+        parse_cli(plan.Config, flags, others=plan.OTHERS)
+    cfg = parse_cli(plan.Config, [*flags, "--images", "112x112"], others=plan.OTHERS)
+    assert "recipes/vision.py" in plan.command(cfg, "")
+
+
 def test_plan_knows_a_size_however_it_is_written():
     shapes = [
         plan.find_config(size, False).to_dict() for size in ("0.1B", "0.1b", "100_000_000", "100M")
@@ -540,7 +572,7 @@ def test_plan_knows_a_size_however_it_is_written():
             "--gpu h100 and --gpu_memory 80 (fix: give one of them)",
         ),
         ("", "--model is missing (fix: a folder, a size such as 7B, or one of gemma-2-9b"),
-        ("--model 7B --quantization 4bit", "trains nothing (fix: --lora_rank 16)"),
+        ("--model 7B --quantization 4bit", "nothing would train (fix: --lora_rank 16)"),
     ],
 )
 def test_plan_refuses_what_means_nothing(flags, said):

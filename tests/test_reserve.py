@@ -92,6 +92,13 @@ def test_a_compiled_step_is_refused_only_where_the_least_that_was_published_does
     assert compiled.device == alive + 3 * GIB
 
 
+def test_a_compiled_step_needs_no_less_than_what_remains_without_activations():
+    few = need_of(of_llama(compile=True, activation_checkpointing="full", seq_len=64))
+    remains = few.peak.total - few.peak.parts["activations"]
+    assert remains > 0.85 * few.peak.total
+    assert few.device >= remains + 3 * GIB
+
+
 def test_fit_takes_what_is_comfortable_and_tight_settings_only_where_nothing_is():
     alone = of_llama(shards=1, local_ranks=1, seq_len=256)
     needs = {way: need_of(way) for way in ways(alone)}  # the fastest first
