@@ -67,7 +67,7 @@ from utils.model.sharding import (
     stored_as_computed,
     units,
 )
-from utils.plan.fit import estimate_disk, plan_memory
+from utils.plan.fit import estimate_disk, plan_memory, room_here
 from utils.plan.generation import plan_rollout, share_bytes
 from utils.plan.states import Setting
 from utils.run.distributed import (
@@ -229,8 +229,6 @@ class Config:
             generate_batch_size=1,
             global_batch_size=1,
             epochs_per_rollout=1,
-            kl_beta=0,
-            generate_ranks=0,
         )
         check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 1e-6)")
         check(
@@ -358,7 +356,8 @@ def main(cfg: Config) -> Path:
         gathers, plan = plan_rollout(
             setting,
             plan,
-            world,
+            room_here(world),
+            world.size,
             min(cfg.generate_batch_size, completions),
             longest,
             cfg.max_new_tokens,

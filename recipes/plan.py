@@ -5,8 +5,9 @@ Will it fit? The memory of a fine-tune by part, before there is a GPU, a weight 
     python recipes/plan.py --model DIR --gpus 8 --gpu_memory 80 --host_memory 512 --seq_len 32768 --json
     python recipes/plan.py --config configs/llama3_8b_full_8x80gb.yaml --gpus 8 --gpu a100-80
 
---config takes the file of a run of finetune.py, prefer.py, pretrain.py or vision.py. It prints what the given
-settings need, what every method with recomputing and offload would need, and a command that fits.
+--config takes the file of a run of finetune.py, prefer.py, pretrain.py, vision.py or grpo.py. It prints what
+the given settings need, what every method with recomputing and offload would need, and a command that fits;
+for grpo.py only the first of these, and what the completions need.
 """
 
 import difflib
@@ -43,6 +44,8 @@ from utils.model.loading import build_model
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.parts import parse_parts
 from utils.model.sharding import DTYPES
+from utils.plan.fit import MemoryPlan
+from utils.plan.generation import plan_rollout, share_bytes
 from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
 from utils.plan.search import (
     RECOMPUTE,
@@ -97,9 +100,11 @@ IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 # Settings of a run that do not change its memory.
 OTHERS = """tokenizer dataset image_dir image_max_pixels format columns bad_rows train_on chat_template
 max_rows eval_dataset eval_share eval_every init beta label_smoothing margin sft_weight desirable_weight
-undesirable_weight epochs steps tokens too_long lr lr_projector lr_vision warmup schedule decay_share
+undesirable_weight reward_model_weight temperature scale_rewards clip_low clip_high epochs_per_rollout
+epochs steps tokens too_long lr lr_projector lr_vision warmup schedule decay_share
 weight_decay clip_norm seed lora_alpha use_rslora fit force workers output_dir resume save_every keep
 allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
+OF_GRPO = ("dapo", "grpo", "dr_grpo")  # its losses
 
 
 @dataclass
@@ -119,8 +124,15 @@ class Config:
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
     packing: bool = False  # several documents in one row; batch sizes then count packs
     document_mask: bool = False  # the same in pretrain.py: tokens attend within their document only
-    # loss of prefer.py: rows are pairs, or answers with labels (kto); empty: rows of finetune.py
-    loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto"] = ""
+    # loss of prefer.py (rows are pairs, with kto answers) or of grpo.py; empty: rows of finetune.py
+    loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto", *OF_GRPO] = ""
+    rewards: str = ""  # of grpo.py: functions
+    reward_model: str = ""  # folder or id of a reward model, such as OUT/model of reward.py
+    kl_beta: float = 0.0  # weight of the KL to the model at the start; 0: none
+    group_size: int = 8  # completions per prompt, which are compared with each other
+    max_new_tokens: int = 256  # maximum tokens of a completion
+    generate_batch_size: int = 64  # completions that a rank generates at a time
+    generate_ranks: int = 0  # number of ranks that only generate; the others train; 0: all do both
     # for a model that reads pictures: the sizes of a row's pictures in pixels, 1344x896,448x448
     images: str = ""
     train: str = ""  # parts to train of such a model: language,projector,vision; empty: first two
@@ -186,15 +198,35 @@ class Config:
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
+        learners, fix = self.learners, f"fewer than {self.gpus}"
+        check(
+            learners > 0,
+            f"--generate_ranks {self.generate_ranks} leaves none to train (fix: {fix})",
+        )
 
     @property
     def micro_batches(self) -> int:
+        if self.of_grpo:
+            return math.ceil(math.ceil(self.completions / self.learners) / self.batch_size)
         return divide_batch(self.batch_size, self.grad_accum, self.global_batch_size, self.gpus)[1]
 
     @property
     def answers(self) -> int:
         """Sequences of a row: 2 of a pair."""
-        return 1 + (self.loss not in ("", "kto"))
+        return 1 + (self.loss in ("dpo", "ipo", "orpo", "simpo"))
+
+    @property
+    def of_grpo(self) -> bool:
+        return bool(self.rewards or self.reward_model or self.loss in OF_GRPO)
+
+    @property
+    def learners(self) -> int:
+        return self.gpus - self.generate_ranks
+
+    @property
+    def completions(self) -> int:
+        """Of a step of grpo.py."""
+        return (self.global_batch_size or 8) * self.group_size
 
     @property
     def gpu_gib(self) -> float:
@@ -205,7 +237,7 @@ def main(cfg: Config) -> dict:
     """Print the plan; returns what --json prints."""
     transformers.utils.logging.set_verbosity_error()
     config = find_config(cfg.model, cfg.trust_remote_code)
-    room = Room(cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB, "")
+    room = Room(cfg.gpu_gib * GIB, (cfg.host_memory or 2**20) * GIB, f"{cfg.gpu_gib:g} GiB")
     asked = setting_of(cfg, config)
     need = need_of(asked)
     whole = replace(asked, lora=Lora(), quant=Quant())
@@ -221,6 +253,7 @@ def main(cfg: Config) -> dict:
         "positions": positions_of(config),
         "attention": kernel_of(asked, cfg.packing or cfg.document_mask),
         "answer": None,
+        "completions": "",
         "strategies": [],
         "recommended": None,
         "command": "",
@@ -228,9 +261,12 @@ def main(cfg: Config) -> dict:
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
+    if cfg.of_grpo:
+        plan["completions"] = about_completions(cfg, asked, room)
     if not cfg.json:  # the tables take longer
         say(about_setting(cfg, need, plan), ready=True)
-    if need.peak:
+    has_tables = need.peak and not cfg.of_grpo
+    if has_tables:
         scaled = scaled_of(asked)
         plan["strategies"] = strategies(scaled, room, cfg.answers)
         best = fastest_traced(scaled, room)
@@ -245,14 +281,14 @@ def main(cfg: Config) -> dict:
                 plan["without_offload"] = command(cfg, flags_between(plain, other))
     if cfg.json:
         say(json.dumps(plan, indent=2), ready=True)
-    elif need.peak:
+    elif has_tables:
         say(about_methods(cfg, plan), ready=True)
     return plan
 
 
 def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
     """The setting of a run with these flags, as the recipe would make it on such GPUs."""
-    shards = mesh_axes(cfg.gpus, cfg.replicate, cfg.shard)["shard"]
+    shards = mesh_axes(cfg.learners, cfg.replicate, cfg.shard)["shard"]
     repeats_keys = cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16
     packs = cfg.packing or cfg.document_mask
     asked = from_settings(
@@ -264,7 +300,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         dtype=DTYPES[cfg.dtype],
         seq_len=cfg.seq_len * cfg.answers,
         shards=shards,
-        replicate=cfg.gpus // shards,
+        replicate=cfg.learners // shards,
         local_ranks=min(cfg.gpus, cfg.gpus_per_machine),
         rows=cfg.batch_size * cfg.micro_batches,
         lora=from_settings(Lora, cfg),
@@ -277,7 +313,33 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
     if cfg.images:
         asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
         asked = replace(asked, pictures=pictures_of(cfg, asked))
-    return asked
+    frozen = []
+    if cfg.kl_beta and not asked.lora:  # the model at the start
+        frozen.append(planned_model(asked))
+    if cfg.reward_model:
+        judge = find_config(cfg.reward_model, cfg.trust_remote_code)
+        judge.num_labels = 1
+        frozen.append(build_model(judge, asked.dtype, kind="scores"))
+    return replace(asked, frozen_bytes=sum(share_bytes(m, shards, asked.dtype) for m in frozen))
+
+
+def about_completions(cfg: Config, asked: Setting, room: Room) -> str:
+    """What a rank needs to generate, as grpo.py says it, or why that does not fit."""
+    try:
+        _, plan = plan_rollout(
+            asked,
+            MemoryPlan("", planned={"acts": {"train": 0}}),
+            room,
+            cfg.gpus,
+            min(cfg.generate_batch_size, cfg.completions),
+            cfg.seq_len - cfg.max_new_tokens,
+            cfg.max_new_tokens,
+            False,
+            cfg.generate_ranks,
+        )
+    except ConfigError as error:
+        return str(error)
+    return plan.text.partition("rollout")[2].strip() + ": fits"
 
 
 def scaled_of(asked: Setting) -> Setting:
@@ -582,6 +644,9 @@ def of_setting(cfg: Config, need: Need, plan: dict) -> list[str]:
     lines.append(f"  {'attention':22}   {plan['attention']}")
     sentences = {TIGHT: f"{TIGHT}: {WHY_TIGHT}", TOO_LARGE: TOO_LARGE.upper()}
     lines.append(f"  {sentences.get(plan['answer'], plan['answer'])}")
+    if plan["completions"]:
+        ranks = f"the other {cfg.generate_ranks}" if cfg.generate_ranks else "the same"
+        lines += ["", f"The completions, on {ranks} ranks:", f"  {plan['completions']}"]
     return lines
 
 

@@ -34,6 +34,7 @@ from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))
 import finetune  # noqa: E402
+import grpo  # noqa: E402
 import plan  # noqa: E402
 import prefer  # noqa: E402
 import pretrain  # noqa: E402
@@ -506,7 +507,7 @@ def test_the_command_of_a_plan_has_every_flag_that_it_was_made_for():
     )
 
 
-@pytest.mark.parametrize("recipe", [finetune, prefer, pretrain])
+@pytest.mark.parametrize("recipe", [finetune, prefer, pretrain, grpo])
 def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
     sizes = {"seq_len": 512, "global_batch_size": 16, "batch_size": 2, "replicate": 2}
     run = recipe.Config(model="100M", sync_each_microbatch=True, **sizes)
@@ -515,14 +516,33 @@ def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
     cfg = parse_cli(plan.Config, flags.split(), others=plan.OTHERS)
     asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
     assert asked.seq_len == (1024 if recipe is prefer else 512)  # a pair
-    assert (asked.shards, asked.replicate, asked.rows, asked.batch_size) == (2, 2, 4, 2)
+    rows = 16 * 8 // 4 if recipe is grpo else 4  # 8 completions of each prompt
+    assert (asked.shards, asked.replicate, asked.rows, asked.batch_size) == (2, 2, rows, 2)
     assert asked.sync_each_microbatch
     assert asked.dtype == torch.float32  # auto, on a card without bf16
     assert asked.masked == (recipe is pretrain)
     assert asked.may_adapt == (recipe is not pretrain)
-    line = plan.command(cfg, "--batch_size 2")
-    assert f"recipes/{recipe.__name__}.py" in line
-    assert "--replicate 2 --sync_each_microbatch" in line
+    if recipe is not grpo:
+        line = plan.command(cfg, "--batch_size 2")
+        assert f"recipes/{recipe.__name__}.py" in line
+        assert "--replicate 2 --sync_each_microbatch" in line
+
+
+def test_the_plan_of_grpo_counts_the_models_that_do_not_train():
+    flags = "--model 100M --rewards exact --gpus 2 --seq_len 512 --json".split()
+    plain, kept, judged, adapted = (
+        plan.main(parse_cli(plan.Config, [*flags, *more.split()]))
+        for more in ("", "--kl_beta 0.1", "--reward_model 10M", "--kl_beta 0.1 --lora_rank 8")
+    )
+    weights = plain["states"]["weights"]
+    assert kept["states"]["weights"] == weights * 3 // 2  # a copy in bf16 beside fp32
+    assert weights < judged["states"]["weights"] < kept["states"]["weights"]
+    assert adapted["states"]["weights"] < weights  # the reference is the base
+    assert kept["completions"] != plain["completions"]
+    little = plan.main(parse_cli(plan.Config, [*flags, "--gpu_memory", "1"]))
+    assert little["completions"].startswith("the completions do not fit: a rank needs")
+    with pytest.raises(ConfigError, match="--generate_ranks 2 leaves none to train"):
+        parse_cli(plan.Config, [*flags, "--generate_ranks", "2"])
 
 
 def test_the_config_file_of_a_run_with_pictures_needs_their_sizes(tmp_path):

@@ -10,7 +10,7 @@ from ..run.distributed import World
 from ..run.errors import check, print0
 from ..run.units import GIB
 from .fit import MemoryPlan, room_here
-from .need import must_be_there
+from .need import Room, must_be_there
 from .replay import units_of
 from .states import Setting, estimate_states, planned_model, share_numel, sum_of
 
@@ -87,7 +87,8 @@ def share_bytes(model: nn.Module, shards: int, dtype: torch.dtype) -> int:
 def plan_rollout(
     setting: Setting,
     plan: MemoryPlan,
-    world: World,
+    room: Room,
+    ranks: int,
     rows: int,
     prompt: int,
     new: int,
@@ -95,13 +96,12 @@ def plan_rollout(
     generate_ranks: int,
 ) -> tuple[bool, MemoryPlan]:
     """Plan completions of at most `new` tokens for `rows` prompts at a time: beside the states of a training
-    run, or on `generate_ranks` ranks that only generate.
+    run, or on `generate_ranks` ranks that only generate. ranks: all ranks of the run.
 
     Returns (whether the layers are gathered once for all tokens instead of in each forward; the plan with one
     more line). On ranks that also train, the plan's act train becomes the larger of the two needs.
     ConfigError if neither way of gathering fits, unless `force`.
     """
-    room = room_here(world)
     if generate_ranks:
         setting = replace(
             setting,
@@ -118,13 +118,13 @@ def plan_rollout(
     parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
     rest, embedding, blocks, head, _ = units_of(model, setting)
     gathered = sum(unit.gathered for unit in (rest, embedding, *blocks, head) if unit)
-    once = parts | {"gathered": gathered}
-    needed = must_be_there(sum(once.values()), world.size, setting.gpu)
-    whole = needed <= room.device
-    if whole:
-        parts = once
-    alive = sum(parts.values())
-    needed = must_be_there(alive, world.size, setting.gpu)
+    for size in (gathered, parts["gathered"]):
+        parts["gathered"] = size
+        alive = sum(parts.values())
+        needed = must_be_there(alive, ranks, setting.gpu)
+        if needed <= room.device:
+            break
+    whole = size == gathered
     how = "gathered once" if whole else "gathered in each forward"
     text = f"{plan.text}\nrollout   {sum_of(parts)} on the fullest rank, with layers {how}"
     fix = "(fix: a smaller --generate_batch_size or --max_new_tokens; or --force to try)"
