@@ -40,6 +40,7 @@ from utils.data.rewards import NEXT, PART, check_columns, parse_rewards, score
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
 from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.saving import generation_config
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.generation import check_room, estimate_generation
 from utils.run.distributed import (
@@ -211,7 +212,8 @@ def main(cfg: Config) -> Path:
         return collate(rows or [scored([pad], 1)], pad, multiple=1)
 
     file = None if cfg.task == "lm_eval" else out / "items.jsonl"
-    ends = ends_of(trained.source.folder, model, tokenizer)
+    settings = generation_config(model, trained.source.folder, end_of_turn_ids(tokenizer))
+    ends = frozenset(settings["eos_token_id"] or ())
     results = task.results(Asker(model, world, batch_of, cfg.batch_size, ends, pad, file))
     with together(world), disk_errors(out):
         if world.rank == 0:
@@ -246,7 +248,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     longest = rows.seq_len - cfg.max_new_tokens
     questions = load_questions(replace(rows, seq_len=longest), tokenizer)
     rewards = parse_rewards(cfg.match, "--match")
-    check_columns(rewards, questions.names)
+    check_columns(rewards, questions)
     asked = list(questions)
     prompts = [scored(question.ids, len(question.ids)) for question in asked]
 
@@ -283,8 +285,11 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
     stride = cfg.stride or rows.seq_len // 2
     check(stride < rows.seq_len, f"--stride {stride} is not below --seq_len {rows.seq_len}")
     groups, places = [], []
+    weighted = any(origin.weight for origin in documents.origins)
+    check(not weighted, "--task perplexity scores all documents (fix: --dataset without weights)")
     for number, length in enumerate(documents.lengths.tolist()):
-        ids = documents.ids[documents.bounds[number] :].tolist()[:length]
+        begin = documents.bounds[number]
+        ids = documents.ids[begin : begin + length].tolist()
         where = documents.where[number]
         for begin, first, end in windows(length, rows.seq_len, stride):
             groups.append([scored(ids[begin:end], first - begin)])
@@ -412,6 +417,8 @@ def means(answers: list[dict], names: list[str]) -> dict:
     found: dict[str, float] = {"items": len(answers)}
     for name in names:
         values = [row[name] for row in answers if row[name] is not None]
+        if len(values) < len(answers):
+            found[f"{name}_items"] = len(values)  # the others have no answer
         if values:
             found[name] = fmean(values)
             found[f"{name}_sum"] = math.fsum(values)
@@ -428,15 +435,6 @@ def settle_seq_len(cfg: Config, model) -> int:
     rule = f"more than --max_new_tokens {new}, at most the model's {positions} positions"
     check(new + 2 <= seq_len <= positions, f"--seq_len {seq_len} does not fit (fix: {rule})")
     return seq_len
-
-
-def ends_of(folder: Path, model, tokenizer) -> frozenset[int]:
-    """The tokens that end an answer: those of the model folder, and the end-of-turn token."""
-    file = folder / "generation_config.json"
-    found = read_json(file) if file.exists() else model.config.to_dict()
-    named = found.get("eos_token_id")
-    named = named if isinstance(named, list) else [named]
-    return frozenset({*named, *end_of_turn_ids(tokenizer)} - {None})
 
 
 def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:

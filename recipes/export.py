@@ -26,11 +26,11 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
-from utils.model.folder import quiet_transformers, read_json
+from utils.model.folder import quiet_transformers
 from utils.model.loading import load_pieces
 from utils.model.lora import base_of, save_adapter
 from utils.model.merge import allocate, plan_merge, save_merged
-from utils.model.saving import save_model, write_generation_config
+from utils.model.saving import GENERATION, generation_config, save_model, write_json
 from utils.model.sharding import DTYPES
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together
 from utils.run.errors import act, check, print0
@@ -120,7 +120,7 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
     """Merge the adapter into its base. Each rank merges and writes a share of the tensors, one at a time."""
     with together(world):
         merge = plan_merge(trained.model, trained.pieces, adapter)
-    copy_others = partial(copy_companions, trained.source.folder, adapter)
+    copy_others = partial(copy_companions, trained.model, trained.source.folder, adapter)
     print0(f"merged    {save_merged(out, merge, trained.source.weights, world, copy_others)}")
 
 
@@ -147,7 +147,10 @@ def write_model(trained: Trained, out: Path, world: World) -> None:
         world,
         save_dtype=DTYPES[trained.run.get("save_dtype", "original")],
         tokenizer=tokenizer,
-        eos_ids=end_of_turn_ids(tokenizer),
+        # pretrain.py, the only recipe with a document mask, trains no turns
+        eos_ids=[tokenizer.eos_token_id]
+        if "document_mask" in trained.run
+        else end_of_turn_ids(tokenizer),
         source=trained.source.folder,
     )
 
@@ -162,7 +165,7 @@ def tokenizer_of(trained: Trained):
     return tokenizer
 
 
-def copy_companions(folder: Path, adapter: Path, temp: Path) -> None:
+def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
     """Copy all files of the base but its weights. If the adapter has a tokenizer, copy that one instead, and
     add its end-of-turn token to generation_config.json.
     """
@@ -174,9 +177,8 @@ def copy_companions(folder: Path, adapter: Path, temp: Path) -> None:
             shutil.copyfile(file_inside(adapter, path.name), temp / path.name)
     if not (adapter / "tokenizer_config.json").exists():
         return
-    file = temp / "generation_config.json"
-    settings = read_json(file) if file.exists() else {}
-    write_generation_config(temp, settings, end_of_turn_ids(load_tokenizer(temp)))
+    settings = generation_config(model, temp, end_of_turn_ids(load_tokenizer(temp)))
+    write_json(temp / GENERATION, settings)
 
 
 if __name__ == "__main__":

@@ -376,8 +376,8 @@ def read_prompts(
     """
     rows = read_rows(path)
     if path.suffix == ".txt":
-        lines = enumerate(rows[0].data["text"].splitlines(), 1)
-        prompts = [Prompt(f"{path}:{i}", line) for i, line in lines if line.strip()]
+        lines = enumerate(rows[0].data["text"].split("\n"), 1)
+        prompts = [Prompt(f"{path}:{i}", line.rstrip("\r")) for i, line in lines if line.strip()]
     else:
         prompts = [prompt_of_row(row, raw, pictured) for row in rows]
     if not system:

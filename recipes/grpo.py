@@ -57,7 +57,7 @@ from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
 from utils.model.loss import add_chunked_loss, check_chunked_loss
 from utils.model.options import Lora, Quant, check_adapter_flags
-from utils.model.saving import save_model
+from utils.model.saving import generation_config, save_model
 from utils.model.sharding import (
     DTYPES,
     decoder_layers,
@@ -236,6 +236,10 @@ class Config:
             f"--temperature {self.temperature}: all completions would be alike (fix: 1)",
         )
         check(
+            self.reward_model or self.reward_model_weight == 1,
+            "--reward_model_weight is for --reward_model (fix: leave it out)",
+        )
+        check(
             self.max_new_tokens < self.seq_len,
             f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len} (fix:"
             " a longer --seq_len)",
@@ -320,7 +324,7 @@ def main(cfg: Config) -> Path:
         progress = world.rank == 0
         examples, held_out = load_data(rows, tokenizer, progress, load=load_questions)
         for part in filter(None, (examples, held_out)):
-            check_columns(rewards, part.names)
+            check_columns(rewards, part, judge and judge.ids_of)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
@@ -501,7 +505,10 @@ def main(cfg: Config) -> Path:
     sampling = Sampling(
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
-        end_ids=frozenset(end_of_turn_ids(tokenizer)),
+        end_ids=frozenset(
+            generation_config(model, source.folder, end_of_turn_ids(tokenizer))["eos_token_id"]
+            or ()
+        ),
         pad_id=pad_id(tokenizer),
         batch_size=cfg.generate_batch_size,
     )

@@ -99,7 +99,7 @@ ROWS = 1009  # a prime: see steps_alike
 IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 # Settings of a run that do not change its memory.
 OTHERS = """tokenizer dataset image_dir image_max_pixels format columns bad_rows train_on chat_template
-max_rows eval_dataset eval_share eval_every init beta label_smoothing margin sft_weight desirable_weight
+max_rows eval_dataset eval_share eval_every beta label_smoothing margin sft_weight desirable_weight
 undesirable_weight reward_model_weight temperature scale_rewards clip_low clip_high epochs_per_rollout
 epochs steps tokens too_long lr lr_projector lr_vision warmup schedule decay_share
 weight_decay clip_norm seed lora_alpha use_rslora fit force workers output_dir resume save_every keep
@@ -123,7 +123,8 @@ class Config:
     batch_size: int = 1  # sequences per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
     packing: bool = False  # several documents in one row; batch sizes then count packs
-    document_mask: bool = False  # the same in pretrain.py: tokens attend within their document only
+    init: Literal["", "model", "random"] = ""  # of pretrain.py; empty: another recipe
+    document_mask: bool = False  # of pretrain.py: tokens attend within their document only
     # loss of prefer.py (rows are pairs, with kto answers) or of grpo.py; empty: rows of finetune.py
     loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto", *OF_GRPO] = ""
     rewards: str = ""  # of grpo.py: functions
@@ -176,7 +177,10 @@ class Config:
         check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1)
         if self.optimizer_in_backward:
             check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
-        check(self.images or not self.train, "--train is for --images (fix: --images 1024x1024)")
+        check(
+            self.images or not self.train,
+            "--train is of vision.py, and the sizes of the pictures are missing (fix: --images 1024x1024)",
+        )
         parse_parts(self.train or "language")
         if self.gpu:
             check_card(self.gpu)
@@ -214,6 +218,10 @@ class Config:
     def answers(self) -> int:
         """Sequences of a row: 2 of a pair."""
         return 1 + (self.loss in ("dpo", "ipo", "orpo", "simpo"))
+
+    @property
+    def of_pretrain(self) -> bool:
+        return bool(self.init or self.document_mask)
 
     @property
     def of_grpo(self) -> bool:
@@ -308,7 +316,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         attn=cfg.attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
         masked=packs and needs_masks(cfg, config, repeats_keys),
         repeats_keys=repeats_keys,
-        may_adapt=not cfg.document_mask,
+        may_adapt=not cfg.of_pretrain,
     )
     if cfg.images:
         asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
@@ -468,7 +476,7 @@ def command(cfg: Config, levers: str) -> str:
         launch += f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
     launch += f" --nproc_per_node {min(cfg.gpus, cfg.gpus_per_machine)}"
     recipe = "prefer" if cfg.loss else "vision" if cfg.images else "finetune"
-    recipe = "pretrain" if cfg.document_mask else recipe
+    recipe = "pretrain" if cfg.of_pretrain else recipe
     is_found = "/" in cfg.model or Path(cfg.model).exists()
     flags = [f"--model {cfg.model if is_found else 'DIR'}"]
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]
@@ -480,6 +488,7 @@ def command(cfg: Config, levers: str) -> str:
     )
     names += " compile activation_offload replicate shard sync_each_microbatch async_save"
     names += " trust_remote_code"
+    names += " init" * (cfg.init == "random")
     if has_lora:
         names += " lora_targets lora_dropout use_dora modules_to_save"
     if "--quantization" in levers:
@@ -490,6 +499,8 @@ def command(cfg: Config, levers: str) -> str:
             flags.append(f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}")
     if cfg.optimizer_in_backward:
         flags.append("--clip_norm 0")
+    if cfg.of_pretrain and not cfg.document_mask:
+        flags.append("--document_mask false")
     if cfg.train and not has_lora:
         flags.append(f"--train {cfg.train}")
     return f"{launch} recipes/{recipe}.py {' '.join(flags)}"

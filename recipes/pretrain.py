@@ -233,12 +233,13 @@ def main(cfg: Config) -> Path:
         if cfg.document_mask:
             from utils.model.attention import settle_attention
 
+        stored = source.config.dtype or torch.float32  # build_model changes it
         attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
         model = build_model(*structure, attn, trust)  # on meta
         if cfg.document_mask:
             attn = settle_attention(model, attn, world.device, DTYPES[cfg.dtype])
         if cfg.init == "random":
-            weights, rules = plan_weights(model, source.config)
+            weights, rules = plan_weights(model, stored)
             source = replace(source, weights=weights)
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)

@@ -451,6 +451,25 @@ def test_windows_and_answers_must_fit(folder, tmp_path):
             evaluated(tmp_path / "out", **flags, task=task, **given)
 
 
+def test_items_without_an_answer_are_told_from_those_that_are_judged(folder, tmp_path):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "c", "answer": "2"}]
+    file = write(tmp_path / "rows.jsonl", rows)
+    flags = {"model": str(folder), "dataset": file, "match": "exact,number", "max_new_tokens": 2}
+    results, _ = evaluated(tmp_path / "out", task="exact_match", **flags)
+    assert (results["items"], results["exact_items"], results["number_items"]) == (3, 2, 2)
+
+
+def test_weights_of_sources_have_no_place_where_all_texts_are_scored(folder, tmp_path):
+    file = write(tmp_path / "texts.jsonl", [{"text": "a b c"}])
+    with pytest.raises(ConfigError, match="--task perplexity scores all documents .fix: "):
+        evaluated(
+            tmp_path / "out",
+            model=str(folder),
+            task="perplexity",
+            dataset=f"{file}:0.5,{file}:0.5",
+        )
+
+
 def test_one_item_has_a_figure_without_an_error(folder, tmp_path):
     file = write(tmp_path / "rows.jsonl", [{"prompt": "a", "choices": ["b", "c"], "answer": 1}])
     results, _ = evaluated(tmp_path / "out", model=str(folder), task="choices", dataset=file)

@@ -134,7 +134,7 @@ def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
     others = [p for p in policy.parameters() if p.ndim == 1]
     groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
-    ends = frozenset(end_of_turn_ids(tokenizer))
+    ends = {*end_of_turn_ids(tokenizer), policy.generation_config.eos_token_id}
     sampling = Sampling(6, 0.9, ends, pad_id(tokenizer), 5)
 
     def log_probs(model, prompt, ids):
@@ -177,6 +177,16 @@ def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
     for name, tensor in policy.state_dict().items():
         if name in weights:
             assert (weights[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def test_a_completion_also_ends_with_the_tokens_that_the_model_folder_names(files, tmp_path):
+    """As eval.py and generate.py end it: those of a base model are no end of a turn."""
+    folder = shutil.copytree(files["model"], tmp_path / "model")
+    ends = {"eos_token_id": list(range(271))}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    metrics, _, _ = trained(1, tmp_path / "out", files, model=str(folder), batch_size=12)
+    for numbers in metrics:
+        assert (numbers["completion_length"], numbers["truncated"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("quantization", [pytest.param("none", marks=slow), "8bit"])
@@ -272,7 +282,7 @@ def test_help_says_what_each_flag_means():
 
 
 def test_all_ranks_drawing_is_refused(files, tmp_path):
-    with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: 1 to 1"):
+    with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: fewer"):
         trained(2, tmp_path / "out", files, generate_ranks=2)
 
 
@@ -397,6 +407,7 @@ def test_the_copy_of_the_start_is_planned_for(files, tmp_path):
         ({"group_size": 1}, "--group_size 1"),
         ({"max_new_tokens": 200, "seq_len": 100}, "--max_new_tokens 200 leaves no prompt"),
         ({"kl_beta": 0.1, "adapter": "a"}, "--kl_beta: an --adapter"),
+        ({"reward_model_weight": 0.3}, "--reward_model_weight is for --reward_model"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags, says):

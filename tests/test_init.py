@@ -34,7 +34,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidde
 def planned(config, dtype=torch.float32):
     """(model on meta, its pieces, how to draw it)"""
     model = build_model(config, dtype)
-    weights, plan = plan_weights(model, config)
+    weights, plan = plan_weights(model, dtype)
     return model, plan_pieces(model, weights, Path("none")), plan
 
 
@@ -146,7 +146,7 @@ def test_a_family_whose_rules_leave_a_tensor_is_refused_before_memory_is_used():
     model = build_model(config, torch.float32)
     model.model.layers[0].self_attn.sink = nn.Parameter(torch.empty(4, device="meta"))
     with pytest.raises(ConfigError, match=r"do not fill model.layers.0.self_attn.sink"):
-        plan_weights(model, config)
+        plan_weights(model, torch.float32)
 
 
 def test_a_model_is_a_config_folder_or_a_shape(tmp_path):

@@ -545,10 +545,21 @@ def test_the_plan_of_grpo_counts_the_models_that_do_not_train():
         parse_cli(plan.Config, [*flags, "--generate_ranks", "2"])
 
 
+def test_the_command_of_pre_training_draws_and_masks_as_its_config(tmp_path):
+    run = pretrain.Config(model="100M", init="random", tokenizer="t", document_mask=False)
+    save_config(run, tmp_path / "config.yaml")
+    cfg = parse_cli(plan.Config, ["--config", f"{tmp_path}/config.yaml"], others=plan.OTHERS)
+    assert not plan.setting_of(cfg, plan.find_config(cfg.model, False)).may_adapt
+    line = plan.command(cfg, "")
+    assert "recipes/pretrain.py" in line
+    assert "--init random" in line
+    assert line.endswith("--document_mask false")
+
+
 def test_the_config_file_of_a_run_with_pictures_needs_their_sizes(tmp_path):
     save_config(vision.Config(model="7B"), tmp_path / "config.yaml")
     flags = ["--config", f"{tmp_path}/config.yaml"]
-    with pytest.raises(ConfigError, match="--train is for --images"):
+    with pytest.raises(ConfigError, match="sizes of the pictures are missing"):
         parse_cli(plan.Config, flags, others=plan.OTHERS)
     cfg = parse_cli(plan.Config, [*flags, "--images", "112x112"], others=plan.OTHERS)
     assert "recipes/vision.py" in plan.command(cfg, "")
@@ -699,5 +710,5 @@ def test_a_model_of_pictures_is_planned_with_pictures_of_the_sizes_that_are_aske
         cfg = plan.Config(model="qwen2.5-vl-7b", seq_len=512, images=images)
         with pytest.raises(ConfigError, match=said):
             plan.pictures_of(cfg, setting)
-    with pytest.raises(ConfigError, match="--train is for --images"):
+    with pytest.raises(ConfigError, match="sizes of the pictures are missing"):
         plan.Config(model="qwen2.5-vl-7b", train="vision")

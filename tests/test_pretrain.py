@@ -5,6 +5,7 @@ python -m pytest tests/test_pretrain.py -m ""
 
 import json
 import math
+import shutil
 
 import pretrain
 import pytest
@@ -212,6 +213,17 @@ def test_new_weights_train_the_same_on_one_and_two_ranks_and_load_in_transformer
     checkpoint = tmp_path / "two" / "checkpoints" / "step_00000004"
     found = trained(2, again, flags, resume=str(checkpoint))
     assert all(torch.equal(found[1][name], tensor) for name, tensor in two[1].items())
+
+
+def test_new_weights_are_saved_in_the_dtype_of_their_config(files, tmp_path):
+    folder = shutil.copytree((files[0] | files[1])["model"], tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    flags = files[0] | files[1] | {"model": str(folder), "init": "random", "steps": 1}
+    _, weights = trained(1, tmp_path / "out", flags)[:2]
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    found = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert found["dtype"] == "bfloat16"
 
 
 def test_another_length_of_rows_or_mixture_is_another_run(files, whole, tmp_path):

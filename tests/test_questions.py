@@ -115,6 +115,17 @@ def test_a_last_answer_becomes_a_column_and_columns_are_complete_lists(tokenizer
     assert found[0].content == [user("a")]
 
 
+def test_a_conversation_whose_question_stands_beside_it_too_is_read(tokenizer, tmp_path):
+    """As in UltraChat; another text beside it is refused."""
+    talk = [user("a"), answer("A"), user("b"), answer("B")]
+    rows = [{"prompt": "a", "messages": talk}, {"messages": None, "conversations": talk}]
+    found = load(tokenizer, tmp_path / "rows.jsonl", rows)
+    assert [question.content for question in found] == [talk[:-1]] * 2
+    assert [question.columns["answer"] for question in found] == ["B"] * 2
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no prompt to answer"):
+        load(tokenizer, tmp_path / "rows.jsonl", [{"prompt": "other", "messages": talk}])
+
+
 def test_columns_are_renamed_in_any_kind_of_file_and_max_rows_is_of_each_source(
     tokenizer, tmp_path
 ):

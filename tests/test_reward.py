@@ -24,7 +24,9 @@ from utils.data.tokens import load_tokenizer
 from utils.model.folder import open_weights, read_config
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.scores import SCORE, add_scores, fill_score, sequence_scores, settle_pad
+from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
+from utils.train.reward_model import open_reward_model
 
 slow = pytest.mark.slow
 STEPS = 4
@@ -205,12 +207,16 @@ def test_plain_transformers_pools_at_the_token_that_was_trained(files, tmp_path,
     assert held_out["eval_accuracy"] == (scores[0::2] > scores[1::2]).float().mean()
 
 
-def test_where_every_special_token_ends_a_sequence_no_pad_is_left():
+def test_where_every_special_token_ends_a_sequence_the_last_word_pads():
+    """As with GPT-2's tokenizer, whose only special token ends every text."""
     tokenizer = tiny_tokenizer()
+    text = "Anna has a red hat. " + tokenizer.convert_ids_to_tokens(len(tokenizer) - 1)
+    ids = tokenizer(text)["input_ids"]
     settle_pad(tokenizer, {0, 1})
     assert tokenizer.pad_token_id == 2
-    with pytest.raises(ConfigError, match="fix: a tokenizer with a pad token"):
-        settle_pad(tokenizer, set(range(5)))
+    settle_pad(tokenizer, set(range(5)))
+    assert tokenizer.pad_token_id == len(tokenizer) - 1
+    assert tokenizer(text)["input_ids"] == ids
 
 
 @pytest.mark.parametrize(
@@ -236,6 +242,13 @@ def test_adapters_and_the_whole_score_train_and_load_with_peft(files, tmp_path, 
     loss = -F.logsigmoid(scores[0::2] - scores[1::2]).mean()
     lines = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["eval_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    # merged as recipes/README.md says, it is a reward model for grpo.py
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    base.config.pad_token_id = tokenizer.pad_token_id
+    model.merge_and_unload().save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    judge = open_reward_model(str(tmp_path / "judge"), torch.float32, ALONE, False)
+    assert all(piece.info.file for piece in judge.pieces)
 
 
 def test_an_adapter_goes_on_with_its_score(files, tmp_path):

@@ -3,19 +3,20 @@
 python -m pytest tests/test_rewards.py
 """
 
+import json
 import math
 
 import pytest
 from tiny import tiny_tokenizer
 
-from utils.data.questions import Question
+from utils.data.encode import Rows
+from utils.data.questions import Question, load_questions
 from utils.data.rewards import (
     check_columns,
     parse_rewards,
     reward_all,
     reward_means,
     score,
-    weighted_sum,
 )
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
@@ -92,7 +93,14 @@ def scores(flag, completions, prompts=None, **columns):
     rewards = parse_rewards(flag)
     rows = score(rewards, asked, completions, ids)
     found = {reward.name: [row[reward.name] for row in rows] for reward in rewards}
-    return found, [weighted_sum(rewards, row) for row in rows]
+    return found, [sum(one.weight * (row[one.name] or 0) for one in rewards) for row in rows]
+
+
+def asked_of(folder, rows):
+    """The questions of a file with these rows."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Rows(str(folder / "rows.jsonl"), 64, format="completion")
+    return load_questions(found, tiny_tokenizer())
 
 
 def given(flag, completions, **columns):
@@ -182,15 +190,16 @@ def test_messages_are_compared_by_their_text():
         assert scores(flag, ["3"], prompt, answer=["3"])[1] == [1]
 
 
-def test_columns_that_functions_need_are_asked_for_before_anything_runs(rules):
+def test_columns_that_functions_need_are_asked_for_before_anything_runs(rules, tmp_path):
     rewards = parse_rewards(f"exact,{rules}:is_short,{rules}:length")
-    check_columns(rewards, {"answer"})
+    answered = asked_of(tmp_path, [{"prompt": "q", "answer": "a"}])
+    check_columns(rewards, answered)
     with pytest.raises(ConfigError, match=r"--rewards exact: .*'answer'; the columns are: level"):
-        check_columns(rewards, {"level"})
+        check_columns(rewards, asked_of(tmp_path, [{"prompt": "q", "level": "hard"}]))
     with pytest.raises(ConfigError, match=r"strict: .*unexpected.*\*\*columns as the last"):
-        check_columns(parse_rewards(f"{rules}:strict"), {"answer"})
+        check_columns(parse_rewards(f"{rules}:strict"), answered)
     with pytest.raises(ConfigError, match=r"needs: .*'solution'.* --columns"):
-        check_columns(parse_rewards(f"{rules}:needs"), {"answer"})
+        check_columns(parse_rewards(f"{rules}:needs"), answered)
 
 
 MISTAKES = {
@@ -204,7 +213,10 @@ MISTAKES = {
         "{}:length:much",
         "rewards are exact, number, .* its weight",
     ),
-    "a missing file": ("nowhere.py:length", "--rewards nowhere.py:length: no such file"),
+    "a missing file": (
+        "nowhere.py:length",
+        "--rewards nowhere.py:length: FileNotFoundError.*nowhere.py",
+    ),
     "a missing function": ("{}:lenght", "rules.py:lenght: no function lenght"),
     "a value": ("{}:not_a_function", "no function not_a_function"),
     "a coroutine": ("{}:later", "or an async one"),
@@ -262,6 +274,27 @@ def test_a_fault_that_only_all_together_have_is_named_too(rules):
         scores(f"{rules}:odd", ["one", "two", "three"])
 
 
-def test_an_answer_without_a_number_is_a_fault_of_its_row():
-    with pytest.raises(ConfigError, match=r"no number in the answer 'cat'.*; rows.jsonl:2"):
-        scores("number", ["1", "2"], answer=["1", "cat"])
+def test_an_answer_without_a_number_is_a_fault_of_its_row_before_anything_runs(tmp_path):
+    rows = [{"prompt": "q", "answer": answer} for answer in ("1", None, "N/A")]
+    questions = asked_of(tmp_path, rows)
+    check_columns(parse_rewards("exact"), questions)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:3: no number in the answer 'N/A'"):
+        check_columns(parse_rewards("number"), questions)
+
+
+def test_a_prompt_that_the_reward_model_cannot_read_is_named(tmp_path):
+    def ids_of(prompt, text):
+        raise ValueError(f"{prompt} is not supported")
+
+    questions = asked_of(tmp_path, [{"prompt": "q"}])
+    with pytest.raises(ConfigError, match=r"--reward_model: .*rows.jsonl:1: ValueError: q is not"):
+        check_columns([], questions, ids_of)
+
+
+def test_a_file_of_rewards_may_import_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_rewards.py").write_text("def one(completions):\n    return 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from neighbour_of_rewards import one\n"
+        "def f(completions, **columns):\n    return [one(c) for c in completions]\n"
+    )
+    assert given(f"{tmp_path}/mine.py:f", ["a", "b"]) == [1, 1]

@@ -31,8 +31,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from utils.model import saving
 from utils.model.folder import TensorInfo, open_weights
-from utils.model.pieces import Piece, local_box
-from utils.model.saving import save_model, write_generation_config
+from utils.model.pieces import Piece, lay_out, local_box
+from utils.model.saving import GENERATION, generation_config, save_model, write_json
 from utils.plan import fit
 from utils.plan.fit import room_here
 from utils.run.distributed import together
@@ -190,7 +190,9 @@ def test_tensors_that_the_source_keeps_in_fp32_stay_fp32(tmp_path):
 
 
 def in_files(world, out, max_file_bytes):
-    return saved(world, out, max_file_bytes=max_file_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "lay_out", partial(lay_out, max_file_bytes=max_file_bytes))
+        return saved(world, out)
 
 
 def test_large_models_go_to_several_files_with_an_index(tmp_path):
@@ -401,7 +403,7 @@ def test_generation_config_comes_from_the_model_without_a_source(tmp_path):
 
 
 def test_a_model_without_a_token_that_ends_an_answer_generates(tmp_path):
-    write_generation_config(tmp_path, {}, [])
+    write_json(tmp_path / GENERATION, generation_config(None, tmp_path, []))
     model = tiny_model("llama")
     model.generation_config = GenerationConfig.from_pretrained(tmp_path)
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)

@@ -26,25 +26,16 @@ class PairBatch(Batch):
     keys: tuple[int, ...] = ()  # (S,): a hash of each sequence; see key_of
 
 
-class Twice:
-    """The row name of each sequence. Sequences 2 i and 2 i + 1 belong to pair i."""
-
-    def __init__(self, where):
-        self.where = where
-
-    def __getitem__(self, i: int) -> str:
-        return self.where[i // 2]
-
-
 def sequences(examples: Examples) -> Examples:
     """The 2 n sequences of n pairs: sequence 2 i is the chosen one of pair i, 2 i + 1 the rejected one. Use
     only ids, labels, lengths and names, as longest_row and check_positions do; counts are still per pair.
     """
     middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
+    where = [examples.where[i // 2] for i in range(len(bounds) - 1)]
     rows = examples.numbers
     rows = (2 * rows[:, None] + torch.arange(2)).flatten()
-    return replace(examples, bounds=bounds, rows=rows, where=Twice(examples.where))
+    return replace(examples, bounds=bounds, rows=rows, where=where)
 
 
 class Pairs:

@@ -59,7 +59,9 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     formats.py. If the last turn is the assistant's, it is the answer and no part of the prompt. read: returns
     (messages, tools, ...); its further values are returned too. ValueError names what is wrong with the row.
     """
-    text, messages = row.get("prompt"), row.get("messages", row.get("conversations"))
+    text, messages = row.get("prompt"), row.get("messages") or row.get("conversations")
+    if text and repr(text) in repr(messages):
+        text = None  # UltraChat has the question also by itself
     beside = {key: row[key] for key in BESIDE if row.get(key)}
     if isinstance(text, str) and text and messages is None:
         if not beside:

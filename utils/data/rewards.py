@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from ..run.distributed import World, gather, together
 from ..run.errors import ConfigError, check, others_code, reason_of_others
-from ..run.files import did_you_mean, disk_errors
-from .questions import Question
+from ..run.files import disk_errors
+from .questions import Question, Questions
 
 FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
 NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
@@ -67,17 +67,26 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
 
 def run_file(path: Path, flag: str) -> dict:
     """Execute a user's file. Returns what it defines, by name. flag: the beginning of an error message."""
-    check(path.is_file(), f"{flag}: no such file{did_you_mean(path)}")
     spec = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module here
+    sys.path.append(str(path.resolve().parent))  # for its own imports
     with others_code(flag):
         spec.loader.exec_module(module)
     return vars(module)
 
 
-def check_columns(rewards: list[Reward], names: set[str]) -> None:
-    """Raise ConfigError if a function does not accept the columns, or needs a column that does not exist."""
+def check_columns(
+    rewards: list[Reward], questions: Questions, ids_of: Callable | None = None
+) -> None:
+    """Raise ConfigError if a function does not accept the columns, or needs a column that does not exist; for
+    answers without a number, if `number` is a reward; and for prompts that the reward model's template
+    refuses. ids_of: see RewardModel.
+    """
+    names = questions.names
+    for question in questions if ids_of else ():
+        with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
+            ids_of(question.content, "")
     for reward in rewards:
         given = {"prompts", "completions", "completion_ids"} | names
         try:
@@ -88,6 +97,11 @@ def check_columns(rewards: list[Reward], names: set[str]) -> None:
             raise ConfigError(
                 f"{reward.flag} {reward.name}: {error}; the columns are: {has} {fix}"
             ) from None
+        for question in questions if reward.function is BUILT_IN["number"] else ():
+            known = question.columns["answer"]
+            usable = known is None or number_of(str(known)) is not None
+            fault = f"{question.where}: no number in the answer {known!r:.60}"
+            check(usable, f"{fault}, for {reward.flag} number (fix: remove the row)")
 
 
 def score(
@@ -109,11 +123,6 @@ def score(
     where = [question.where for question in asked]
     found = {reward.name: values_of(reward, given, where) for reward in rewards}
     return [{name: values[i] for name, values in found.items()} for i in range(len(asked))]
-
-
-def weighted_sum(rewards: list[Reward], values: dict[str, float | None]) -> float:
-    """The weighted sum of the rewards of one completion. None counts as 0."""
-    return sum(reward.weight * (values[reward.name] or 0) for reward in rewards)
 
 
 def reward_all(
@@ -146,7 +155,8 @@ def reward_all(
     found = []
     for i, text in enumerate(texts):
         values = {f"rewards/{name}": value for name, value in own[i].items()}
-        found.append({"text": text, **values, "reward": weighted_sum(rewards, own[i])})
+        total = sum(one.weight * (own[i][one.name] or 0) for one in rewards)
+        found.append({"text": text, **values, "reward": total})
     if scores:
         for one, value in zip(found, scores([q.content for q in asked], texts), strict=True):
             one |= {"rewards/model": value, "reward": one["reward"] + weight * value}
@@ -214,11 +224,8 @@ def is_same(text: str, known: str) -> bool:
 
 
 def is_same_number(text: str, known: str) -> bool:
-    """Whether both texts have the same number, as in GSM8K. ValueError if the answer has no number."""
-    wanted = number_of(known)
-    if wanted is None:
-        raise ValueError(f"no number in the answer {known[-80:]!r}")
-    return number_of(text) == wanted
+    """Whether both texts have the same number, as in GSM8K."""
+    return number_of(text) == number_of(known)
 
 
 def number_of(text: str) -> Decimal | None:

@@ -174,8 +174,8 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
     Call it before transformers reads the folder. Raises ConfigError naming the file and the field.
     """
     is_model = (folder / "config.json").exists() or not (folder / "adapter_config.json").exists()
-    fix = f"(fix: its base as --model, and --adapter {folder})"
-    check(is_model, f"--model {folder} is an adapter {fix}")
+    fix = "(fix: its base as --model, and it as --adapter; that of reward.py merged with peft)"
+    check(is_model, f"{folder} is an adapter {fix}")
     file = file_inside(folder, "config.json")
     config = read_json(file)
     for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):

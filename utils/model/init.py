@@ -96,9 +96,11 @@ def open_config(name: str, shapes: Path, world: World, tokenizer: str, trust=Fal
         return Source(folder, read_config(folder, trust), {})
 
 
-def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[str, list[Step]]]:
-    """(the tensors that save_pretrained would write, in the config's dtype and in no file; the steps that
-    draw each tensor of the state). model: on meta, not sharded; nothing is allocated.
+def plan_weights(
+    model: nn.Module, dtype: torch.dtype
+) -> tuple[dict[str, TensorInfo], dict[str, list[Step]]]:
+    """(the tensors that save_pretrained would write, in `dtype` and in no file; the steps that draw each
+    tensor of the state). model: on meta, not sharded; nothing is allocated.
 
     Raises ConfigError for a family whose rules do not fill every tensor, or cannot be applied block by block.
     """
@@ -109,21 +111,22 @@ def plan_weights(model: nn.Module, config) -> tuple[dict[str, TensorInfo], dict[
     for module in model.modules():
         module._is_hf_initialized = False
     recorder = Recorder(names)
-    with others_code(f"--init random: {config.model_type}", FIX), torch.no_grad(), recorder:
+    with others_code(f"--init random: {model.config.model_type}", FIX), torch.no_grad(), recorder:
         model.initialize_weights()
     unfilled = []
     for name, steps in recorder.steps.items():
         fills = {step[1:3] for step in steps if kind_of(step.function) in FILLS}
         if sum(end - begin for begin, end in fills) < state[name].numel():
             unfilled.append(name)
-    what = f"--init random: the rules of {config.model_type} do not fill {first_five(unfilled)}"
+    what = (
+        f"--init random: the rules of {model.config.model_type} do not fill {first_five(unfilled)}"
+    )
     check(not unfilled, f"{what} (fix: {FIX})")
-    dtype = config.dtype or torch.float32
     saved = revert_weight_conversion(model, {name: state[name].detach() for name in names.values()})
     weights = {}
     for name, tensor in saved.items():
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        weights[name] = TensorInfo(None, kind, tuple(tensor.shape), 0)
+        own = dtype if tensor.is_floating_point() else tensor.dtype
+        weights[name] = TensorInfo(None, own, tuple(tensor.shape), 0)
     return weights, recorder.steps
 
 

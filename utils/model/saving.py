@@ -36,6 +36,7 @@ COMPANIONS = (
     "chat_template.json",  # of processors, before chat_template.jinja
 )
 
+GENERATION = "generation_config.json"
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
 # (name of the file, first byte, the bytes as uint8, name of the tensor)
 Chunk = tuple[str, int, torch.Tensor, str]
@@ -52,7 +53,6 @@ def save_model(
     save_dtype: torch.dtype | None = None,
     tokenizer=None,
     eos_ids: Iterable[int] = (),
-    max_file_bytes: float = 5e9,
 ) -> None:
     """Write `out` as a complete Hugging Face folder in place of an older model; every rank writes its shards.
 
@@ -71,7 +71,7 @@ def save_model(
         _write_configs(temp, model, save_dtype or mode(floating), eos_ids, source)
         _write_companions(temp, tokenizer, source)
 
-    layout = lay_out(pieces, save_dtype, max_file_bytes)
+    layout = lay_out(pieces, save_dtype)
     save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
 
 
@@ -213,26 +213,21 @@ def _write_configs(
     config.dtype = dtype
     # Not save_pretrained, which validates the config and may refuse it, after the training.
     config.to_json_file(temp / "config.json")
+    write_json(temp / GENERATION, generation_config(model, source, eos_ids))
 
-    write_generation_config(temp, _generation_config(model, source), eos_ids)
 
-
-def write_generation_config(folder: Path, settings: dict, eos_ids: Iterable[int]) -> None:
-    """Write generation_config.json, in which `eos_ids` also end an answer."""
+def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[int]) -> dict:
+    """The generation config of the source, because published sampling settings do not always pass
+    transformers' check on saving. Without one, the model's own. In it `eos_ids` also end an answer.
+    """
+    settings = {}
+    if (source / GENERATION).exists():
+        settings = read_json(file_inside(source, GENERATION))
+    elif generation := getattr(model, "generation_config", None):
+        settings = json.loads(generation.to_json_string())
     own = settings.get("eos_token_id")
     own = own if isinstance(own, list) else [own]
-    settings["eos_token_id"] = sorted({*own, *eos_ids} - {None}) or None
-    write_json(folder / "generation_config.json", settings)
-
-
-def _generation_config(model: torch.nn.Module, source: Path) -> dict:
-    """The generation config of the source, unchanged, because published sampling settings do not always pass
-    transformers' check on saving. Without one, the model's own.
-    """
-    if (source / "generation_config.json").exists():
-        return read_json(file_inside(source, "generation_config.json"))
-    generation = getattr(model, "generation_config", None)
-    return json.loads(generation.to_json_string()) if generation else {}
+    return settings | {"eos_token_id": sorted({*own, *eos_ids} - {None}) or None}
 
 
 def _write_companions(temp: Path, tokenizer, source: Path) -> None:

@@ -14,7 +14,6 @@ from types import MethodType
 import torch
 from torch import nn
 
-from ..run.errors import check
 from .loss import backbone, documents_by, one_document
 from .pieces import Piece, local
 from .sharding import plain_name
@@ -69,13 +68,15 @@ def fill_score(model: nn.Module, pieces: list[Piece], seed: int) -> str:
 
 
 def settle_pad(tokenizer, last_ids: set[int]) -> None:
-    """Give the tokenizer a pad token that ends no sequence; its own if it can be.
-
-    last_ids: the ids with which sequences end. Raises ConfigError if every special token ends one.
+    """Give the tokenizer a pad token that ends no sequence: its own if it can be, else a special
+    one, else the last one of the vocabulary. last_ids: the ids with which sequences end.
     """
-    specials = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
-    specials += sorted(tokenizer.added_tokens_decoder)
-    known = [token for token in specials if token is not None and token not in last_ids]
-    fix = "a tokenizer with a pad token of its own"
-    check(known, f"sequences end with every special token that could pad them (fix: {fix})")
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(known[0])
+    ids = [
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+        tokenizer.bos_token_id,
+        *sorted(tokenizer.added_tokens_decoder),
+        *reversed(range(len(tokenizer))),
+    ]
+    pad = next(token for token in ids if token is not None and token not in last_ids)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -52,5 +51,6 @@ class Background:
 def _start_thread(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else DCP's copies create a context on GPU 0
-    with suppress(AttributeError, OSError):  # only Linux has thread priorities
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    os.setpriority(
+        os.PRIO_PROCESS, threading.get_native_id(), NICE
+    )  # of this thread alone, on Linux
