@@ -282,7 +282,7 @@ def test_help_says_what_each_flag_means():
 
 
 def test_all_ranks_drawing_is_refused(files, tmp_path):
-    with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: fewer"):
+    with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: 1 to 1"):
         trained(2, tmp_path / "out", files, generate_ranks=2)
 
 
@@ -301,6 +301,7 @@ def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
     start = load_file(f"{files['model']}/model.safetensors")
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights.items())
     assert all(m["ties"] == 1 and m["loss"] == 0 and m["grad_norm"] == 0 for m in metrics)
+    assert all(m["entropy"] is None and m["mismatch"] is None for m in metrics)  # of no token
 
 
 def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files, tmp_path):

@@ -94,8 +94,6 @@ def render_chats(
         turns = [turn_of(tokenizer, messages, i, tools, marked, notes, whole) for i in trained]
         chats = divided(text, turns)
         notes[SEVERAL] += len(chats) > 1
-    for chat in chats:
-        chat.text.encode()  # ValueError for a lone surrogate
     return chats
 
 
@@ -334,7 +332,6 @@ def encode_plain(tokenizer, messages: Messages) -> Sequence:
         return check_ids(last["content"], len(tokenizer)), last["loss_mask"]
     texts = [message["content"] for message in messages]
     text = "".join(texts)
-    text.encode()  # ValueError for a lone surrogate
     first = len(text) - len(texts[-1])
     spans = [(first, len(text), False)] * last["weight"]
     ids, mask = encode_chat(tokenizer, Chat(hidden(tokenizer, text), spans))

@@ -399,8 +399,9 @@ def encode(tokenizer, text: str) -> Encoded:
     """As tokenizer(text, add_special_tokens=False), with hidden text put back.
 
     Byte-level tokenizers report an empty range for a token of spaces, at the end of the spaces. Here such a
-    token starts where the previous token ended.
+    token starts where the previous token ended. ValueError for a lone surrogate.
     """
+    text.encode()  # raises for one
     if HIDDEN.search(text):
         from .spelled import encode_hidden
 

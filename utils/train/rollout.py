@@ -246,6 +246,8 @@ def token_sums(
 
 
 def token_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Means over the trained tokens, by name, from the results of token_sums added over batches and ranks."""
+    """Means over the trained tokens, by name, from the results of token_sums added over batches and ranks;
+    NaN if no token is trained.
+    """
     names = ("clip_share", "kl", "entropy", "mismatch")
-    return dict(zip(names, sums[1:-1] / sums[-1].clamp(min=1), strict=True))
+    return dict(zip(names, sums[1:-1] / sums[-1], strict=True))

@@ -64,7 +64,10 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     """
     learners = world.size - generate_ranks
     text = f"--generate_ranks {generate_ranks} of {world.size} ranks: each rank learns or generates"
-    check(0 < generate_ranks < world.size, f"{text} (fix: fewer, of 2 ranks or more)")
+    fix = (
+        f"1 to {world.size - 1}, or more ranks" if world.size > 1 else "torchrun --nproc_per_node 2"
+    )
+    check(0 < generate_ranks < world.size, f"{text} (fix: {fix})")
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group is gloo
         world = replace(world, group=dist.new_group(backend=backend))
