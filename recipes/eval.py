@@ -284,12 +284,11 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
     documents = load_examples(replace(rows, task="documents"), tokenizer)
     stride = cfg.stride or rows.seq_len // 2
     check(stride < rows.seq_len, f"--stride {stride} is not below --seq_len {rows.seq_len}")
-    groups, places = [], []
     weighted = any(origin.weight for origin in documents.origins)
     check(not weighted, "--task perplexity scores all documents (fix: --dataset without weights)")
+    groups, places = [], []
     for number, length in enumerate(documents.lengths.tolist()):
-        begin = documents.bounds[number]
-        ids = documents.ids[begin : begin + length].tolist()
+        ids = documents.ids[documents.bounds[number] :][:length].tolist()
         where = documents.where[number]
         for begin, first, end in windows(length, rows.seq_len, stride):
             groups.append([scored(ids[begin:end], first - begin)])

@@ -5,9 +5,9 @@ Will it fit? The memory of a fine-tune by part, before there is a GPU, a weight 
     python recipes/plan.py --model DIR --gpus 8 --gpu_memory 80 --host_memory 512 --seq_len 32768 --json
     python recipes/plan.py --config configs/llama3_8b_full_8x80gb.yaml --gpus 8 --gpu a100-80
 
---config takes the file of a run of finetune.py, prefer.py, pretrain.py, vision.py or grpo.py. It prints what
-the given settings need, what every method with recomputing and offload would need, and a command that fits;
-for grpo.py only the first of these, and what the completions need.
+--config takes the file of a run of any recipe that trains. It prints what the given settings need, what every
+method with recomputing and offload would need, and a command that fits; for grpo.py only the first of these,
+and what the completions need.
 """
 
 import difflib
@@ -123,6 +123,7 @@ class Config:
     batch_size: int = 1  # sequences per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
     packing: bool = False  # several documents in one row; batch sizes then count packs
+    center_weight: float = -1.0  # of reward.py; below 0: another recipe
     init: Literal["", "model", "random"] = ""  # of pretrain.py; empty: another recipe
     document_mask: bool = False  # of pretrain.py: tokens attend within their document only
     # loss of prefer.py (rows are pairs, with kto answers) or of grpo.py; empty: rows of finetune.py
@@ -174,7 +175,7 @@ class Config:
     def __post_init__(self):
         fix = "--gpu_memory 24"
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
-        check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1)
+        check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, center_weight=-1)
         if self.optimizer_in_backward:
             check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
         check(
@@ -217,7 +218,11 @@ class Config:
     @property
     def answers(self) -> int:
         """Sequences of a row: 2 of a pair."""
-        return 1 + (self.loss in ("dpo", "ipo", "orpo", "simpo"))
+        return 1 + (self.loss in ("dpo", "ipo", "orpo", "simpo") or self.of_reward)
+
+    @property
+    def of_reward(self) -> bool:
+        return self.center_weight >= 0
 
     @property
     def of_pretrain(self) -> bool:
@@ -317,6 +322,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         masked=packs and needs_masks(cfg, config, repeats_keys),
         repeats_keys=repeats_keys,
         may_adapt=not cfg.of_pretrain,
+        kind="scores" if cfg.of_reward else "text",
     )
     if cfg.images:
         asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
@@ -476,7 +482,7 @@ def command(cfg: Config, levers: str) -> str:
         launch += f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
     launch += f" --nproc_per_node {min(cfg.gpus, cfg.gpus_per_machine)}"
     recipe = "prefer" if cfg.loss else "vision" if cfg.images else "finetune"
-    recipe = "pretrain" if cfg.of_pretrain else recipe
+    recipe = "pretrain" if cfg.of_pretrain else "reward" if cfg.of_reward else recipe
     is_found = "/" in cfg.model or Path(cfg.model).exists()
     flags = [f"--model {cfg.model if is_found else 'DIR'}"]
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]

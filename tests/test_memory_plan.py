@@ -38,6 +38,7 @@ import grpo  # noqa: E402
 import plan  # noqa: E402
 import prefer  # noqa: E402
 import pretrain  # noqa: E402
+import reward  # noqa: E402
 import vision  # noqa: E402
 
 slow = pytest.mark.slow
@@ -507,7 +508,7 @@ def test_the_command_of_a_plan_has_every_flag_that_it_was_made_for():
     )
 
 
-@pytest.mark.parametrize("recipe", [finetune, prefer, pretrain, grpo])
+@pytest.mark.parametrize("recipe", [finetune, prefer, reward, pretrain, grpo])
 def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
     sizes = {"seq_len": 512, "global_batch_size": 16, "batch_size": 2, "replicate": 2}
     run = recipe.Config(model="100M", sync_each_microbatch=True, **sizes)
@@ -515,7 +516,9 @@ def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
     flags = f"--config {tmp_path}/config.yaml --gpus 4 --gpu v100-32"
     cfg = parse_cli(plan.Config, flags.split(), others=plan.OTHERS)
     asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
-    assert asked.seq_len == (1024 if recipe is prefer else 512)  # a pair
+    assert asked.seq_len == (1024 if recipe in (prefer, reward) else 512)  # a pair
+    assert asked.kind == ("scores" if recipe is reward else "text")
+    assert need_of(asked).peak
     rows = 16 * 8 // 4 if recipe is grpo else 4  # 8 completions of each prompt
     assert (asked.shards, asked.replicate, asked.rows, asked.batch_size) == (2, 2, rows, 2)
     assert asked.sync_each_microbatch

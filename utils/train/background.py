@@ -51,6 +51,5 @@ class Background:
 def _start_thread(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else DCP's copies create a context on GPU 0
-    os.setpriority(
-        os.PRIO_PROCESS, threading.get_native_id(), NICE
-    )  # of this thread alone, on Linux
+    # On Linux this is the priority of this thread alone.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
