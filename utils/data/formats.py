@@ -183,7 +183,7 @@ def read_completion(row: dict, notes: Counter) -> Read:
 def read_text(row: dict, notes: Counter) -> Read:
     """Plain text, all trained. Text of only white space is not trained, so the row is dropped later."""
     text = typed(row, "text", str)
-    return [{"role": "text", "content": text, "weight": int(bool(text.strip()))}], None
+    return [{"role": "text", "content": text, "weight": bool(text.strip())}], None
 
 
 def read_tokens(row: dict, notes: Counter) -> Read:
