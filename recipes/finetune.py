@@ -277,7 +277,7 @@ def main(cfg: Config) -> Path:
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
-        "packing": cfg.packing,
+        "packing": cfg.packing and cfg.seq_len,
         "optimizer": cfg.optimizer.removeprefix("paged_"),
         **lora.flags(),
         **run_facts(source.config, source.weights, examples.fingerprint),

@@ -194,12 +194,6 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
         "a.jsonl.gz: cannot be read: ",
     ),
     ("bad gzip", "a.jsonl.gz", lines(LINE), "a.jsonl.gz: cannot be read: "),
-    (
-        "bad gzip",
-        "a.jsonl.gz",
-        gzip.compress(b" " * (2**26 + 1), 1, mtime=0),
-        "a.jsonl.gz:1: a line of more than 64 MiB",
-    ),
     ("a Git LFS pointer", "a.jsonl", LFS, "git lfs pull"),
     ("an HTML page", "a.json", HTML, "an HTML page"),
     ("CSV", "a.csv", 'instruction,output\n"Say\nblue",blue\n', Taken(": 1 rows")),
@@ -587,13 +581,6 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
             read_rows("secret.jsonl")
     finally:
         os.seteuid(user)
-
-
-@pytest.mark.slow
-def test_a_line_of_a_gigabyte_is_refused_without_reading_it(said):
-    with open("a.jsonl", "wb") as file:
-        file.truncate(2**30)  # sparse
-    assert "a.jsonl:1: a line of more than 64 MiB" in said("a.jsonl")
 
 
 def test_patterns_that_match_nothing_and_folders_of_several_kinds(said):

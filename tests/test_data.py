@@ -291,6 +291,39 @@ def test_plain_text_is_cut_into_pieces_and_nothing_is_lost(write, tokenizer):
     assert not examples.notes["cut at --seq_len"]
 
 
+def test_a_last_piece_of_one_token_which_nothing_predicts_is_left_out(write, tokenizer):
+    """Alone in a micro-batch it would divide by no trained token."""
+    (whole,) = load_examples(write("a.txt", "one two three four"), tokenizer, seq_len=64)
+    examples = load_examples("a.txt", tokenizer, seq_len=len(whole.ids) - 1)
+    assert [len(item.ids) for item in examples] == [len(whole.ids) - 1]
+
+
+def test_the_sequences_of_one_row_are_held_out_together_but_not_the_pieces_of_a_file(
+    write,
+):
+    tokenizer = of_kind("empty thoughts in the last answer")
+    rows = []
+    for i in range(40):
+        turns = [f"Hi {i}", "Hello", "And?", f"Ho {i}"]
+        roles = ("user", "assistant") * 2
+        talk = [{"role": r, "content": c} for r, c in zip(roles, turns, strict=True)]
+        rows.append(json.dumps({"messages": talk}))
+    examples = load_examples(write("a.jsonl", "\n".join(rows)), tokenizer, 256)
+    assert len(examples) == 80
+    train, held_out = split_by_hash(examples, 0.3)
+    assert not {item.where for item in train} & {item.where for item in held_out}
+    pieces = load_examples(write("a.txt", "one two three four five six " * 60), tokenizer, 16)
+    assert len(split_by_hash(pieces, 0.3)[1]) > 1
+
+
+def test_an_answer_that_is_not_trained_leaves_the_one_before_untrained_too(write, tokenizer):
+    turns = [*TURNS["messages"], {"role": "assistant", "content": "Ho", "weight": 0}]
+    file = write("a.jsonl", json.dumps({"messages": turns}))
+    assert "all 1 rows were dropped" in refusal(
+        load_examples, file, tokenizer, 256, train_on="last_assistant"
+    )
+
+
 def test_rows_that_come_again_are_counted(write, tokenizer, capsys):
     file = write("twice.jsonl", "\n".join([LINE, LINE, json.dumps(TURNS)]))
     examples = load_examples(file, tokenizer, seq_len=64)

@@ -282,7 +282,7 @@ def test_help_says_what_each_flag_means():
 
 
 def test_all_ranks_drawing_is_refused(files, tmp_path):
-    with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: 1 to 1"):
+    with pytest.raises(AssertionError, match=r"--generate_ranks 2 of 2 ranks.*\(fix: fewer"):
         trained(2, tmp_path / "out", files, generate_ranks=2)
 
 

@@ -122,7 +122,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
         values.clear()
     for i, word in enumerate(words[:-1]):
         words[i + 1] = values.get(word, words[i + 1])
-    if "--config" in words:
+    if "--config" in words and values:
         words += ["--model", str(model), "--dataset", str(rows)]
     if "--help" not in words and re.search(
         "finetune.py|prefer.py|reward.py|pretrain.py|grpo.py|vision.py", command

@@ -204,7 +204,7 @@ def trained_texts(tokenizer, ids, loss_mask) -> list[str]:
 def encode_all(tokenizer, messages, tools=None, train_on="assistant", notes=None):
     """The sequences of a row, as load_examples makes them."""
     if messages[0]["role"] == "text":
-        return [encode_plain(tokenizer, messages)]
+        return [encode_plain(tokenizer, messages, Counter())]
     notes = Counter() if notes is None else notes
     chats = render_chats(tokenizer, messages, tools, train_on, notes)
     return [encode_chat(tokenizer, chat) for chat in chats]
@@ -542,6 +542,14 @@ def test_calls_of_tools_are_taught_as_the_template_writes_them_and_answers_of_to
     check_prompts(tokenizer, rows, [(ids, loss_mask)])
 
 
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(tokenizer):
+    """Otherwise the data would be others the day after, and no run could be resumed."""
+    llama = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    tokenizer.chat_template = llama + "{{ bos_token + 'Today: ' + date_string }}" + QWEN3
+    ids, _ = encode(tokenizer, talk("Say blue", "blue"))
+    assert "Today: 26 Jul 2024" in tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_text_that_spells_a_special_token_stays_text(tokenizer, name):
     template, end, strips, _ = SHIPPED[name]
@@ -556,6 +564,12 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer, name):
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(rows, tokenize=False)
     assert trained_texts(tokenizer, ids, loss_mask)[-1].strip().startswith(f"{end} is it")
     assert +notes == Counter({SPELLED: 1})
+    text = [{"role": "text", "content": f"one {end} two", "weight": 1}]
+    ids, _ = encode_plain(
+        tokenizer, text, notes
+    )  # rendered before, as for other trainers: counted too
+    assert not special & {*ids[1:-1]}
+    assert notes[SPELLED] == 2
 
 
 def test_added_tokens_that_are_not_special_may_be_spelled(tokenizer):

@@ -76,9 +76,8 @@ def render_chats(
     should know. ValueError if the template does not write a part that should be trained.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    trained = [i for i in answers if messages[i].get("weight", 1)]
-    if train_on == "last_assistant":
-        trained = trained[-1:]
+    asked = answers[-1:] if train_on == "last_assistant" else answers
+    trained = [i for i in asked if messages[i].get("weight", 1)]
     if train_on == "all" and trained != answers:
         raise ValueError("a turn of weight 0, and --train_on all (fix: --train_on assistant)")
     safe = hidden(tokenizer, messages)
@@ -321,11 +320,12 @@ def added_ids(tokenizer) -> frozenset[int]:
     return frozenset(tokenizer.added_tokens_decoder)
 
 
-def encode_plain(tokenizer, messages: Messages) -> Sequence:
+def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
     """(ids, mask) of a row without turns: token ids, or texts that are joined without a template.
 
     A text is trained if its weight is 1. The end-of-text token is trained if the last text is. A token that
-    spans the end of one text and the start of the next is trained if the next text is.
+    spans the end of one text and the start of the next is trained if the next text is. notes: as for
+    render_chats.
     """
     last = messages[-1]
     if last["role"] == "tokens":
@@ -334,7 +334,9 @@ def encode_plain(tokenizer, messages: Messages) -> Sequence:
     text = "".join(texts)
     first = len(text) - len(texts[-1])
     spans = [(first, len(text), False)] * last["weight"]
-    ids, mask = encode_chat(tokenizer, Chat(hidden(tokenizer, text), spans))
+    safe = hidden(tokenizer, text)
+    notes[SPELLED] += safe != text
+    ids, mask = encode_chat(tokenizer, Chat(safe, spans))
     if adds_bos(tokenizer):
         ids = [tokenizer.bos_token_id, *ids]
         mask = b"\0" + mask

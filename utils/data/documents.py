@@ -8,8 +8,6 @@ from .chats import encode_plain, render_chats
 from .formats import to_messages
 from .tokens import adds_bos, encode
 
-EMPTY = "empty documents"
-
 
 def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
     """Add a row to `part`, an encode.Part, as one document. Returns the form of the row.
@@ -22,7 +20,7 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     messages, tools = to_messages(row, form, notes)
     kind = messages[0]["role"]
     if kind in ("text", "tokens"):
-        ids, _ = encode_plain(tokenizer, messages)
+        ids, _ = encode_plain(tokenizer, messages, notes)
     else:
         for message in messages:
             message.pop("weight", None)  # all is trained
@@ -30,7 +28,7 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         ids = encode(tokenizer, chat.text).ids
     text = "".join(m["content"] for m in messages) if kind == "text" else tokenizer.decode(ids)
     if not text.strip():
-        part.dropped[EMPTY] += 1
+        part.dropped["empty documents"] += 1
         return form
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if adds_bos(tokenizer) and ids[0] != bos:

@@ -111,7 +111,10 @@ class Part:
             end = len(ids) if form == "text" else 1  # other rows keep only their first piece
             for first in range(0, end, seq_len):
                 last = first + seq_len
-                self.add(ids[first:last], loss_mask[first:last], where)
+                if (
+                    loss_mask.find(1, first + 1, last) > 0
+                ):  # the first token of a piece has no label
+                    self.add(ids[first:last], loss_mask[first:last], where)
 
     def say_problem(self, problem: str, where: str) -> None:
         """Keep the first problem: how the prompt of a row differs between training and inference."""
@@ -186,7 +189,7 @@ def add_conversation(
     """Add a row to `part` and return its form. ValueError names what is wrong with the row."""
     messages, tools = to_messages(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
-        part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
+        part.add_row(*encode_plain(tokenizer, messages, notes), where, rows, form)
         return form
     for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
         part.add_row(*encode_chat(tokenizer, chat), where, rows, form)

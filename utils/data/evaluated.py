@@ -2,6 +2,7 @@
 recipes/eval.py.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -74,7 +75,7 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
     if is_plain(question.content, tokenizer, rows):
         prompt = {"role": "text", "content": question.content, "weight": 0}
         answer = prompt | {"content": choice, "weight": 1}
-        ids, mask = encode_plain(tokenizer, [prompt, answer])
+        ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
         ids = ids if tokenizer.eos_token_id is None else ids[:-1]
         return scored(ids, mask.find(1), question.where)
     ids = question.ids + encode(tokenizer, hidden(tokenizer, choice)).ids

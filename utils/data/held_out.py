@@ -46,15 +46,20 @@ def hold_out(examples, rows: Rows, load: Callable) -> tuple:
 def split_by_hash(examples, share: float) -> tuple:
     """(train, held out). A hash of an example's ids decides, so that about `share` is held out.
 
-    A row therefore stays on its side if other rows are added, removed or moved. Duplicates stay together.
+    A row therefore stays on its side if other rows are added, removed or moved. Duplicates stay together, and
+    so do the sequences of one row, for which the last one decides.
     """
-    keys = examples.keys[examples.rows]
     rows = examples.numbers
+    found = [(examples.where[row], row) for row in rows.tolist()]
+    # A text file is one row, but its pieces have no text in common.
+    names = [name if name[-1].isdigit() else row for name, row in found]
+    key_of = dict(zip(names, examples.keys[rows].tolist(), strict=True))
+    keys = torch.tensor([key_of[name] for name in names])
     held = keys.double() / 2.0**64 + 0.5 < share  # keys: hashes, uniform in [-2**63, 2**63)
-    split = f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples"
     check(
         0 < held.sum() < len(held),
-        f"{split}; choose another share, or name an --eval_dataset",
+        f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples; choose another share,"
+        " or name an --eval_dataset",
     )
     held_out = replace(examples, rows=rows[held], dropped={}, notes={}, bad=())
     return replace(examples, rows=rows[~held]), held_out

@@ -138,7 +138,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     """
     messages, tools, sources, form = read_pictured(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
-        part.add_row(*encode_plain(tokenizer, messages), where, rows, form)
+        part.add_row(*encode_plain(tokenizer, messages, notes), where, rows, form)
         say_pictures(part, [], 0)
         return form
     processor = load_processor(rows.processor, tokenizer)

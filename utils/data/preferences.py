@@ -71,7 +71,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
             raise ValueError(f"after {start} turns of the prompt, expected one of the assistant")
         messages[:start] = [message | {"weight": 0} for message in messages[:start]]
         if messages[0]["role"] == "text":
-            ids, mask = encode_plain(tokenizer, messages)
+            ids, mask = encode_plain(tokenizer, messages, notes)
         else:
             chat, *more = render_chats(tokenizer, messages, tools, "assistant", notes)
             if more:

@@ -19,7 +19,6 @@ BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PIC
 
 PROMPTS = {"prompt", "messages", "conversations"}
 NO_COLUMNS = {*PROMPTS, *BESIDE}
-TOO_LONG = "longer than a prompt may be"
 
 
 class Row(NamedTuple):
@@ -118,7 +117,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         raise ValueError("the prompt has no tokens")
     if len(ids) > rows.seq_len:
         if rows.too_long == "drop":
-            part.dropped[TOO_LONG] += 1
+            part.dropped["longer than a prompt may be"] += 1
             return "prompts"
         limit = f"a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
         raise ValueError(f"{len(ids):,} tokens, and {limit}")

@@ -17,8 +17,6 @@ from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
-LONGEST = 2**26  # bytes of a line, or of a text
-NO_ROWS = "no rows; a .jsonl file holds one object a line, a .json file an array of objects"
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
 Found = Iterator[tuple[str, object]]
@@ -116,7 +114,10 @@ def read_files(name: str, files: list[Path]) -> Found:
             for row in read_file(path):
                 found = True
                 yield row
-    check(found, f"{name}: {NO_ROWS}")
+    check(
+        found,
+        f"{name}: no rows; a .jsonl file holds one object a line, a .json file an array of objects",
+    )
 
 
 def read_file(path: Path) -> Found:
@@ -134,11 +135,7 @@ def read_file(path: Path) -> Found:
 
             yield from read_table(file, kind, path)
         else:
-            content = file.read(LONGEST + 1)
-            check(
-                len(content) <= LONGEST,
-                f"{path}: a text of more than {LONGEST >> 20} MiB (fix: a .jsonl file, a text a line)",
-            )
+            content = file.read()
             if content.strip():
                 yield str(path), {"text": content.decode("utf-8-sig")}
 
@@ -146,9 +143,7 @@ def read_file(path: Path) -> Found:
 def read_lines(file: BinaryIO, path: Path) -> Found:
     """(where, bytes) of each line that is not blank. Only \\n ends a line: U+2028 and U+0085 are text."""
     for number in count(1):
-        line = file.readline(LONGEST + 1)
-        where = f"{path}:{number}"
-        check(len(line) <= LONGEST, f"{where}: a line of more than {LONGEST >> 20} MiB")
+        line, where = file.readline(), f"{path}:{number}"
         if not line:
             return
         if number == 1:

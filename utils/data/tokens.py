@@ -16,7 +16,6 @@ from typing import NamedTuple
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..run.errors import check, others_code, print0
-from ..run.files import file_inside
 from .formats import Messages
 
 # A folder without any of these has no tokenizer.
@@ -28,8 +27,6 @@ VOCABULARY_FILES = (
     "tekken.json",
     "tokenizer_config.json",
 )
-# Files that transformers may open for a tokenizer. None of them may be a link that leads out of the folder.
-OPENED = (*VOCABULARY_FILES, "*.json", "merges.txt", "*.jinja", "additional_chat_templates/*")
 MARK = "\ue0f0{}\ue0f1"  # a placeholder for a text, to see whether and where a template writes it
 PLACE = "\ue0f2"  # stands for a picture in the content of a message
 SCHEMA = [
@@ -152,9 +149,6 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         files,
         f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
     )
-    for pattern in OPENED:
-        for path in folder.glob(pattern):
-            file_inside(folder, str(path.relative_to(folder)))
     what = f"{folder}: {', '.join(file.name for file in files)} cannot be read"
     # Imported here because it imports torch, which the tokenizing processes do not need.
     from transformers import AutoTokenizer
@@ -213,6 +207,9 @@ def pad_id(tokenizer) -> int:
     return tokenizer.eos_token_id or 0
 
 
+# For templates that write a date (Llama 3): the one that they take themselves if there is no clock. With
+# another date each day, the data would be other data, and no run could be resumed the day after.
+TODAY = "26 Jul 2024"
 QUESTION = [{"role": "user", "content": MARK.format(0)}]
 ANSWERED = [*QUESTION, {"role": "assistant", "content": MARK.format(1)}]
 
@@ -339,6 +336,7 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
             template,
             has_marks,
             add_generation_prompt=prompt,
+            date_string=TODAY,
             **special_tokens,
         )
     except Exception as error:  # a template is foreign code, which may raise anything

@@ -88,10 +88,9 @@ def open_config(name: str, shapes: Path, world: World, tokenizer: str, trust=Fal
             )
             return Source(shapes, AutoConfig.for_model(**read_json(path)), {})
         folder = Path(name).expanduser()
-        known = ", ".join(sorted(path.stem for path in shapes.glob("*.json")))
         check(
             (folder / "config.json").is_file(),
-            f"--init random --model {name} is no folder with a config.json (fix: one, or one of {known})",
+            f"--init random --model {name} is no folder with a config.json (fix: one, or a name in {shapes})",
         )
         return Source(folder, read_config(folder, trust), {})
 

@@ -7,7 +7,7 @@ B batch, T tokens, S sequences (answers), P pairs.
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -64,7 +64,10 @@ class Reference:
         """
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         file = cache_folder("reference") / f"{digest.hexdigest()[:32]}.json"
-        known = broadcast(self.world, read_known(file))
+        known = {}
+        with suppress(OSError, ValueError):  # it is missing, or cannot be read
+            known = {int(key): value for key, value in json.loads(file.read_text()).items()}
+        known = broadcast(self.world, known)
 
         def batches() -> Iterator:
             for loader, steps in loaders.items():
@@ -101,14 +104,6 @@ class Reference:
                     f"not kept in {file}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
                 )
         print0(f"reference {len(known):,} answers {said}")
-
-
-def read_known(file: Path) -> dict[int, float]:
-    """The log-probabilities in a cache file; {} if it is missing or cannot be read."""
-    try:
-        return {int(key): value for key, value in json.loads(file.read_text()).items()}
-    except (OSError, ValueError):
-        return {}
 
 
 @torch.no_grad()

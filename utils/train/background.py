@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..model.pieces import local
 
-NICE = 19  # niceness of the saving thread: training steps have priority
-
 
 class Background:
     """One thread, and one host copy of the tensors that it saves. Each save reuses the memory of the copy,
@@ -51,5 +49,5 @@ class Background:
 def _start_thread(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else DCP's copies create a context on GPU 0
-    # On Linux this is the priority of this thread alone.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    # Training steps have priority. On Linux this is the niceness of this thread alone.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -63,11 +63,11 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     learner or no generator.
     """
     learners = world.size - generate_ranks
-    text = f"--generate_ranks {generate_ranks} of {world.size} ranks: each rank learns or generates"
-    fix = (
-        f"1 to {world.size - 1}, or more ranks" if world.size > 1 else "torchrun --nproc_per_node 2"
+    check(
+        0 < generate_ranks < world.size,
+        f"--generate_ranks {generate_ranks} of {world.size} ranks: each rank learns or generates"
+        " (fix: fewer, or torchrun with more ranks)",
     )
-    check(0 < generate_ranks < world.size, f"{text} (fix: {fix})")
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group is gloo
         world = replace(world, group=dist.new_group(backend=backend))
