@@ -203,34 +203,30 @@ class Config:
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
-        learners, fix = self.learners, f"fewer than {self.gpus}"
-        check(
-            learners > 0,
-            f"--generate_ranks {self.generate_ranks} leaves none to train (fix: {fix})",
-        )
+        leaves = f"--generate_ranks {self.generate_ranks} leaves none to train"
+        check(self.learners > 0, f"{leaves} (fix: fewer than {self.gpus})")
+
+    @property
+    def recipe(self) -> str:
+        """The recipe whose settings these are."""
+        if self.rewards or self.reward_model or self.loss in OF_GRPO:
+            return "grpo"
+        if self.init or self.document_mask:
+            return "pretrain"
+        if self.center_weight >= 0:
+            return "reward"
+        return "prefer" if self.loss else "vision" if self.images else "finetune"
 
     @property
     def micro_batches(self) -> int:
-        if self.of_grpo:
+        if self.recipe == "grpo":
             return math.ceil(math.ceil(self.completions / self.learners) / self.batch_size)
         return divide_batch(self.batch_size, self.grad_accum, self.global_batch_size, self.gpus)[1]
 
     @property
     def answers(self) -> int:
         """Sequences of a row: 2 of a pair."""
-        return 1 + (self.loss in ("dpo", "ipo", "orpo", "simpo") or self.of_reward)
-
-    @property
-    def of_reward(self) -> bool:
-        return self.center_weight >= 0
-
-    @property
-    def of_pretrain(self) -> bool:
-        return bool(self.init or self.document_mask)
-
-    @property
-    def of_grpo(self) -> bool:
-        return bool(self.rewards or self.reward_model or self.loss in OF_GRPO)
+        return 1 + (self.recipe in ("prefer", "reward") and self.loss != "kto")
 
     @property
     def learners(self) -> int:
@@ -274,11 +270,11 @@ def main(cfg: Config) -> dict:
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
-    if cfg.of_grpo:
+    if cfg.recipe == "grpo":
         plan["completions"] = about_completions(cfg, asked, room)
     if not cfg.json:  # the tables take longer
         say(about_setting(cfg, need, plan), ready=True)
-    has_tables = need.peak and not cfg.of_grpo
+    has_tables = need.peak and cfg.recipe != "grpo"
     if has_tables:
         scaled = scaled_of(asked)
         plan["strategies"] = strategies(scaled, room, cfg.answers)
@@ -321,8 +317,8 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         attn=cfg.attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
         masked=packs and needs_masks(cfg, config, repeats_keys),
         repeats_keys=repeats_keys,
-        may_adapt=not cfg.of_pretrain,
-        kind="scores" if cfg.of_reward else "text",
+        may_adapt=cfg.recipe != "pretrain",
+        kind="scores" if cfg.recipe == "reward" else "text",
     )
     if cfg.images:
         asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
@@ -353,7 +349,7 @@ def about_completions(cfg: Config, asked: Setting, room: Room) -> str:
         )
     except ConfigError as error:
         return str(error)
-    return plan.text.partition("rollout")[2].strip() + ": fits"
+    return plan.text.removeprefix("\nrollout").strip() + ": fits"
 
 
 def scaled_of(asked: Setting) -> Setting:
@@ -481,20 +477,14 @@ def command(cfg: Config, levers: str) -> str:
     if machines > 1:
         launch += f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
     launch += f" --nproc_per_node {min(cfg.gpus, cfg.gpus_per_machine)}"
-    recipe = "prefer" if cfg.loss else "vision" if cfg.images else "finetune"
-    recipe = "pretrain" if cfg.of_pretrain else "reward" if cfg.of_reward else recipe
     is_found = "/" in cfg.model or Path(cfg.model).exists()
     flags = [f"--model {cfg.model if is_found else 'DIR'}"]
     flags += ["--dataset FILE", f"--seq_len {cfg.seq_len}"]
     if levers:
         flags.append(levers)
     has_lora = cfg.adapter or "--lora_rank" in levers
-    names = (
-        "adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss low_cpu_fsdp"
-    )
-    names += " compile activation_offload replicate shard sync_each_microbatch async_save"
-    names += " trust_remote_code"
-    names += " init" * (cfg.init == "random")
+    names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init low_cpu_fsdp
+        compile activation_offload replicate shard sync_each_microbatch async_save trust_remote_code"""
     if has_lora:
         names += " lora_targets lora_dropout use_dora modules_to_save"
     if "--quantization" in levers:
@@ -505,11 +495,11 @@ def command(cfg: Config, levers: str) -> str:
             flags.append(f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}")
     if cfg.optimizer_in_backward:
         flags.append("--clip_norm 0")
-    if cfg.of_pretrain and not cfg.document_mask:
+    if cfg.recipe == "pretrain" and not cfg.document_mask:
         flags.append("--document_mask false")
     if cfg.train and not has_lora:
         flags.append(f"--train {cfg.train}")
-    return f"{launch} recipes/{recipe}.py {' '.join(flags)}"
+    return f"{launch} recipes/{cfg.recipe}.py {' '.join(flags)}"
 
 
 def check_card(name: str) -> None:

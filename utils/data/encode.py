@@ -111,9 +111,8 @@ class Part:
             end = len(ids) if form == "text" else 1  # other rows keep only their first piece
             for first in range(0, end, seq_len):
                 last = first + seq_len
-                if (
-                    loss_mask.find(1, first + 1, last) > 0
-                ):  # the first token of a piece has no label
+                # The first token of a piece has no label; a last piece may have no other.
+                if loss_mask.find(1, first + 1, last) > 0:
                     self.add(ids[first:last], loss_mask[first:last], where)
 
     def say_problem(self, problem: str, where: str) -> None:
