@@ -101,7 +101,7 @@ IN_TABLE = {FITS: "yes", TIGHT: "tightly", MAYBE: "maybe", TOO_LARGE: "no"}
 OTHERS = """tokenizer dataset image_dir image_max_pixels format columns bad_rows train_on chat_template
 max_rows eval_dataset eval_share eval_every beta label_smoothing margin sft_weight desirable_weight
 undesirable_weight reward_model_weight temperature scale_rewards clip_low clip_high epochs_per_rollout
-epochs steps tokens too_long lr lr_projector lr_vision warmup schedule decay_share
+epochs steps too_long lr lr_projector lr_vision warmup schedule decay_share
 weight_decay clip_norm seed lora_alpha use_rslora fit force workers output_dir resume save_every keep
 allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
 OF_GRPO = ("dapo", "grpo", "dr_grpo")  # its losses
@@ -125,7 +125,8 @@ class Config:
     packing: bool = False  # several documents in one row; batch sizes then count packs
     center_weight: float = -1.0  # of reward.py; below 0: another recipe
     init: Literal["", "model", "random"] = ""  # of pretrain.py; empty: another recipe
-    document_mask: bool = False  # of pretrain.py: tokens attend within their document only
+    tokens: float = 0.0  # of pretrain.py: tokens to train on, such as 2e9; 0: another recipe
+    document_mask: bool = True  # of pretrain.py: tokens attend only to their own document
     # loss of prefer.py (rows are pairs, with kto answers) or of grpo.py; empty: rows of finetune.py
     loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto", *OF_GRPO] = ""
     rewards: str = ""  # of grpo.py: functions
@@ -211,7 +212,7 @@ class Config:
         """The recipe whose settings these are."""
         if self.rewards or self.reward_model or self.loss in OF_GRPO:
             return "grpo"
-        if self.init or self.document_mask:
+        if self.init or self.tokens:
             return "pretrain"
         if self.center_weight >= 0:
             return "reward"
@@ -222,6 +223,11 @@ class Config:
         if self.recipe == "grpo":
             return math.ceil(math.ceil(self.completions / self.learners) / self.batch_size)
         return divide_batch(self.batch_size, self.grad_accum, self.global_batch_size, self.gpus)[1]
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row holds several documents, which do not see each other."""
+        return self.packing or (self.recipe == "pretrain" and self.document_mask)
 
     @property
     def answers(self) -> int:
@@ -260,7 +266,7 @@ def main(cfg: Config) -> dict:
         "comfortable_bytes": need.comfortable,
         "host_bytes": need.host * asked.local_ranks,
         "positions": positions_of(config),
-        "attention": kernel_of(asked, cfg.packing or cfg.document_mask),
+        "attention": kernel_of(asked, cfg.packs),
         "answer": None,
         "completions": "",
         "strategies": [],
@@ -299,7 +305,6 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
     """The setting of a run with these flags, as the recipe would make it on such GPUs."""
     shards = mesh_axes(cfg.learners, cfg.replicate, cfg.shard)["shard"]
     repeats_keys = cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16
-    packs = cfg.packing or cfg.document_mask
     asked = from_settings(
         Setting,
         cfg,
@@ -315,7 +320,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         lora=from_settings(Lora, cfg),
         quant=from_settings(Quant, cfg),
         attn=cfg.attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
-        masked=packs and needs_masks(cfg, config, repeats_keys),
+        masked=cfg.packs and needs_masks(cfg, config, repeats_keys),
         repeats_keys=repeats_keys,
         may_adapt=cfg.recipe != "pretrain",
         kind="scores" if cfg.recipe == "reward" else "text",

@@ -549,6 +549,10 @@ def test_the_plan_of_grpo_counts_the_models_that_do_not_train():
 
 
 def test_the_command_of_pre_training_draws_and_masks_as_its_config(tmp_path):
+    shipped = f"--config {ROOT}/configs/llama3_8b_pretrain_full_8x80gb.yaml --gpus 8".split()
+    line = plan.command(parse_cli(plan.Config, shipped, others=plan.OTHERS), "")
+    assert "recipes/pretrain.py" in line
+    assert "--document_mask" not in line
     run = pretrain.Config(model="100M", init="random", tokenizer="t", document_mask=False)
     save_config(run, tmp_path / "config.yaml")
     cfg = parse_cli(plan.Config, ["--config", f"{tmp_path}/config.yaml"], others=plan.OTHERS)
