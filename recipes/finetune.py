@@ -218,7 +218,7 @@ def main(cfg: Config) -> Path:
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         if cfg.packing:
-            from utils.model.attention import settle_attention
+            from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
         attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
         model = build_model(*structure, attn, trust)  # on meta
@@ -298,17 +298,18 @@ def main(cfg: Config) -> Path:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
+        Batches, options = GlobalBatches, ()
         if cfg.packing:
             from utils.data.packing import PackedBatches
 
-            loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
-        else:
-            loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+            Batches, options = PackedBatches, (cfg.seq_len, wants_flat_packs(model))
+        loader = Batches(examples, cfg.seed, global_batch, *shares, *options)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
-            eval_loader = GlobalBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
+            at_once = cfg.batch_size * world.size
+            eval_loader = Batches(held_out, cfg.seed, at_once, *shares, *options)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -404,9 +405,6 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     if cfg.packing:
-        from utils.model.attention import check_packing, wants_flat_packs
-
-        loader.flat = wants_flat_packs(model)
         check_packing(model, world.device)
 
     # --- optimizer --------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def main(cfg: Config) -> Path:
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         if cfg.packing:
-            from utils.model.attention import settle_attention
+            from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
         attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
         model = build_model(*structure, attn, trust)  # on meta
@@ -340,22 +340,20 @@ def main(cfg: Config) -> Path:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        Batches, size = PairBatches, ()
+        Batches, options = PairBatches, ()
         if cfg.packing:
-            Batches, size = PackedPairs, (2 * cfg.seq_len,)
+            Batches, options = PackedPairs, (2 * cfg.seq_len, wants_flat_packs(model))
         elif cfg.loss == "kto":
-            Batches, size = LabelBatches, (cfg.seq_len,)
+            Batches, options = LabelBatches, (cfg.seq_len,)
             text = "--loss kto compares each answer with another of its global batch"
             check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
-        loader = Batches(examples, cfg.seed, global_batch, *shares, *size)
+        loader = Batches(examples, cfg.seed, global_batch, *shares, *options)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         if world.gpu_name and cfg.seq_len % 64 == 0:
             loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else 64
         if held_out:
-            if cfg.packing:
-                Batches, size = PairBatches, ()
             # The same size as in training, because the KL term of kto depends on it.
-            eval_loader = Batches(held_out, cfg.seed, global_batch, *shares, *size)
+            eval_loader = Batches(held_out, cfg.seed, global_batch, *shares, *options)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -452,9 +450,6 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     if cfg.packing:
-        from utils.model.attention import check_packing, wants_flat_packs
-
-        loader.flat = wants_flat_packs(model)
         check_packing(model, world.device)
 
     reference = Reference(model, world)  # log pi_ref(y|x) of each answer

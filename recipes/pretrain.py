@@ -231,7 +231,7 @@ def main(cfg: Config) -> Path:
             settle_special_tokens(source.config, tokenizer)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         if cfg.document_mask:
-            from utils.model.attention import settle_attention
+            from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
         stored = source.config.dtype or torch.float32  # build_model changes it
         attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
@@ -313,7 +313,8 @@ def main(cfg: Config) -> Path:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        options = (*shares, cfg.seq_len, False, cfg.document_mask)
+        flat = cfg.document_mask and wants_flat_packs(model)
+        options = (*shares, cfg.seq_len, flat, cfg.document_mask)
         loader = StreamBatches(examples, cfg.seed, global_batch, *options)
         if held_out:
             at_once = cfg.batch_size * world.size
@@ -406,12 +407,7 @@ def main(cfg: Config) -> Path:
     if warning := check_chunked_loss(model, world.device):
         print0(f"warning: {warning}")
     if cfg.document_mask:
-        from utils.model.attention import check_packing, wants_flat_packs
-
-        loader.flat = wants_flat_packs(model)
         check_packing(model, world.device, "--document_mask", "--document_mask false")
-    if held_out:
-        eval_loader.flat = loader.flat
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")

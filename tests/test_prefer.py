@@ -67,7 +67,10 @@ def trained(ranks, out, files, **flags):
 
 def assert_alike(found, wanted, rtol=1e-5):
     for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "logps/rejected"):
-        ours, theirs = ([numbers[name] for numbers in metrics] for metrics, _ in (found, wanted))
+        ours, theirs = (
+            [numbers[name] for numbers in metrics if name in numbers]
+            for metrics, _ in (found, wanted)
+        )
         torch.testing.assert_close(ours, theirs, rtol=10 * rtol, atol=rtol)
     for name, tensor in wanted[1].items():
         assert (found[1][name] - tensor).norm() <= rtol * tensor.norm(), name
@@ -84,8 +87,8 @@ def assert_alike(found, wanted, rtol=1e-5):
 def test_any_ranks_and_micro_batches_learn_the_same(files, tmp_path, loss, how):
     if how.get("packing"):
         # the same pairs in each step: all of them
-        how = how | {"global_batch_size": 2, "seq_len": 512}
-        alone = {"batch_size": 15, "global_batch_size": 15}
+        how = how | {"global_batch_size": 2, "seq_len": 512, "eval_dataset": files["dataset"]}
+        alone = {"batch_size": 15, "global_batch_size": 15, "eval_dataset": files["dataset"]}
     else:
         how = how | {"global_batch_size": 8}
         alone = {"batch_size": 8, "global_batch_size": 8}
@@ -93,6 +96,16 @@ def test_any_ranks_and_micro_batches_learn_the_same(files, tmp_path, loss, how):
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     many = trained(how.pop("ranks"), tmp_path / "many", files, loss=loss, **LOSSES[loss], **how)
     assert_alike(many, one)
+    if "eval_dataset" in how:
+        names = ("eval_loss", "eval_rewards/margins", "eval_logps/rejected")
+        found = [[line[name] for name in names] for line in held_out(tmp_path)]
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def held_out(folder):
+    """The last line of each run in a folder."""
+    for file in folder.glob("*/metrics.jsonl"):
+        yield json.loads(file.read_text().splitlines()[-1])
 
 
 def test_dpo_is_what_a_page_of_pytorch_makes_of_it(files, tmp_path):

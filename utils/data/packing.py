@@ -36,7 +36,7 @@ class PackedBatches(GlobalBatches):
         """The number of packs in an epoch."""
         return len(self.packs(0)[1]) - 1
 
-    @lru_cache(maxsize=1)  # noqa: B019 - a run has one loader of packs
+    @lru_cache(maxsize=2)  # noqa: B019 - of a run's data and its held-out rows
     def packs(self, epoch: int) -> tuple[Tensor, Tensor]:
         """(the documents, pack by pack; the start of each pack, then the end of the last)."""
         order = permutation(len(self.examples), f"{self.key} {epoch}")
