@@ -73,9 +73,8 @@ def test_packs_are_those_of_best_fit_decreasing_and_hold_every_document_once(lon
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, longest + 1, (1 + 700 * seed,), generator=generator)
-        order, counts = pack(lengths, size)
-        packs = order.split(counts.tolist())
-        assert sorted(order.tolist()) == list(range(len(lengths)))
+        packs = pack(lengths, size)
+        assert sorted(chain.from_iterable(packs)) == list(range(len(lengths)))
         assert max(int(lengths[p].sum()) for p in packs) <= size
         assert len(packs) == best_fit(lengths.tolist(), size)
 
@@ -84,7 +83,7 @@ def test_packs_are_those_of_best_fit_decreasing_and_hold_every_document_once(lon
 def test_few_slots_are_left_empty(mean, short):
     lengths = lognormal(mean)
     least = -(-int(lengths.sum()) // 4096)
-    assert int(lengths.sum()) / (len(pack(lengths, 4096)[1]) * 4096) >= (1 - short) * least / (
+    assert int(lengths.sum()) / (len(pack(lengths, 4096)) * 4096) >= (1 - short) * least / (
         least + 1
     )
 
@@ -131,9 +130,8 @@ def test_global_batches_do_not_depend_on_ranks(ranks):
 def test_ranks_work_alike_in_tokens_and_in_attention(mean, packs):
     examples, ranks = documents([1]), 8
     lengths = lognormal(mean)
-    order, counts = pack(lengths, 4096)
-    shuffled = torch.randperm(len(counts), generator=torch.Generator().manual_seed(1)).tolist()
-    found = order.split(counts.tolist())
+    found = pack(lengths, 4096)
+    shuffled = torch.randperm(len(found), generator=torch.Generator().manual_seed(1)).tolist()
     rows = [lengths[found[i]] for i in shuffled]
     assert len(examples) == 1
     for power in (1, 2):

@@ -205,7 +205,7 @@ def packs(worker: Worker, mean: int) -> dict[str, float]:
 
     lengths = lengths_of(mean, DOCUMENTS)
     with measured() as numbers:
-        count = len(pack(lengths, SLOTS)[1])
+        count = len(pack(lengths, SLOTS))
     return filled(lengths, count, numbers["seconds"])
 
 

@@ -10,7 +10,7 @@ import bisect
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -34,24 +34,22 @@ class PackedBatches(GlobalBatches):
 
     def rows(self) -> int:
         """The number of packs in an epoch."""
-        return len(self.packs(0)[1]) - 1
+        return len(self.packs(0))
 
     @lru_cache(maxsize=2)  # noqa: B019 - of a run's data and its held-out rows
-    def packs(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """(the documents, pack by pack; the start of each pack, then the end of the last)."""
+    def packs(self, epoch: int) -> list[Pack]:
+        """All packs of an epoch."""
         order = permutation(len(self.examples), f"{self.key} {epoch}")
-        documents, counts = pack(self.examples.lengths[order], self.size)
-        return order[documents], F.pad(counts.cumsum(0), (1, 0))
+        documents = order.tolist()
+        packs = pack(self.examples.lengths[order], self.size)
+        return [[documents[i] for i in indices] for indices in packs]
 
     def rows_of(self, step: int) -> list[Pack]:
         """The documents of each pack of global batch `step`."""
         epoch = step // self.per_epoch
-        documents, begins = self.packs(epoch)
-        order = permutation(len(begins) - 1, f"{self.key} {epoch} packs")
-        return [
-            documents[begins[i] : begins[i + 1]].tolist()
-            for i in self.of_step(order, step).tolist()
-        ]
+        packs = self.packs(epoch)
+        order = permutation(len(packs), f"{self.key} {epoch} packs")
+        return [packs[i] for i in self.of_step(order, step)]
 
     def costs(self, rows: list[Pack]) -> Tensor:
         """The attention cost of each pack: the sum of the squared lengths of its documents. The number of
@@ -97,10 +95,10 @@ def joined(examples: list[Example]) -> Example:
     return Example(ids, labels, examples[0].where)
 
 
-def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Pack documents of `lengths`, (n,) int64. Returns (documents (n,), counts (p,)): the document indices,
-    pack by pack, and the number of documents in each of the p packs. A pack has at most `size` tokens. Each
-    document is in exactly one pack and is not cut. A million documents take about a second.
+def pack(lengths: Tensor, size: int) -> list[Pack]:
+    """Pack documents of `lengths`, (n,) int64. Returns the document indices of each pack. A pack has at most
+    `size` tokens. Each document is in exactly one pack and is not cut. A million documents take about a
+    second.
 
     Of equally long documents, the earlier one is placed first. So shuffled documents give shuffled packs.
     """
@@ -126,5 +124,4 @@ def pack(lengths: Tensor, size: int) -> tuple[Tensor, Tensor]:
         if not packs_of[room]:
             bisect.insort(rooms, room)
         packs_of[room].append(number)
-    documents = torch.tensor(list(chain.from_iterable(packs)))
-    return documents, torch.tensor([len(documents) for documents in packs])
+    return packs
