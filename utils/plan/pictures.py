@@ -270,7 +270,7 @@ class PictureTrace:
                 # Not called(...), because hooks of the module collect hidden states.
                 outputs = type(called).forward(called, *args, **kwargs)
                 live.log.append("forward")
-            shapes = tree_map_only(torch.Tensor, empty, outputs)
+            shapes = tree_map_only(torch.Tensor, meta_like, outputs)
             with live:
                 trained = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
                 grads = [torch.empty_like(t) for t in trained]
@@ -338,19 +338,16 @@ def description(value: object) -> object:
 
 
 def meta_like(value: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the same shape. Real integers, such as sizes of pictures, keep their values."""
+    """A new contiguous tensor of the same shape on meta. Real integers, such as sizes of pictures, keep their
+    values.
+    """
     if value.is_floating_point() or value.is_meta:
-        return empty(value)
+        return value.new_empty(
+            value.shape,
+            device="meta",
+            requires_grad=value.requires_grad,
+        )
     return value
-
-
-def empty(value: torch.Tensor) -> torch.Tensor:
-    """A new contiguous tensor of the same shape on meta."""
-    return torch.empty(
-        value.shape,
-        dtype=value.dtype,
-        requires_grad=value.requires_grad,
-    )
 
 
 def zeros_like(value: torch.Tensor) -> torch.Tensor:
