@@ -58,12 +58,10 @@ class Rows:
 
 
 class Part:
-    """Tokenized rows, and what the user should know about them. rows: how many were read; source: the index
-    of their source.
-    """
+    """Tokenized rows, and what the user should know about them. rows: how many were read."""
 
-    def __init__(self, source: int = 0):
-        self.rows, self.source = 0, source
+    def __init__(self):
+        self.rows = 0
         self.ids = array("i")
         self.loss_mask = bytearray()
         # one entry per row; row_sizes and details: see examples.Examples
@@ -149,8 +147,8 @@ class Part:
         check(self.lengths, f"{text} (fix: other rows, or a larger --seq_len)")
 
 
-def encode_rows(work: tuple[int, list], tokenizer, rows: Rows) -> Part:
-    """Tokenize a chunk of rows. work: (index of their source, [(where, row), ...])."""
+def encode_rows(found: list, tokenizer, rows: Rows) -> Part:
+    """Tokenize a chunk of rows, [(where, row), ...]."""
     if rows.processor:
         from .pictures import add_pictured as add
     elif rows.task == "documents":
@@ -162,8 +160,7 @@ def encode_rows(work: tuple[int, list], tokenizer, rows: Rows) -> Part:
     else:
         from .preferences import add_preferences as add
 
-    source, found = work
-    part = Part(source=source)
+    part = Part()
     columns = parse_columns(rows.columns)
     for where, value in found:
         part.rows += 1

@@ -267,37 +267,28 @@ def write_tokens(
         with open(Path(folder, name), "ab") as file:
             file.write(content)
 
-    total = Part()
+    total, origins = Part(), []
     spare_rows = MORE_ROWS
-    forms = [Counter() for _ in sources]
-    ends = [0] * len(sources)
-    work = (
-        (number, found)
-        for number, source in enumerate(sources)
-        for found in chunks(islice(source.read(), rows.max_rows or None))
-    )
-    for part in run(work):
-        total.join(part)
-        forms[part.source].update(part.forms)
-        ends[part.source] = len(total.lengths)
-        for name in ARRAYS:
-            add(name, getattr(part, name))
-        for name in TEXTS:
-            texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
-            add(name, b"".join(texts))
-            add(f"{name}_sizes", array("q", map(len, texts)))
-        bar.update(part.rows)
-        if total.bad and rows.bad_rows == "error":
-            if spare_rows < 0:
-                total.close(rows)  # raises
-            spare_rows -= part.rows
+    for source in sources:
+        first, forms = len(total.lengths), Counter()
+        for part in run(chunks(islice(source.read(), rows.max_rows or None))):
+            total.join(part)
+            forms.update(part.forms)
+            for name in ARRAYS:
+                add(name, getattr(part, name))
+            for name in TEXTS:
+                texts = [text.encode("utf-8", "surrogateescape") for text in getattr(part, name)]
+                add(name, b"".join(texts))
+                add(f"{name}_sizes", array("q", map(len, texts)))
+            bar.update(part.rows)
+            if total.bad and rows.bad_rows == "error":
+                if spare_rows < 0:
+                    total.close(rows)  # raises
+                spare_rows -= part.rows
+        origins.append((source.name, source.weight, forms, first, len(total.lengths)))
     total.close(rows)
     said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
-    said["unit"] = rows.task
-    said["origins"] = [
-        (source.name, source.weight, form, first, last)
-        for source, form, first, last in zip(sources, forms, [0, *ends], ends, strict=False)
-    ]
+    said |= {"unit": rows.task, "origins": origins}
     Path(folder, SAID).write_text(json.dumps(said))
 
 
