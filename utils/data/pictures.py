@@ -363,15 +363,15 @@ def file_of(source: str, folder: str) -> str | io.BytesIO:
     """The path of a picture, or the content of a data: URL. ValueError if the path leads out of the folder or
     to the network, or if the file is missing.
     """
-    url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(?://)?", source)
-    scheme = url[1].lower() if url else ""
-    if scheme == "data":
-        return io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
-    if scheme not in ("", "file"):
+    start, _, content = source.partition(",")
+    if start.lower().startswith("data:"):
+        return io.BytesIO(base64.b64decode(content, validate=True))
+    url = urlsplit(source)
+    if url.scheme not in ("", "file"):
         raise ValueError(
-            f"{scheme}: is not fetched while a model trains (fix: download the pictures)"
+            f"{url.scheme}: is not fetched while a model trains (fix: download the pictures)"
         )
-    path = unquote(urlsplit(source).path) if scheme else source
+    path = unquote(url.path) if url.scheme else source
     root = os.path.realpath(folder)
     file = os.path.realpath(os.path.join(root, path))
     if os.path.commonpath([root, file]) != root:
