@@ -67,9 +67,7 @@ class Pictures:
         """
         of_towers = nn.ModuleList(tower_layers(model)).parameters()
         trains = any(p.requires_grad for p in of_towers)
-        text = {*reads_text(model).parameters()}
-        seen = [(p.dtype, p.requires_grad) for p in model.parameters() if p not in text]
-        key = (dtype, trains and recompute, *seen)
+        key = (model, dtype, trains and recompute)
         if key not in self.known:
             tokens = self.rows_of(1).ids.shape[1]
             found = [tokens]
