@@ -166,7 +166,8 @@ class GlobalBatches:
 
 def deal(costs: Tensor, ranks: int) -> list[list[int]]:
     """Divide rows with these costs, (n,) int64, among the ranks. Returns the row indices of each rank. The
-    sums of costs are as equal as possible; the numbers of rows differ by at most one.
+    sums of costs are as equal as possible. No rank has more than ceil(n / ranks) rows; one with an expensive
+    row may have fewer.
 
     Greedy: rows are dealt from the most to the least expensive, each to the rank with the lowest sum so far.
     """
