@@ -115,7 +115,7 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
         "the wrong extension",
         "a.json",
         lines(LINE, LINE),
-        "a.json: cannot be read: JSONDecodeError: Extra data",
+        Taken("a.json: 2 rows"),
     ),
     (
         "a line that is no object",

@@ -77,6 +77,11 @@ def test_an_array_gives_its_elements(write):
     assert read_rows(file)[1] == ("rows.json row 2", ALPACA)
 
 
+def test_a_json_file_may_hold_one_object_a_line(write):
+    file = write("rows.json", f"{LINE}\n\n" + json.dumps(ALPACA))
+    assert read_rows(file) == [("rows.json row 1", GOOD), ("rows.json row 2", ALPACA)]
+
+
 def test_only_line_feeds_end_a_line(write):
     text = "a\u2028b\x85c\u2029\x0b😀\u200d\u202e"
     file = write(
@@ -148,7 +153,7 @@ def test_up_to_ten_faults_are_listed(write, tokenizer):
         ("a.jsonl", " \n\n", "a.jsonl: no rows"),
         ("a.json", "", "a.json: no rows"),
         ("a.json", " [ \n] ", "a.json: no rows"),
-        ("a.json", LINE + "\n" + LINE, "a.json: cannot be read: JSONDecodeError: Extra data"),
+        ("a.json", LINE + "\n{", "a.json: cannot be read: JSONDecodeError: Expecting"),
         ("a.json", f"[{LINE}", "a.json: cannot be read: JSONDecodeError: Expecting"),
         ("a.json", f"[{LINE}] x", "a.json: cannot be read: JSONDecodeError: Extra data"),
         ("a.json", f"[{LINE},]", "a.json: cannot be read: JSONDecodeError: Expecting"),

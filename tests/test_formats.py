@@ -56,6 +56,25 @@ def calling(**changes):
     }
 
 
+def test_turns_may_be_json_text_as_in_a_csv():
+    chat = [user(), says()]
+    for key in ("messages", "conversations"):
+        assert messages_of({key: json.dumps(chat)}) == messages_of({"messages": chat})
+    with pytest.raises(ValueError, match=r"^messages: not JSON: Expecting"):
+        messages_of({"messages": "[{'role': 'user'}]"})
+
+
+def test_padding_of_token_ids_is_left_out():
+    row = {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}
+    for labels, mask in (({}, [1, 1, 1]), ({"labels": [-100, -100, 6, 7, -100]}, [0, 1, 1])):
+        notes = Counter()
+        ((message,), _) = messages_of(row | labels, notes)
+        assert (message["content"], [*message["loss_mask"]]) == ([5, 6, 7], mask)
+        assert not notes
+    with pytest.raises(ValueError, match="^attention_mask: 1 of them for 5 input_ids"):
+        messages_of(row | {"attention_mask": [1]})
+
+
 def test_alpaca_input_may_lack():
     want = [user("Add."), says("3")]
     for row in [{}, {"input": None}, {"input": ""}, {"id": 7}, {"history": []}, {"system": ""}]:

@@ -5,7 +5,7 @@
 {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [...]}    alpaca
 {"prompt": "...", "completion": "..."}                                                        completion
 {"text": "..."}                                                                               text
-{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}                                              tokens
+{"input_ids": [5, 6, 0], "labels": [-100, 6, -100], "attention_mask": [1, 1, 0]}              tokens
 
 Rows that need another recipe or loss (pairs, labels, pictures, weights of rows) are refused. The error names
 the key that shows it.
@@ -14,6 +14,7 @@ the key that shows it.
 import json
 from collections import Counter
 from functools import partial
+from itertools import compress
 
 from ..run.errors import check
 
@@ -32,7 +33,7 @@ KNOWN = (
     "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text,"
     " input_ids (tokens)"
 )
-COLUMNS = {*FORMS, "input", "output", "system", "history", "tools", "prompt", "labels"}
+COLUMNS = {*FORMS, *"input output system history tools prompt labels attention_mask".split()}
 # further keys, of preferences.py and questions.py
 PREFERENCES = {"chosen", "rejected", "label", "kto_tag", "answer"}
 ROLES = {  # role in a row -> ours
@@ -187,13 +188,17 @@ def read_text(row: dict, notes: Counter) -> Read:
 
 
 def read_tokens(row: dict, notes: Counter) -> Read:
-    """Token ids. labels, one per id, are -100 for tokens that are not trained."""
+    """Token ids. labels, one per id, are -100 for tokens that are not trained. attention_mask, one per id, is
+    0 for padding, which is left out.
+    """
     ids = typed(row, "input_ids", list)
     labels = typed(row, "labels", list) if "labels" in row else ids
-    if len(labels) != len(ids):
-        raise ValueError(f"labels: {len(labels)} of them for {len(ids)} input_ids")
-    loss_mask = bytes(label != -100 for label in labels)
-    return [{"role": "tokens", "content": ids, "loss_mask": loss_mask}], None
+    mask = typed(row, "attention_mask", list) if "attention_mask" in row else [1] * len(ids)
+    for name, values in (("labels", labels), ("attention_mask", mask)):
+        if len(values) != len(ids):
+            raise ValueError(f"{name}: {len(values)} of them for {len(ids)} input_ids")
+    loss_mask = bytes(label != -100 for label in compress(labels, mask))
+    return [{"role": "tokens", "content": [*compress(ids, mask)], "loss_mask": loss_mask}], None
 
 
 def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
@@ -202,6 +207,8 @@ def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
     if row.get("system"):
         messages.append({"role": "system", "content": text_of(row, "system")})
     last = messages[-1]["role"] if messages else ""
+    if key in row:  # a table may hold the turns as JSON text
+        row = row | {key: parsed(row, key)}
     for i, turn in enumerate(typed(row, key, list)):
         at = f"{key}[{i}]"
         if not isinstance(turn, dict):

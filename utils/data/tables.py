@@ -37,8 +37,16 @@ def numbered(path: Path, rows: Iterator, first: int) -> Iterator:
 
 
 def rows_of_json(content: bytes) -> Iterator:
-    """The rows of a .json file: an array, one object, or an object with one list of rows, {"data": [...]}."""
-    value = json.loads(content.decode("utf-8-sig") or "[]")
+    """The rows of a .json file: an array, one object, or an object with one list of rows, {"data": [...]}.
+    Also one object a line, as in a .jsonl file.
+    """
+    text = content.decode("utf-8-sig") or "[]"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        value = [json.loads(line) for line in text.split("\n") if line.strip()]
     if isinstance(value, dict) and not form_of(value):
         lists = [rows for rows in value.values() if isinstance(rows, list)]
         value = lists[0] if len(lists) == 1 else [value]
