@@ -65,6 +65,9 @@ class LiveBytes(TorchDispatchMode):
         self.sizes = {}  # bytes of each live storage
         # bytes of a new storage, or minus those of a freed one; the name of a segment where it ends
         self.log = []
+        # Where the last block ends in the log, and its input's storage. If nothing keeps the input, it is
+        # freed a little later, but it counts as freed by the block.
+        self.block_end, self.block_input = 0, None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_grouped = func is torch.ops.aten._grouped_mm.default
@@ -86,7 +89,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _leave(self, key: int) -> None:
-        self.log.append(-self.sizes.pop(key))
+        at = len(self.log)
+        if key == self.block_input:
+            at, self.block_input = self.block_end, None
+        self.log.insert(at, -self.sizes.pop(key))
 
 
 def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
@@ -111,32 +117,21 @@ def tensors_in(values: object) -> list[torch.Tensor]:
 def trace_of_log(
     kinds: list[int],
     log: list[int | str],
-    gone: list[int],
     input_bytes: int,
     pictures: object,
     scaled=int,
 ) -> Trace:
-    """The Trace of a log. gone: bytes of each block's input, if freed after the block's end, else 0. scaled:
-    see segments_of.
-    """
+    """The Trace of a log. scaled: see segments_of."""
     segments = segments_of(log, scaled)
-    blocks = [
-        Segment(block.peak, block.rest - scaled(size))
-        for block, size in zip(segments["block"], gone, strict=True)
-    ]
-    # The input of the last block is freed in the segment of the loss.
-    last = scaled(gone[-1])
-    peak, rest = segments["loss"][0]
-    loss = Segment(peak + last, rest + last)
     backward = [*segments["back"], segments["end"][0]]
-    if len(backward) < len(blocks) + 2:
+    if len(backward) < len(segments["block"]) + 2:
         # Nothing trains before the blocks, so the backward ends with that of the first one.
         backward.append(Segment(0, 0))
     return Trace(
         kinds=kinds,
         embedding=segments["to block"][0],
-        blocks=blocks,
-        loss=loss,
+        blocks=segments["block"],
+        loss=segments["loss"][0],
         loss_back=backward[0],
         blocks_back=backward[-2:0:-1],
         embedding_back=backward[-1],
@@ -168,9 +163,6 @@ def record_step(
     kinds, firsts = kinds_of(layers, apart)
     repeats = [layer for layer in layers if layer not in firsts]
     live, traced = LiveBytes(), None
-    # If nothing keeps the input of a block, it is freed, but only after the end of the block is marked.
-    inputs: list[tuple] = []  # by block: a weak reference to its input's storage, and the bytes
-    gone: list[int] = []  # bytes of the inputs that were freed
     with ExitStack() as stack:
         if repeats_keys:
             from ..model.attention import repeat_grouped_keys
@@ -194,7 +186,7 @@ def record_step(
         for layer in repeats:
             stack.enter_context(patch.object(layer, "forward", pass_over))
         for layer in firsts:
-            marked = mark_block(layer, live, inputs, gone)
+            marked = mark_block(layer, live, layer is firsts[0])
             stack.enter_context(patch.object(layer, "forward", marked))
         head = model.get_output_embeddings()
         stack.enter_context(patch.object(loss, "chunk_slices", few_chunks))
@@ -206,7 +198,7 @@ def record_step(
             hidden = traced.hidden(ids)
         else:
             hidden = backbone(model)(ids, use_cache=False).last_hidden_state
-        gone.append(gone_bytes(inputs))  # the last block's input is freed before the loss
+        live.block_input = None  # the backward needs it, if it is alive
         if hasattr(head, "chunk_tokens"):
             total = head(hidden.flatten(0, 1).index_select(0, places), places)
         else:  # the scores of a pair
@@ -217,7 +209,7 @@ def record_step(
         total.backward()
         live.log.append("end")
         del total
-    return partial(trace_of_log, kinds, live.log, gone, input_bytes, traced)
+    return partial(trace_of_log, kinds, live.log, input_bytes, traced)
 
 
 @contextmanager
@@ -278,9 +270,9 @@ def pass_over(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     return hidden_states
 
 
-def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> Callable:
+def mark_block(layer: nn.Module, live: LiveBytes, is_first: bool) -> Callable:
     """A forward that logs where the block begins and ends and where its backward begins; for the first block
-    also where its backward ends. It appends to inputs and gone, see record_step.
+    also where its backward ends.
     """
     forward = layer.forward
 
@@ -291,25 +283,17 @@ def mark_block(layer: nn.Module, live: LiveBytes, inputs: list, gone: list) -> C
         layer.forward = forward  # a second call is the recomputation in the backward
         live.log.append("to block")
         hidden = args[0] if args else kwargs["hidden_states"]
-        if inputs:
-            gone.append(gone_bytes(inputs))
-        elif hidden.requires_grad:
+        if is_first and hidden.requires_grad:
             hidden.register_hook(mark_backward)
-        storage = hidden.untyped_storage()
-        inputs.append((weakref.ref(storage), live.sizes.get(storage._cdata, 0)))
+        key = hidden.untyped_storage()._cdata
         output = forward(*args, **kwargs)
+        live.block_end, live.block_input = len(live.log), key
         live.log.append("block")
         hidden = output[0] if isinstance(output, tuple) else output
         hidden.register_hook(mark_backward)
         return output
 
     return marked
-
-
-def gone_bytes(inputs: list[tuple]) -> int:
-    """Bytes of the last block's input if it has been freed, else 0."""
-    storage, size = inputs[-1]
-    return size if storage() is None else 0
 
 
 def parameters_in(
