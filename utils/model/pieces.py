@@ -1,6 +1,5 @@
 """Tensors of a checkpoint as boxes of parameters: which part this rank holds, and its place in a file."""
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -130,23 +129,16 @@ def is_writer(parameter: torch.Tensor, world: World) -> bool:
 
 
 def runs(
-    box: torch.Tensor, rows: Box, shape: tuple[int, ...], most: int = 2**62
+    rows: torch.Tensor, box: Box, shape: tuple[int, ...], most: int = 2**62
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut `box`, a part of a row-major tensor of this `shape`, into contiguous runs of at most `most`
-    elements: (index of the first element in the tensor, values). rows: where the box is in the tensor.
+    """Cut `rows`, some rows of a row-major tensor of this `shape`, into runs of at most `most` elements:
+    (index of the first element in the tensor, values). box: where the rows are in the tensor.
     """
-    last_cut = 0  # the last dim of which the box holds only a part
-    for dim, length in enumerate(shape):
-        if rows[dim] != slice(0, length):
-            last_cut = dim
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    box_begin = sum(row.start * stride for row, stride in zip(rows, strides, strict=True))
-    outer_dims = [range(length) for length in box.shape[:last_cut]]
-    for index in itertools.product(*outer_dims):
-        offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
-        values = box[index].view(-1)
-        for start in range(0, len(values), most):
-            yield box_begin + offset + start, values[start : start + most]
+    assert rows.shape[1:] == shape[1:], f"{list(rows.shape)} are no rows of {list(shape)}"
+    begin = box[0].start * math.prod(shape[1:]) if box else 0
+    values = rows.view(-1)
+    for start in range(0, len(values), most):
+        yield begin + start, values[start : start + most]
 
 
 def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> int:

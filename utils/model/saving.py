@@ -127,11 +127,10 @@ def local_parts(state: dict[str, torch.Tensor], world: World, piece: Piece) -> I
     if boxes is None or not is_writer(parameter, world):
         return
     in_shard, in_piece = boxes
-    box, shape = local(parameter)[in_shard], piece.shape
+    rows, shape = local(parameter)[in_shard], piece.shape
     if piece.transposed:
-        box, in_piece = box.mT.contiguous(), (in_piece[0], in_piece[2], in_piece[1])
-        shape = piece.info.shape
-    yield from runs(box, in_piece, shape, CHUNK)
+        rows, shape = rows.mT.contiguous(), piece.info.shape
+    yield from runs(rows, in_piece, shape, CHUNK)
 
 
 def chunks_of(
