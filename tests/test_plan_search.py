@@ -18,7 +18,7 @@ from utils.model.loading import build_model
 from utils.model.options import Lora, Quant
 from utils.plan import trace
 from utils.plan.need import Room, bytes_missing, cached_record, need_of
-from utils.plan.search import largest_batch, longest_row, most
+from utils.plan.search import largest_batch, longest_row
 from utils.plan.states import Setting, planned_model
 from utils.run.units import GIB
 
@@ -172,10 +172,10 @@ def test_the_parts_of_the_loss_that_are_traced_peak_as_all_do(part, whole, monke
         assert few == every, tokens
 
 
-@pytest.mark.parametrize("limit", [0, 1, 9, 10, 11, 499, 60000])
-def test_the_largest_number_is_found_wherever_the_search_begins(limit):
-    def missing(number: int) -> float:
-        return (number - limit) * (1 + max(0, number - 300))
-
-    for first in (1, 10, 500, 2**14):
-        assert 0.98 * limit <= most(missing, first) <= limit
+@pytest.mark.parametrize("limit", [1, 9, 10, 11, 499, 6000])
+def test_as_many_rows_are_found_as_fit_to_one_per_cent(limit):
+    setting = of_tiny("llama", 4096)
+    scaled = plan.scaled_of(setting)
+    needed = need_of(replace(scaled, batch_size=limit, rows=limit)).device
+    assert 0.98 * limit <= largest_batch(scaled, Room(needed, 2**60, "")) <= limit
+    assert limit > 1 or not largest_batch(scaled, Room(needed - 1, 2**60, ""))

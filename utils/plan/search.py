@@ -1,7 +1,6 @@
 """The settings that fit: for --fit, for a refusal, and for the tables of plan.py."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
@@ -31,13 +30,16 @@ def levers_of(setting: Setting) -> dict[str, object]:
     return {flag: attrgetter(attribute)(setting) for flag, attribute in LEVERS.items()}
 
 
+def changes(before: Setting, after: Setting) -> dict[str, object]:
+    """The new values of the flags that differ between two settings."""
+    old = levers_of(before)
+    return {flag: value for flag, value in levers_of(after).items() if value != old[flag]}
+
+
 def flags_between(before: Setting, after: Setting) -> str:
     """The flags that lead from one setting to another, as they are typed."""
     words = []
-    old = levers_of(before)
-    for name, value in levers_of(after).items():
-        if value == old[name]:
-            continue
+    for name, value in changes(before, after).items():
         text = str(value).lower() if isinstance(value, bool) else value
         words.append(f"--{name}" if value is True else f"--{name} {text}")
     return " ".join(words)
@@ -106,14 +108,10 @@ def fastest(
 
 def smallest_change(setting: Setting, room: Room) -> Setting | None:
     """The setting that fits and changes the fewest flags. The method changes only if nothing else fits."""
-    before = levers_of(setting)
-
-    def changes(other: Setting) -> int:
-        return sum(value != before[name] for name, value in levers_of(other).items())
-
     others = itertools.chain.from_iterable(map(ways, methods(setting)[1:]))
     for candidates in (ways(setting), others):
-        if found := first_that_fits(sorted(candidates, key=changes), room):
+        fewest_first = sorted(candidates, key=lambda other: len(changes(setting, other)))
+        if found := first_that_fits(fewest_first, room):
             return found
     return None
 
@@ -131,56 +129,38 @@ def more_memory(setting: Setting) -> str:
 
 def largest_batch(setting: Setting, room: Room) -> int:
     """The most rows of a micro-batch that fit, to 1 % or one row; 0 if not even one fits."""
-
-    def missing(rows: int) -> float:
-        more = replace(setting, batch_size=rows, rows=rows * setting.grad_accum)
-        return bytes_missing(more, need_of(more), room)
-
-    return most(missing, setting.batch_size)
+    return most(
+        lambda rows: replace(setting, batch_size=rows, rows=rows * setting.grad_accum), room
+    )
 
 
 def longest_row(setting: Setting, room: Room) -> int:
     """The longest row that fits in a micro-batch of one row, in steps of 64 tokens and to 1
     %; 0 if none fits.
     """
-
-    def missing(steps: int) -> float:
-        longer = replace(
-            setting, batch_size=1, rows=setting.grad_accum, seq_len=TOKENS_STEP * steps
-        )
-        return bytes_missing(longer, need_of(longer), room)
-
-    steps = max(1, setting.seq_len // TOKENS_STEP)
-    return TOKENS_STEP * most(missing, steps)
+    one_row = replace(setting, batch_size=1, rows=setting.grad_accum)
+    return TOKENS_STEP * most(lambda steps: replace(one_row, seq_len=TOKENS_STEP * steps), room)
 
 
-def most(missing: Callable[[int], float], first: int) -> int:
-    """The largest number up to MOST that fits, to 1 %, and never one that does not fit; 0 if none fits.
-
-    missing: the bytes that a number lacks; they grow with the number. first: the first number to try. The
-    next one lies on a straight line through the last two (secant method). If that makes no progress, or after
-    six numbers, the interval is halved (bisection).
+def most(setting_of: Callable[[int], Setting], room: Room) -> int:
+    """The largest size up to MOST with which a setting fits, to 1 %, and never one with which it does not; 0
+    if none fits. Sizes above twice the result are not tried: some models take long to trace.
     """
-    found = {first: missing(first)}
-    last, number = (1, first) if found[first] > 0 else (first, 2 * first)
-    for n in {last, number} - {first}:
-        found[n] = missing(n)
-    if found.get(1, 0) > 0:
-        return 0
-    while True:
-        low = max((n for n, size in found.items() if size <= 0), default=0)
-        high = min((n for n, size in found.items() if size > 0), default=MOST)
-        slope = (found[number] - found[last]) / (number - last)
-        guess = (low + high) // 2
-        if len(found) <= 6 and slope > 0:
-            guess = math.floor(number - found[number] / slope)
-            guess = min(max(guess, low), high - 1)
-        if guess <= low * 1.01 and 2 * low < high < MOST:
-            guess = (low + high) // 2
-        if guess <= low * 1.01:
-            return low
-        last, number = number, guess
-        found[guess] = missing(guess)
+
+    def fits(size: int) -> bool:
+        setting = setting_of(size)
+        return bytes_missing(setting, need_of(setting), room) <= 0
+
+    low, high = 0, 1
+    while high <= MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low / 100):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def fit_levers(
@@ -194,10 +174,8 @@ def fit_levers(
         wider = "" if any_method else ", --fit any"
         fix = f"{more_memory(setting)}{wider}, a smaller --seq_len"
         raise ConfigError(f"--fit: nothing fits in {room.text} (fix: {fix})")
-    before = levers_of(setting)
-    chosen = {name: value for name, value in levers_of(best).items() if value != before[name]}
     rows = best.batch_size * best.grad_accum
-    chosen |= {"batch_size": best.batch_size, "grad_accum": 0}
+    chosen = changes(setting, best) | {"batch_size": best.batch_size, "grad_accum": 0}
     chosen["global_batch_size"] = rows * setting.shards * setting.replicate
     return best, chosen, f"fitted    {flags_between(setting, best) or 'nothing had to change'}"
 
