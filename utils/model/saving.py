@@ -67,9 +67,21 @@ def save_model(
 
     def prepare(temp: Path) -> None:
         check_replaceable(out, source)
+        config = copy.deepcopy(model.config)
+        # fully_shard renames the class.
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
         floating = [p.info.dtype for p in pieces if p.info.dtype.is_floating_point]
-        _write_configs(temp, model, save_dtype or mode(floating), eos_ids, source)
-        _write_companions(temp, tokenizer, source)
+        config.dtype = save_dtype or mode(floating)
+        # Not save_pretrained, which validates the config and may refuse it, after the training.
+        config.to_json_file(temp / "config.json")
+        write_json(temp / GENERATION, generation_config(model, source, eos_ids))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temp)
+        for pattern in COMPANIONS:
+            for path in source.glob(pattern):
+                target = temp / path.name
+                if not target.exists():
+                    shutil.copyfile(file_inside(source, path.name), target)
 
     layout = lay_out(pieces, save_dtype)
     save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
@@ -199,22 +211,6 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
     return total_bytes
 
 
-def _write_configs(
-    temp: Path,
-    model: torch.nn.Module,
-    dtype: torch.dtype,
-    eos_ids: Iterable[int],
-    source: Path,
-) -> None:
-    config = copy.deepcopy(model.config)
-    # fully_shard renames the class.
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.dtype = dtype
-    # Not save_pretrained, which validates the config and may refuse it, after the training.
-    config.to_json_file(temp / "config.json")
-    write_json(temp / GENERATION, generation_config(model, source, eos_ids))
-
-
 def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[int]) -> dict:
     """The generation config of the source, because published sampling settings do not always pass
     transformers' check on saving. Without one, the model's own. In it `eos_ids` also end an answer.
@@ -227,17 +223,6 @@ def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[in
     own = settings.get("eos_token_id")
     own = own if isinstance(own, list) else [own]
     return settings | {"eos_token_id": sorted({*own, *eos_ids} - {None}) or None}
-
-
-def _write_companions(temp: Path, tokenizer, source: Path) -> None:
-    """The tokenizer, and those files of the source that belong to the model."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(temp)
-    for pattern in COMPANIONS:
-        for path in source.glob(pattern):
-            target = temp / path.name
-            if not target.exists():
-                shutil.copyfile(file_inside(source, path.name), target)
 
 
 def write_json(file: Path, value: dict) -> None:
