@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.lora import add_adapters, base_names, cast_frozen, init_lora, save_adapter
+from utils.model.lora import add_adapters, base_names, freeze_base, init_lora, save_adapter
 from utils.model.options import Lora, Quant
 from utils.model.quantize import quantize_linears
 from utils.run.distributed import ALONE, init_distributed
@@ -105,7 +105,7 @@ def step(model_type: str, folder: Path, kind: str, plain: torch.Tensor) -> None:
     config = add_adapters(model, Lora(4, 8))
     if kind != "16bit":
         quantize_linears(model, Quant(kind), torch.float32)
-    cast_frozen(model, torch.float32)
+    freeze_base(model, Quant(), torch.float32)
     load_pieces(model, pieces, world.device, names=base_names(model))
     init_lora(model, seed=3)
     fresh = logits_of(model.eval())

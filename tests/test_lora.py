@@ -25,7 +25,7 @@ from utils.model.lora import (
     adapters_off,
     add_adapters,
     base_names,
-    cast_frozen,
+    freeze_base,
     init_lora,
     inject,
     load_adapter,
@@ -59,7 +59,7 @@ def build(folder, case, kind="", adapter=None):
     config = add_adapters(model, lora)
     if kind:
         quantize_linears(model, Quant(kind), torch.float32)
-    cast_frozen(model, torch.float32)
+    freeze_base(model, Quant(), torch.float32)
     return model, pieces, config
 
 
@@ -343,7 +343,7 @@ def test_only_adapters_train_in_fp32_and_the_rest_is_stored_in_the_compute_dtype
     model = meta()
     add_adapters(model, Lora(4, 8, "q_proj", modules_to_save="lm_head"))
     quantize_linears(model, Quant("8bit"), torch.bfloat16)
-    cast_frozen(model, torch.bfloat16)
+    freeze_base(model, Quant(), torch.bfloat16)
     dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
     frozen = {(False, dtype) for dtype in (torch.bfloat16, torch.int8, torch.int32)}
     assert dtypes == {(True, torch.float32), *frozen}

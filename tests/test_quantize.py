@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.lora import add_adapters, base_names, cast_frozen, load_adapter
+from utils.model.lora import add_adapters, base_names, freeze_base, load_adapter
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.quantize import (
     Int8Linear,
@@ -335,7 +335,7 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     pieces = plan_pieces(model, open_weights(folder), folder)
     add_adapters(model, Lora(adapter=str(adapter)))
     quantize_linears(model, Quant(kind), dtype)
-    cast_frozen(model, dtype)
+    freeze_base(model, Quant(), dtype)
     if lever == "recompute":
         recompute_activations(model, "full")
     if lever == "compile":

@@ -132,14 +132,14 @@ def _ours(
     model = build_model(config, torch.bfloat16)
     lora, _, kind = name.partition("_")
     if lora == "lora":
-        from utils.model.lora import add_adapters, cast_frozen, init_lora
+        from utils.model.lora import add_adapters, freeze_base, init_lora
         from utils.model.options import Lora, Quant
         from utils.model.quantize import quantize_linears
 
         add_adapters(model, Lora(16, 32))
         if kind:
             quantize_linears(model, Quant(kind), torch.bfloat16)
-        cast_frozen(model, torch.bfloat16)
+        freeze_base(model, Quant(), torch.bfloat16)
     add_chunked_loss(model)
     recompute = "full" if offload else name
     if recompute in ("selective", "full"):

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.lora import add_adapters, base_names, cast_frozen, init_lora
+from utils.model.lora import add_adapters, base_names, freeze_base, init_lora
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.quantize import KINDS, quantize_linears
@@ -74,7 +74,7 @@ def contend(worker: Worker) -> dict[str, float]:
     add_adapters(model, Lora(4, 8))
     if kind in KINDS:
         quantize_linears(model, Quant(kind), torch.bfloat16)
-    cast_frozen(model, torch.bfloat16)
+    freeze_base(model, Quant(), torch.bfloat16)
     names = base_names(model)
     add_chunked_loss(model)
     shard_model(model, build_mesh(world), torch.bfloat16)

@@ -146,20 +146,15 @@ def is_of_text(folder: Path) -> bool:
     return any(name.startswith(f"{PREFIX}model.layers.") for name in names)
 
 
-def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
-    """Quantize the frozen linear layers, if asked, and cast all other parameters, see cast_frozen."""
-    quantized = quantize_linears(model, quant, dtype) if quant else None
-    cast_frozen(model, dtype)
-    return quantized
-
-
 @torch.no_grad()
-def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast trainable parameters to fp32 and frozen ones to `dtype`, that of the computation. Quantized codes
-    stay as they are.
+def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
+    """Quantize the frozen linear layers, if asked. Cast trainable parameters to fp32 and frozen ones to
+    `dtype`, that of the computation; quantized codes stay as they are.
     """
+    quantized = quantize_linears(model, quant, dtype) if quant else None
     for parameter in filter(torch.is_floating_point, model.parameters()):
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+    return quantized
 
 
 def base_names(model: nn.Module) -> dict[str, list[str]]:
