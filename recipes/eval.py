@@ -196,7 +196,7 @@ def main(cfg: Config) -> Path:
     if lacks_grouped_kernels(world.device, DTYPES[dtype]):
         from utils.model.attention import repeat_grouped_keys
 
-        repeat_grouped_keys(True)
+        repeat_grouped_keys()
 
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")

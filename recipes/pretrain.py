@@ -346,7 +346,7 @@ def main(cfg: Config) -> Path:
     if setting.repeats_keys:
         from utils.model.attention import repeat_grouped_keys
 
-        repeat_grouped_keys(True)
+        repeat_grouped_keys()
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:

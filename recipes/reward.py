@@ -329,7 +329,7 @@ def main(cfg: Config) -> Path:
     if setting.repeats_keys:
         from utils.model.attention import repeat_grouped_keys
 
-        repeat_grouped_keys(True)
+        repeat_grouped_keys()
     names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter

@@ -81,19 +81,26 @@ def test_ranks_may_each_see_one_gpu_but_not_the_same():
         assert said == "ranks 0 and 1 have one GPU, GPU-1 (fix: fewer --nproc_per_node)"
 
 
-def test_repeated_keys_give_the_logits_and_gradients_of_grouped_heads():
+@pytest.fixture
+def own_choice(monkeypatch):
+    """Undoes repeat_grouped_keys after the test."""
+    choice = sdpa_attention.use_gqa_in_sdpa
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", choice)
+    return choice
+
+
+def test_repeated_keys_give_the_logits_and_gradients_of_grouped_heads(own_choice):
     model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2)
     ids = torch.arange(24).reshape(2, 12)
     packed = torch.arange(6).repeat(2, 2)  # a mask keeps two documents of a row apart
     for positions in (None, packed):
         both = []
         for repeat in (False, True):
-            repeat_grouped_keys(repeat)
-            try:
-                logits = model(ids, position_ids=positions, use_cache=False).logits
-                grads = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
-            finally:
-                repeat_grouped_keys(False)
+            sdpa_attention.use_gqa_in_sdpa = own_choice
+            if repeat:
+                repeat_grouped_keys()
+            logits = model(ids, position_ids=positions, use_cache=False).logits
+            grads = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
             both.append([logits, *grads])
         for grouped, repeated in zip(*both, strict=True):
             torch.testing.assert_close(repeated, grouped, rtol=1e-5, atol=1e-6)
@@ -106,7 +113,7 @@ def test_a_cpu_has_a_kernel_for_grouped_heads(dtype):
 
 @pytest.mark.parametrize("recipe", [evaluate, generate])
 def test_a_model_that_serves_has_no_groups_either_where_they_have_no_kernel(
-    recipe, monkeypatch, tmp_path
+    recipe, own_choice, monkeypatch, tmp_path
 ):
     """The one that keeps fp32 probabilities (B, H, T, T) is in no plan."""
     monkeypatch.setattr(recipe, "lacks_grouped_kernels", lambda *about: True)
@@ -119,11 +126,8 @@ def test_a_model_that_serves_has_no_groups_either_where_they_have_no_kernel(
         flags |= {"max_rows": 1, "output_dir": str(tmp_path / "out")}
     keys = torch.zeros(1, 2, 3, 4)
     assert sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
-    try:
-        recipe.main(recipe.Config(**flags))
-        assert not sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
-    finally:
-        repeat_grouped_keys(False)
+    recipe.main(recipe.Config(**flags))
+    assert not sdpa_attention.use_gqa_in_sdpa(None, keys, keys)
 
 
 @pytest.mark.parametrize("recipe", [evaluate, generate, grpo])

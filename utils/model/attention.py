@@ -22,7 +22,6 @@ from .sharding import lacks_grouped_kernels, reshard
 BLOCK = r'"\w*(?:window|chunk|block)\w*": (\d+)'  # fields of a config in JSON
 # If torch's varlen_attn accepts fewer heads of keys and values than of queries, as in 2.12.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-USE_GQA = sdpa_attention.use_gqa_in_sdpa
 # Config fields that, if set, require more than causal attention with a window.
 NOT_IN_VARLEN = ("attn_logit_softcapping", "attention_chunk_size", "attention_dropout")
 # The first two do not pass the documents on to attention, the others apply their windows in masks only.
@@ -30,11 +29,9 @@ NEED_MASKS = ("nemotron", "stablelm", "phimoe", "qwen2_moe")
 LONGEST = 1024  # most tokens of a document in check_packing, for speed, even if a block is longer
 
 
-def repeat_grouped_keys(repeat: bool) -> None:
-    """Make transformers' sdpa repeat keys and values, so that heads are not grouped;
-    False: its own choice.
-    """
-    sdpa_attention.use_gqa_in_sdpa = (lambda *tensors: False) if repeat else USE_GQA
+def repeat_grouped_keys() -> None:
+    """Make transformers' sdpa repeat keys and values, so that heads are not grouped."""
+    sdpa_attention.use_gqa_in_sdpa = lambda *tensors: False
 
 
 def attend_documents(

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations import sdpa_attention
 from transformers.utils import import_utils
 
 from ..model import loss
@@ -165,10 +166,8 @@ def record_step(
     live, traced = LiveBytes(), None
     with ExitStack() as stack:
         if repeats_keys:
-            from ..model.attention import repeat_grouped_keys
-
-            repeat_grouped_keys(True)
-            stack.callback(repeat_grouped_keys, False)
+            no_groups = patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False)
+            stack.enter_context(no_groups)
         if not packed:
             stack.enter_context(documents_by(one_document))  # positions have no values here
         if recompute != "none":
