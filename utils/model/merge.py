@@ -81,10 +81,9 @@ def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
     """A tensor of the checkpoint with the adapter merged into it, in its own dtype and shape."""
     info = piece.info
     if piece.param in merge.own:
-        box = []
-        for first, length in zip(piece.at, piece.shape, strict=True):
-            box.append(slice(first, first + length))
-        part = merge.own[piece.param][tuple(box)]
+        dims = zip(piece.at, piece.shape, strict=True)
+        box = tuple(slice(first, first + length) for first, length in dims)
+        part = merge.own[piece.param][box]
         value = part.reshape(info.shape).to(info.dtype, copy=True)
     else:
         value = torch.empty(info.shape, dtype=info.dtype)
@@ -100,19 +99,13 @@ def merge_into(layer: LoraLayer, name: str, value: torch.Tensor) -> torch.Tensor
 
     peft's merge needs all parameters of the base layer: the others, such as a bias, are set to zeros.
     """
-    base = layer.get_base_layer()
-    names = [n for n, _ in base.named_parameters()]
-    for other in names:
-        if other != name:
-            zeros = torch.zeros_like(getattr(base, other), device="cpu")
-            setattr(base, other, nn.Parameter(zeros, requires_grad=False))
-    setattr(base, name, nn.Parameter(value, requires_grad=False))
+    base = layer.get_base_layer().to_empty(device="cpu")
+    for other, parameter in base.named_parameters():
+        parameter.data = value if other == name else torch.zeros_like(parameter)
     layer.merge()
-    merged = getattr(base, name).data
+    merged = base.get_parameter(name).data
     layer.merged_adapters.clear()
-    for used in names:  # back to meta: only one weight is in memory at a time
-        empty = getattr(base, used).to("meta")
-        setattr(base, used, nn.Parameter(empty, requires_grad=False))
+    base.to("meta")  # only one weight is in memory at a time
     return merged
 
 
