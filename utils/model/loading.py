@@ -231,11 +231,8 @@ def load_pieces(
             for piece in group:
                 for name in (names or {}).get(piece.param, [piece.param]):
                     module = model.get_submodule(name.rpartition(".")[0])
-                    if hasattr(module, "copy_rows") and name.endswith(".weight"):
-                        from .quantize import load_rows
-
-                        read = partial(read_elements, file, piece)
-                        load_rows(read, piece, state[name], module, device)
+                    if hasattr(module, "load_rows") and name.endswith(".weight"):
+                        module.load_rows(partial(read_elements, file, piece), piece, device)
                     else:
                         _load_piece(file, piece, state[name], filled, staging)
     _fill_buffers(model, state.values())

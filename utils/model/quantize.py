@@ -94,6 +94,22 @@ class QuantizedLinear(nn.Module):
         local(self.weight)[first:last].copy_(codes)
         local(self.scale)[first:last].copy_(scale.view(torch.int32))
 
+    def load_rows(self, read: Callable, piece: Piece, device: torch.device) -> None:
+        """Read this rank's rows of a piece, some MiB at a time, and quantize them.
+
+        read(first, into) reads elements of the piece in full precision.
+        """
+        box = local_box(self.weight, replace(piece, shape=(piece.shape[0], *self.weight.shape[1:])))
+        if box is None:
+            return
+        (mine, *_), (rows, *_) = box
+        width = math.prod(piece.shape[1:])
+        step = max(1, ELEMENTS // width)
+        for start in range(rows.start, rows.stop, step):
+            part = torch.empty(min(step, rows.stop - start), width, dtype=piece.info.dtype)
+            read(start * width, part.view(-1))
+            self.copy_rows(mine.start + start - rows.start, part.to(device), piece.name)
+
 
 class Int8Linear(QuantizedLinear):
     """weight int8 (out, in), scale (out,): the largest absolute value of a row is code 127.
@@ -227,26 +243,6 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
     why = f"{type(model).__name__} has no linear layer that can be: {'; '.join(left)}"
     check(layers, f"--quantization {kind}: {why} (fix: --quantization none)")
     return Quantized(kind, layers, dict(left), 2 * experts, experts / sum(frozen.values()))
-
-
-def load_rows(
-    read: Callable, piece: Piece, codes: torch.Tensor, module: QuantizedLinear, device: torch.device
-) -> None:
-    """Read this rank's rows of a piece, some MiB at a time, and quantize them into `module`.
-
-    read(first, into) reads elements of the piece in full precision. codes: the module's weight, (out, bytes),
-    perhaps sharded.
-    """
-    box = local_box(codes, replace(piece, shape=(piece.shape[0], *codes.shape[1:])))
-    if box is None:
-        return
-    (mine, *_), (rows, *_) = box
-    width = math.prod(piece.shape[1:])
-    step = max(1, ELEMENTS // width)
-    for start in range(rows.start, rows.stop, step):
-        part = torch.empty(min(step, rows.stop - start), width, dtype=piece.info.dtype)
-        read(start * width, part.view(-1))
-        module.copy_rows(mine.start + start - rows.start, part.to(device), piece.name)
 
 
 def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
