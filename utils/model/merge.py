@@ -99,9 +99,10 @@ def merge_into(layer: LoraLayer, name: str, value: torch.Tensor) -> torch.Tensor
 
     peft's merge needs all parameters of the base layer: the others, such as a bias, are set to zeros.
     """
-    base = layer.get_base_layer().to_empty(device="cpu")
-    for other, parameter in base.named_parameters():
-        parameter.data = value if other == name else torch.zeros_like(parameter)
+    base = layer.get_base_layer()
+    for other, parameter in list(base.named_parameters()):
+        used = value if other == name else torch.zeros_like(parameter, device="cpu")
+        setattr(base, other, nn.Parameter(used, requires_grad=False))
     layer.merge()
     merged = base.get_parameter(name).data
     layer.merged_adapters.clear()
