@@ -203,8 +203,6 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList) and len(m)]
     check(lists, f"{type(model).__name__} has no list of layers to shard by")
-    if len(lists) == 1:  # a plan asks for it often
-        return lists[0]
     return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
 
