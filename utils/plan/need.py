@@ -84,25 +84,17 @@ class Room(NamedTuple):
 cached_record = lru_cache(maxsize=256)(record_step)
 
 
-class Sizes(NamedTuple):
-    """Sizes that do not depend on the rows. stored: bytes of all weights, unsharded, in their own dtypes."""
-
-    states: States
-    units: tuple
-    stored: int
-    pinned: int  # bytes of the states if they are on the host
-
-
 @lru_cache(maxsize=256)
-def sizes_of(setting: Setting) -> Sizes:
-    """setting: reduced to at most two rows of one token and to defaults where they do not change the sizes,
-    so that more settings share a cache entry.
+def sizes_of(setting: Setting) -> tuple[States, tuple]:
+    """(the states, the units of units_of), which do not depend on the rows.
+
+    setting: reduced to at most two rows of one token and to defaults where they do not change the sizes, so
+    that more settings share a cache entry.
     """
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
     states = replace(states, weights=states.weights + setting.frozen_bytes)
-    stored = sum(p.nbytes for p in model.parameters())
-    return Sizes(states, units_of(model, setting), stored, pinned(model, states, setting.shards))
+    return states, units_of(model, setting)
 
 
 def trace_of(setting: Setting) -> Trace:
@@ -121,9 +113,10 @@ def trace_of(setting: Setting) -> Trace:
             setting.pictures,
         )(scaled=scaled)
 
-    if not setting.scaling:
-        return traced(setting.batch_size, setting.seq_len)
-    trace = setting.scaling(traced, setting.batch_size, setting.seq_len)
+    if setting.scaling:
+        trace = setting.scaling(traced, setting.batch_size, setting.seq_len)
+    else:
+        trace = traced(setting.batch_size, setting.seq_len)
     if setting.pictures:
         _, before = setting.pictures.trace(
             planned_model(setting),
@@ -141,7 +134,7 @@ def need_of(setting: Setting) -> Need:
     if not setting.gpu:
         # on a CPU the device is the host
         setting = replace(setting, cpu_offload=False, activation_offload=False)
-    sizes = sizes_of(
+    states, units = sizes_of(
         replace(
             setting,
             batch_size=1,
@@ -155,13 +148,17 @@ def need_of(setting: Setting) -> Need:
     peak, why, inputs = None, "", 0
     try:
         trace = trace_of(setting)
-        peak = step_peak(sizes.units, sizes.states, setting, trace)
+        peak = step_peak(units, states, setting, trace)
         if setting.activation_offload:
             inputs = len(trace.kinds) * pinned_bytes(trace.input_bytes)
     except Exception as error:  # a model is someone else's program
         why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
-    copy = sizes.states.gradients + sizes.states.optimizer if setting.async_save else 0
-    acts = need_by_act(setting, sizes, peak)
+    copy = states.gradients + states.optimizer if setting.async_save else 0
+    model = planned_model(setting)
+    stored = 0  # bytes of all weights, unsharded, in their own dtypes
+    if not setting.low_cpu_fsdp:
+        stored = sum(p.nbytes for p in model.parameters())
+    acts = need_by_act(setting, states, units, peak, 0 if setting.gpu else stored)
     if not setting.gpu:
         acts |= {"train": acts["train"] + copy, "save": acts["save"] + copy}
     train = acts["train"]
@@ -171,34 +168,30 @@ def need_of(setting: Setting) -> Need:
     ranks = setting.shards * setting.replicate
     must = must_be_there(alive, ranks, setting.gpu)
     if not setting.gpu:
-        return Need(sizes.states, peak, why, must, must, must, acts)
+        return Need(states, peak, why, must, must, must, acts)
     pools = max(alive, sum(peak.pools.values()) if peak else 0)
-    steady = 0 if setting.cpu_offload else sizes.states.weights + sizes.states.optimizer
+    steady = 0 if setting.cpu_offload else states.weights + states.optimizer
     comfortable = max(must, comfortable_of(pools, steady))
-    host = PROCESS_BYTES + copy + inputs
+    host = PROCESS_BYTES + copy + inputs + stored
     if setting.cpu_offload:
-        host += sizes.pinned + setting.frozen_bytes
-    if not setting.low_cpu_fsdp:
-        host += sizes.stored
-    return Need(sizes.states, peak, why, must, comfortable, host, acts)
+        host += pinned(model, states, setting.shards) + setting.frozen_bytes
+    return Need(states, peak, why, must, comfortable, host, acts)
 
 
-def need_by_act(setting: Setting, sizes: Sizes, peak: Peak | None) -> dict[str, int]:
-    """Peak bytes on the device by act, without any reserve."""
-    states = sizes.states
-    if setting.cpu_offload:
-        states = States(0, 0, 0)
-    load = states.weights + LOAD_BYTES
-    if not setting.low_cpu_fsdp and not setting.gpu:
-        load += sizes.stored
+def need_by_act(
+    setting: Setting, states: States, units: tuple, peak: Peak | None, stored: int
+) -> dict[str, int]:
+    """Peak bytes on the device by act, without any reserve. stored: bytes of whole weights on the device."""
+    live = States(0, 0, 0) if setting.cpu_offload else states
+    load = live.weights + LOAD_BYTES + stored
     head = planned_model(setting).get_output_embeddings()
     checks_loss = not (setting.kind == "scores" or hasattr(head, "base_layer"))
     if checks_loss and head.weight.is_floating_point():
-        load = max(load, check_peak(sizes.units, sizes.states, setting))
+        load = max(load, check_peak(units, states, setting))
     return {
         "load": load,
-        "train": peak.total if peak else states.total,
-        "save": states.weights + states.optimizer + SAVE_BYTES,
+        "train": peak.total if peak else live.total,
+        "save": live.weights + live.optimizer + SAVE_BYTES,
     }
 
 

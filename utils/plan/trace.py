@@ -119,7 +119,6 @@ def trace_of_log(
     kinds: list[int],
     log: list[int | str],
     input_bytes: int,
-    pictures: object,
     scaled=int,
 ) -> Trace:
     """The Trace of a log. scaled: see segments_of."""
@@ -137,7 +136,6 @@ def trace_of_log(
         blocks_back=backward[-2:0:-1],
         embedding_back=backward[-1],
         input_bytes=scaled(input_bytes),
-        pictures=pictures,
     )
 
 
@@ -208,7 +206,7 @@ def record_step(
         total.backward()
         live.log.append("end")
         del total
-    return partial(trace_of_log, kinds, live.log, input_bytes, traced)
+    return partial(trace_of_log, kinds, live.log, input_bytes)
 
 
 @contextmanager
