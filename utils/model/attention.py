@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
-from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from ..run.errors import check, others_code
 from ..run.units import IGNORE
@@ -54,9 +54,10 @@ def attend_documents(
     Returns (B, T, H, D).
     """
     if cu_seq_lens_q is None:
-        attended = causal_attention(query, key, value, scaling, sliding_window)
+        attended = causal_attention(module, query, key, value, scaling, sliding_window)
     elif not query.is_cuda:
-        attended = attend_one_by_one(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+        how = (cu_seq_lens_q, scaling, sliding_window)
+        attended = attend_one_by_one(module, query, key, value, *how)
     else:
         size = value.shape[-1]
         if not GROUPED:
@@ -69,34 +70,31 @@ def attend_documents(
             scale=scaling,
             window_size=(sliding_window - 1 if sliding_window else -1, 0),
             **GROUPED,
-        )[None, ..., :size].transpose(1, 2)
-    return attended.transpose(1, 2).contiguous(), None
+        )[None, ..., :size]
+    return attended.contiguous(), None
 
 
 @torch.compiler.disable
-def attend_one_by_one(query, key, value, cu_seq_lens, scaling, sliding_window) -> torch.Tensor:
+def attend_one_by_one(module, query, key, value, cu_seq_lens, *how) -> torch.Tensor:
     """The same, document by document, for a CPU, which has no kernel for it."""
     lengths = cu_seq_lens.diff().tolist()
     documents = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
     attended = []
     for document in documents:  # three of (1, H, length, D)
-        attended.append(causal_attention(*document, scaling, sliding_window))
-    return torch.cat(attended, 2)
+        attended.append(causal_attention(module, *document, *how))
+    return torch.cat(attended, 1)
 
 
-def causal_attention(query, key, value, scaling, sliding_window) -> torch.Tensor:
-    """(B, H, T, D): each token sees itself and those before it, at most `sliding_window` tokens in all."""
+def causal_attention(module, query, key, value, scaling, sliding_window) -> torch.Tensor:
+    """(B, T, H, D): each token sees itself and those before it, at most `sliding_window` tokens in all."""
     length, mask = query.shape[2], None
     if sliding_window and length > sliding_window:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = mask.tril().triu(1 - sliding_window)
-    options = {"is_causal": mask is None, "scale": scaling}
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and sdpa_attention.use_gqa_in_sdpa(mask, key, value):
-        options["enable_gqa"] = True
-    else:
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    return F.scaled_dot_product_attention(query, key, value, mask, **options)
+    attended, _ = sdpa_attention_forward(
+        module, query, key, value, mask, scaling=scaling, is_causal=True
+    )
+    return attended
 
 
 def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype) -> str:
