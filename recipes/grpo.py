@@ -361,7 +361,6 @@ def main(cfg: Config) -> Path:
             setting,
             plan,
             room_here(world),
-            world.size,
             min(cfg.generate_batch_size, completions),
             longest,
             cfg.max_new_tokens,

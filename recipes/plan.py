@@ -345,7 +345,6 @@ def about_completions(cfg: Config, asked: Setting, room: Room) -> str:
             asked,
             MemoryPlan("", planned={"acts": {"train": 0}}),
             room,
-            cfg.gpus,
             min(cfg.generate_batch_size, cfg.completions),
             cfg.seq_len - cfg.max_new_tokens,
             cfg.max_new_tokens,

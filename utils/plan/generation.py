@@ -88,7 +88,6 @@ def plan_rollout(
     setting: Setting,
     plan: MemoryPlan,
     room: Room,
-    ranks: int,
     rows: int,
     prompt: int,
     new: int,
@@ -96,12 +95,13 @@ def plan_rollout(
     generate_ranks: int,
 ) -> tuple[bool, MemoryPlan]:
     """Plan completions of at most `new` tokens for `rows` prompts at a time: beside the states of a training
-    run, or on `generate_ranks` ranks that only generate. ranks: all ranks of the run.
+    run, or on `generate_ranks` ranks that only generate.
 
     Returns (whether the layers are gathered once for all tokens instead of in each forward; the plan with one
     more line). On ranks that also train, the plan's act train becomes the larger of the two needs.
     ConfigError if neither way of gathering fits, unless `force`.
     """
+    ranks = setting.shards * setting.replicate + generate_ranks
     if generate_ranks:
         setting = replace(
             setting,

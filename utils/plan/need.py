@@ -158,7 +158,17 @@ def need_of(setting: Setting) -> Need:
     stored = 0  # bytes of all weights, unsharded, in their own dtypes
     if not setting.low_cpu_fsdp:
         stored = sum(p.nbytes for p in model.parameters())
-    acts = need_by_act(setting, states, units, peak, 0 if setting.gpu else stored)
+    on_device = States(0, 0, 0) if setting.cpu_offload else states
+    load = on_device.weights + LOAD_BYTES + (0 if setting.gpu else stored)
+    head = model.get_output_embeddings()
+    checks_loss = not (setting.kind == "scores" or hasattr(head, "base_layer"))
+    if checks_loss and head.weight.is_floating_point():
+        load = max(load, check_peak(units, states, setting))
+    acts = {
+        "load": load,
+        "train": peak.total if peak else on_device.total,
+        "save": on_device.weights + on_device.optimizer + SAVE_BYTES,
+    }
     if not setting.gpu:
         acts |= {"train": acts["train"] + copy, "save": acts["save"] + copy}
     train = acts["train"]
@@ -176,23 +186,6 @@ def need_of(setting: Setting) -> Need:
     if setting.cpu_offload:
         host += pinned(model, states, setting.shards) + setting.frozen_bytes
     return Need(states, peak, why, must, comfortable, host, acts)
-
-
-def need_by_act(
-    setting: Setting, states: States, units: tuple, peak: Peak | None, stored: int
-) -> dict[str, int]:
-    """Peak bytes on the device by act, without any reserve. stored: bytes of whole weights on the device."""
-    live = States(0, 0, 0) if setting.cpu_offload else states
-    load = live.weights + LOAD_BYTES + stored
-    head = planned_model(setting).get_output_embeddings()
-    checks_loss = not (setting.kind == "scores" or hasattr(head, "base_layer"))
-    if checks_loss and head.weight.is_floating_point():
-        load = max(load, check_peak(units, states, setting))
-    return {
-        "load": load,
-        "train": peak.total if peak else live.total,
-        "save": live.weights + live.optimizer + SAVE_BYTES,
-    }
 
 
 def pinned(model: nn.Module, states: States, shards: int) -> int:

@@ -157,10 +157,8 @@ def record_step(
     apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys: see
     sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
     """
-    layers = list(decoder_layers(model))
-    apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
-    kinds, firsts = kinds_of(layers, apart)
-    repeats = [layer for layer in layers if layer not in firsts]
+    kinds, firsts = kinds_of(model)
+    repeats = [layer for layer in decoder_layers(model) if layer not in firsts]
     live, traced = LiveBytes(), None
     with ExitStack() as stack:
         if repeats_keys:
@@ -233,14 +231,13 @@ def attention_on_meta(
     return flash(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)[0]
 
 
-def kinds_of(layers: list[nn.Module], apart: bool) -> tuple[list[int], list[nn.Module]]:
+def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
     """(the kind of each block, the first block of each kind). Blocks of one kind have the same class,
-    attention and parameter shapes.
-
-    apart: the first block is a kind of its own, since no gradient flows to its input.
+    attention and parameter shapes. The first block is a kind of its own if no gradient flows to its input.
     """
+    apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     kinds, firsts = [], {}
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
         attention = getattr(layer, "attention_type", None), getattr(layer, "is_sliding", None)
         key = type(layer), attention, shapes, apart and i == 0
