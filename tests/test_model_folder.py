@@ -201,8 +201,6 @@ BAD_INDEX = {  # what the index becomes -> words in the answer
     "a list": ("[1]", "expected a JSON object, got a list"),
     "without weight_map": ("{}", "no weight_map"),
     "with an empty weight_map": ('{"weight_map": {}}', "no weight_map"),
-    "with numbers for files": ('{"weight_map": {"a0": 3}}', "no weight_map"),
-    "with a list for a map": ('{"weight_map": ["a0"]}', "no weight_map"),
     "with a NUL in a name": ('{"weight_map": {"a0": "x\\u0000y"}}', "is missing"),
     "with an empty name": ('{"weight_map": {"a0": ""}}', "not a regular file"),
     "nested too deep": ("[" * 100_000, "not JSON"),

@@ -242,7 +242,7 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
         layers += 1
     why = f"{type(model).__name__} has no linear layer that can be: {'; '.join(left)}"
     check(layers, f"--quantization {kind}: {why} (fix: --quantization none)")
-    return Quantized(kind, layers, dict(left), 2 * experts, experts / sum(frozen.values()))
+    return Quantized(kind, layers, left, 2 * experts, experts / sum(frozen.values()))
 
 
 def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
