@@ -180,7 +180,7 @@ def need_of(setting: Setting) -> Need:
     if not setting.gpu:
         return Need(states, peak, why, must, must, must, acts)
     pools = max(alive, sum(peak.pools.values()) if peak else 0)
-    steady = 0 if setting.cpu_offload else states.weights + states.optimizer
+    steady = on_device.weights + on_device.optimizer
     comfortable = max(must, comfortable_of(pools, steady))
     host = PROCESS_BYTES + copy + inputs + stored
     if setting.cpu_offload:
