@@ -35,7 +35,7 @@ from ..run.errors import check, first_five, others_code, print0
 from ..run.files import file_inside
 from ..run.units import seed_of
 from .folder import read_header, read_json
-from .options import Lora, Quant
+from .options import Lora, Quant, changed_flags
 from .pieces import lay_out, local, local_box, whole
 from .quantize import ROUTER, Quantized, check_experts, is_plain, quantize_linears
 from .saving import local_parts, save_folder
@@ -61,7 +61,7 @@ def adapt(
     base_names). dtype: of the computation.
     """
     config = add_adapters(model, lora)
-    unused = ", ".join(f"--{flag}" for flag in lora.changed_flags())
+    unused = changed_flags(lora)
     if lora.adapter and unused:
         print0(f"adapter   {unused} has no effect: {lora.adapter} has its own settings")
     if quantized := freeze_base(model, quant, dtype):

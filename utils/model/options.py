@@ -33,10 +33,6 @@ class Lora:
         """The options of fresh adapters, by flag."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "adapter"}
 
-    def changed_flags(self) -> dict[str, object]:
-        """The options of fresh adapters that differ from their defaults, by flag."""
-        return {flag: value for flag, value in self.flags().items() if value != getattr(Lora, flag)}
-
 
 @dataclass(frozen=True)
 class Quant:
@@ -51,14 +47,19 @@ class Quant:
         return self.quantization != "none"
 
 
+def changed_flags(options: Lora | Quant) -> str:
+    """The flags that differ from their defaults, without --adapter."""
+    changed = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
+    return ", ".join(f"--{flag}" for flag in changed if flag != "adapter")
+
+
 def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
     """Raise ConfigError if flags of adapters or of a quantized base do not fit together."""
-    alone = ", ".join(f"--{flag}" for flag in lora.changed_flags())
+    alone = changed_flags(lora)
     check(lora or not alone, f"{alone} without --lora_rank changes nothing (fix: --lora_rank 16)")
-    for flag in ("int8_mode", "quantize_head", "keep_experts_16bit"):
-        changed = getattr(quant, flag) != getattr(Quant, flag)
-        why = f"--{flag} without --quantization changes nothing"
-        check(quant or not changed, f"{why} (fix: --quantization 8bit)")
+    alone = changed_flags(quant)
+    why = f"{alone} without --quantization changes nothing"
+    check(quant or not alone, f"{why} (fix: --quantization 8bit)")
     frozen = f"--quantization {quant.quantization} freezes the weights and --lora_rank is 0"
     check(lora or not quant, f"{frozen}: nothing would train (fix: --lora_rank 16)")
     old = f"--quantization: FSDP2 of torch {torch.__version__} shards no integers"
