@@ -59,9 +59,11 @@ def calling(**changes):
 def test_turns_may_be_json_text_as_in_a_csv():
     chat = [user(), says()]
     for key in ("messages", "conversations"):
-        assert messages_of({key: json.dumps(chat)}) == messages_of({"messages": chat})
+        for columns in ({}, {key: "talk"}):
+            row, form = renamed({columns.get(key, key): json.dumps(chat)}, columns)
+            assert (row[key], bool(form)) == (chat, True)
     with pytest.raises(ValueError, match=r"^messages: not JSON: Expecting"):
-        messages_of({"messages": "[{'role': 'user'}]"})
+        renamed({"messages": "[{'role': 'user'}]"}, {})
 
 
 def test_padding_of_token_ids_is_left_out():

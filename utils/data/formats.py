@@ -104,9 +104,12 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def renamed(row: dict, columns: dict[str, str]) -> tuple[dict, str]:
-    """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority."""
+    """(the row with its columns renamed to our keys, its form). For the form, renamed keys take priority.
+    Turns that are JSON text, as in a table, are parsed.
+    """
     mapped = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     row = {key: value for key, value in row.items() if key not in columns.values()} | mapped
+    row |= {key: parsed(row, key) for key in ("messages", "conversations") if key in row}
     return row, form_of(columns) or form_of(row)
 
 
@@ -207,8 +210,6 @@ def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
     if row.get("system"):
         messages.append({"role": "system", "content": text_of(row, "system")})
     last = messages[-1]["role"] if messages else ""
-    if key in row:  # a table may hold the turns as JSON text
-        row = row | {key: parsed(row, key)}
     for i, turn in enumerate(typed(row, key, list)):
         at = f"{key}[{i}]"
         if not isinstance(turn, dict):

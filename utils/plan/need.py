@@ -188,6 +188,7 @@ def need_of(setting: Setting) -> Need:
     return Need(states, peak, why, must, comfortable, host, acts)
 
 
+@lru_cache(maxsize=256)
 def pinned(model: nn.Module, states: States, shards: int) -> int:
     """Bytes on the host for offloaded states; weights and gradients are in page-locked memory."""
     total = states.optimizer

@@ -117,7 +117,12 @@ def say(*parts: object, ready: bool = False) -> None:
     try:
         print(line.decode(encoding), flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence()
+
+
+def silence() -> None:
+    """Send stdout to nowhere from now on, since its reader is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print0(*parts: object, ready: bool = False) -> None:

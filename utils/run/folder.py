@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -124,8 +125,8 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
     # Some network file systems do not report their free space.
     free_bytes = math.inf
     with suppress(OSError):
-        disk = os.statvfs(folder)
-        free_bytes = disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
+        disk = shutil.disk_usage(folder)
+        free_bytes = disk.free if disk.total else math.inf
     free_bytes = broadcast(world, free_bytes)
     sizes = f"need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB"
     text = f"no space left: {sizes} at {folder} (fix: another --output_dir, or make room)"

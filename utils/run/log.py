@@ -2,12 +2,12 @@
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
+from .errors import silence
 from .files import disk_errors
 
 LINE = {
@@ -39,7 +39,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, total_steps, log_every=1, trackers=(), done=0, run=1):
-        self.folder = folder
+        self.file = folder / "metrics.jsonl"
         self.total_steps = total_steps
         self.log_every = log_every
         self.run = run
@@ -51,9 +51,9 @@ class RunLog:
             file=sys.stdout,
             disable=not run or not sys.stdout.isatty(),
         )
-        if run and (folder / "metrics.jsonl").exists():
+        if run and self.file.exists():
             # remove an incomplete last line of a killed start, which would spoil the next line
-            with open(folder / "metrics.jsonl", "r+b") as file:
+            with open(self.file, "r+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
 
     def step(self, **numbers: float | None) -> None:
@@ -67,8 +67,7 @@ class RunLog:
             return
         numbers = {name: value for name, value in numbers.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        path = self.folder / "metrics.jsonl"
-        with disk_errors(path), open(path, "a") as file:
+        with disk_errors(self.file), open(self.file, "a") as file:
             file.write(json.dumps({"run": self.run, **finite}) + "\n")
         step = numbers.pop("step")
         for tracker in self.trackers:
@@ -87,7 +86,7 @@ class RunLog:
         except OSError:
             # the reader of stdout is gone (`| head`, a closed terminal); the run goes on
             self.bar.disable = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            silence()
 
     def __enter__(self) -> "RunLog":
         return self
