@@ -39,7 +39,6 @@ from torch.utils._pytree import tree_map
 
 from utils.data.batches import divide_batch
 from utils.model.attention import settle_attention
-from utils.model.folder import read_json
 from utils.model.loading import build_model
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.parts import parse_parts
@@ -529,17 +528,13 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
         return shape_of(float(size[1].replace("_", "")) * units[size[2].lower()], name)
     path = SHAPES / f"{name.lower()}.json"
     path = path if path.exists() else Path(name)
-    path = path / "config.json" if path.is_dir() else path
     fix = f"a folder with a config.json, a size such as 7B, or one of {', '.join(known)}"
     with others_code(f"--model {name}", fix):
         if os.path.lexists(path):
-            fields = read_json(path)
-            if "auto_map" not in fields:
-                config = transformers.AutoConfig.for_model(**fields)
-                config.name_or_path = str(path.parent if path.name == "config.json" else path)
-                return config
-            options = {"trust_remote_code": trust_remote_code}
-            return transformers.AutoConfig.from_pretrained(name, **options)
+            folder = str(path.parent if path.name == "config.json" else path)
+            return transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
+            )
         check(name[0] not in "./~", f"--model {name}: there is no such folder or file (fix: {fix})")
         near = [] if "/" in name else difflib.get_close_matches(name.lower(), known, 1, 0.8)
         check(not near, f"--model {name} is not known (did you mean {near and near[0]}?)")

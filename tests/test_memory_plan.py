@@ -19,6 +19,7 @@ from shell import ROOT, shell
 from tiny import KINDS, tiny_config, tiny_model_folder
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
+from transformers import AutoConfig
 
 from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
@@ -190,12 +191,12 @@ ARCHITECTURES = [
     "mixtral",
     "qwen3_moe",
 ]
-ARCHITECTURES += ["glm4", "cohere", "granite"]
+ARCHITECTURES += ["glm4", "cohere", "granite", "falcon"]
 
 
 @slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_so_it_is_for_twelve_architectures(recompute):
+def test_so_it_is_for_thirteen_architectures(recompute):
     cases = [case(kind, activation_checkpointing=recompute) for kind in ARCHITECTURES]
     wrong = {kind: e for kind, e in zip(ARCHITECTURES, off(cases), strict=True) if abs(e) > 0.02}
     assert not wrong
@@ -570,6 +571,15 @@ def test_the_config_file_of_a_run_with_pictures_needs_their_sizes(tmp_path):
         parse_cli(plan.Config, flags, others=plan.OTHERS)
     cfg = parse_cli(plan.Config, [*flags, "--images", "112x112"], others=plan.OTHERS)
     assert "recipes/vision.py" in plan.command(cfg, "")
+
+
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_config_is_read_as_transformers_writes_it(tmp_path, name):
+    """In JSON it writes an infinite limit as {"__float__": "Infinity"}."""
+    config = AutoConfig.for_model("mamba2", hidden_size=64, num_heads=8, head_dim=16)
+    config.save_pretrained(tmp_path)
+    found = plan.find_config(str(tmp_path / name), False)
+    assert found.to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
 
 
 def test_plan_knows_a_size_however_it_is_written():

@@ -40,6 +40,7 @@ KINDS = {
     "gpt2": ("gpt2", {"n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, **NO_DROPOUT}),
     "glm4": ("glm4", {"head_dim": 16}),
     "cohere": ("cohere", {"logit_scale": 0.7}),
+    "falcon": ("falcon", {}),  # its blocks return tuples
     "granite": ("granite", {"logits_scaling": 3.0}),
     "mixtral": (
         "mixtral",

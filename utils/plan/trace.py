@@ -69,6 +69,7 @@ class LiveBytes(TorchDispatchMode):
         # Where the last block ends in the log, and its input's storage. If nothing keeps the input, it is
         # freed a little later, but it counts as freed by the block.
         self.block_end, self.block_input = 0, None
+        self.beside = None  # what the last block returned beside the hidden states, if a tuple
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_grouped = func is torch.ops.aten._grouped_mm.default
@@ -179,7 +180,7 @@ def record_step(
         stack.enter_context(on_meta())
         stack.enter_context(parameters_in(dtype, model, repeats))
         for layer in repeats:
-            stack.enter_context(patch.object(layer, "forward", pass_over))
+            stack.enter_context(patch.object(layer, "forward", partial(pass_over, live)))
         for layer in firsts:
             marked = mark_block(layer, live, layer is firsts[0])
             stack.enter_context(patch.object(layer, "forward", marked))
@@ -222,7 +223,9 @@ def attention_on_meta(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
 ) -> torch.Tensor:
     """F.scaled_dot_product_attention with the flash kernel where a CPU has it. On meta there is none."""
-    if dropout_p or getattr(attn_mask, "requires_grad", 0) or query.shape[-1] != value.shape[-1]:
+    heads_fit = query.shape[1] == key.shape[1] or "enable_gqa" in options
+    widths_fit = query.shape[-1] == value.shape[-1]
+    if dropout_p or getattr(attn_mask, "requires_grad", 0) or not (heads_fit and widths_fit):
         return ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
     options.pop("enable_gqa", None)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -259,9 +262,11 @@ def first_product(sums, d_logits, h, add=loss._add_product) -> None:
     add([sums[0][:rows]], d_logits[:, :rows], h)
 
 
-def pass_over(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """The forward of a block that need not run, because another block of its kind does."""
-    return hidden_states
+def pass_over(live: LiveBytes, hidden_states: torch.Tensor, *args, **kwargs) -> object:
+    """The forward of a block that need not run, because another block of its kind does. Outputs beside the
+    hidden states are those of the last block that ran.
+    """
+    return hidden_states if live.beside is None else (hidden_states, *live.beside)
 
 
 def mark_block(layer: nn.Module, live: LiveBytes, is_first: bool) -> Callable:
@@ -283,7 +288,9 @@ def mark_block(layer: nn.Module, live: LiveBytes, is_first: bool) -> Callable:
         output = forward(*args, **kwargs)
         live.block_end, live.block_input = len(live.log), key
         live.log.append("block")
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden, live.beside = output, None
+        if isinstance(output, tuple | list):
+            hidden, *live.beside = output
         hidden.register_hook(mark_backward)
         return output
 
