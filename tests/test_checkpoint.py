@@ -273,18 +273,25 @@ def test_a_failed_save_is_one_line_and_leaves_the_previous_checkpoint(tmp_path, 
 
 def save_twice(world, folder):
     model, optimizer = build(world)
-    save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+    path = save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+    written = files_of(path)
     try:
-        save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+        save_checkpoint(folder, 1, model, optimizer, {"other": 1}, 0, world)
     except ConfigError as error:
-        return str(error)
+        return str(error), error.agreed, files_of(path) == written
+
+
+def files_of(path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def test_an_existing_checkpoint_is_not_overwritten(tmp_path):
-    for text in run_ranks(save_twice, 2, tmp_path):
-        assert (
-            text == f"{tmp_path}/step_00000001 exists, and is not overwritten (fix: move it away)"
-        )
+    for text, agreed, unchanged in run_ranks(save_twice, 2, tmp_path):
+        assert text.startswith(f"{tmp_path}/step_00000001 cannot be written: rank 0: OSError: ")
+        assert "Directory not empty" in text
+        assert agreed
+        assert unchanged
+    assert names(tmp_path) == ["step_00000001"]
 
 
 def save_half_frozen(world, folder):

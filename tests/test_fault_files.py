@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from utils.run.distributed import init_distributed
+from utils.run.distributed import init_distributed, together
 from utils.run.errors import ConfigError
 from utils.run.folder import claim_output
 from utils.train import checkpoint as checkpoint_module
@@ -570,9 +570,11 @@ def save_and_fill(world, folder, leave):
     """Save; unless `leave` is None, the disk fills as soon as the save has checked that there is room."""
     original = checkpoint_module.check_space
 
-    def check_then_fill(path, needed_bytes):
-        original(path, needed_bytes)
-        fill(folder.parent, leave)
+    def check_then_fill(path, needed_bytes, world):
+        original(path, needed_bytes, world)
+        with together(world):  # no rank goes on before the disk is full
+            if world.rank == 0:
+                fill(folder.parent, leave)
 
     model, optimizer = build(world)
     train_steps(world, model, optimizer, 0, 1)

@@ -29,9 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.serialization import config as serialization
 
-from ..model.pieces import local
-from ..run.distributed import World, all_reduce_sum, broadcast
-from ..run.errors import ConfigError, check, print0
+from ..run.distributed import World, broadcast
+from ..run.errors import ConfigError, print0
 from ..run.files import sync_path
 from ..run.folder import check_space
 
@@ -68,26 +67,23 @@ class CheckpointSaver:
 
             self.background = Background(world.device)
         self.token = broadcast(world, secrets.token_hex(4))  # makes its temporary folders unique
-        self.needed_bytes = 0  # size of a checkpoint; 0 before the first save
         self.seconds = 0.0  # duration of the last save; only on rank 0
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
         """Save the checkpoint after `step` optimizer steps. state: everything else a resume needs, as JSON.
 
-        Raises ConfigError on all ranks if the checkpoint exists, if there is not enough space, or if a file
-        cannot be written. In the background, the next save or wait raises it. Older checkpoints stay, and no
-        incomplete checkpoint remains.
+        Raises ConfigError on all ranks if there is not enough space, if a file cannot be written, or if the
+        checkpoint exists. In the background, the next save or wait raises the last two. Older checkpoints
+        stay, and no incomplete checkpoint remains.
         """
         self.wait()
         final = self.folder / f"step_{step:08d}"
         state = state | {"step": step}
         tensors = checkpoint_tensors(model, optimizer)
-        if not self.needed_bytes:
-            self.needed_bytes = all_reduce_sum(
-                sum(local(t).nbytes for t in tensors.values()), self.world
-            )
+        # The run folder exists. A sharded tensor has the bytes of all shards.
+        check_space(self.folder.parent, sum(t.nbytes for t in tensors.values()), self.world)
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
-        self.writer = _Writer(temporary, final, state, self.keep, int(self.needed_bytes))
+        self.writer = _Writer(temporary, final, state, self.keep)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         # Without this key, DCP could reuse the plan of an earlier run in this process, with other dtypes.
         planner._cached_plans_key = self.token
@@ -123,12 +119,9 @@ class CheckpointSaver:
         try:
             done()
         except dcp.api.CheckpointException as error:  # on all ranks
-            (cause, _), *_ = error.failures.values()
             fix = "(fix: make room, or another --output_dir)"
             text = f"{self.writer.final} cannot be written: {reason_of(error)} {fix}"
-            raise ConfigError(
-                str(cause) if isinstance(cause, ConfigError) else text, agreed=True
-            ) from error
+            raise ConfigError(text, agreed=True) from error
         finally:
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
@@ -183,22 +176,13 @@ def reason_of(error: dcp.api.CheckpointException) -> str:
 class _Writer(dcp.FileSystemWriter):
     """DCP's file writer, which also hashes what it writes, and publishes the checkpoint at the end."""
 
-    def __init__(self, temporary: Path, final: Path, state: dict, keep: int, needed_bytes: int):
+    def __init__(self, temporary: Path, final: Path, state: dict, keep: int):
         super().__init__(temporary)
         self.fs = _HashingFiles()
-        self.final, self.keep, self.needed_bytes, self.removal = final, keep, needed_bytes, None
+        self.final, self.keep, self.removal = final, keep, None
         self.state_text = json.dumps(state, indent=1, allow_nan=False)
         self.step_seconds = state.get("step_seconds", 0.0)
         self.started, self.seconds = time.monotonic(), 0.0
-
-    def prepare_local_plan(self, plan):
-        """On rank 0, check what can fail before anything is written."""
-        if self.rank == 0:
-            free = not os.path.lexists(self.final)
-            check(free, f"{self.final} exists, and is not overwritten (fix: move it away)")
-            self.final.parent.mkdir(parents=True, exist_ok=True)
-            check_space(self.final.parent, self.needed_bytes)
-        return super().prepare_local_plan(plan)
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """Write this rank's tensors. The digests reach rank 0 with DCP's results."""
