@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from .errors import print_once, rank, story, write_errors
 
 LOST = re.compile(
@@ -25,8 +27,7 @@ def abort_nccl() -> None:
     """Abort the NCCL groups. Otherwise NCCL prints warnings about groups that were not destroyed, or its
     destructor waits for ranks that are gone (https://github.com/pytorch/pytorch/issues/119797).
     """
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_initialized() and torch.distributed.is_initialized():
+    if torch.cuda.is_initialized() and torch.distributed.is_initialized():
         torch.distributed.distributed_c10d._abort_process_group()
 
 

@@ -58,14 +58,13 @@ def parse_cli(
     if without_effect:
         print0(f"without effect here: {', '.join(without_effect)}")
     implied: dict[str, str] = {}
-    unknown = [name for name in texts if name not in kinds]
     renamed: dict[str, str] = {}
-    if unknown and aliases:
+    if aliases and texts.keys() - kinds.keys():
         with suppress(ModuleNotFoundError):  # a copy of utils may lack it
             table = importlib.import_module(f".{aliases}", __package__)
             renamed = table.HINTS
             texts, implied = table.translate(texts, kinds)
-            unknown = [name for name in texts if name not in kinds]
+    unknown = [name for name in texts if name not in kinds]
     check(
         not unknown, [f"unknown flag --{name} ({hint(name, kinds, renamed)})" for name in unknown]
     )
