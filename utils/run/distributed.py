@@ -87,12 +87,10 @@ def init_distributed(use_gpu: bool = True) -> World:
         return world
     wait = timedelta(seconds=START_SECONDS)
     try:
-        # torchrun's own store, which outlives restarts
+        if not store:
+            store, *_ = next(dist.rendezvous("env://", timeout=wait))
+        # torchrun's own store outlives restarts: hide the keys of ranks from before the restart
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=wait
-            )
-            # hides the keys of ranks from before the restart
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     except dist.DistNetworkError as error:
