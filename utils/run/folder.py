@@ -122,12 +122,9 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
     If all ranks of a `world` call it, rank 0 reads the free space for all of them. Readings of a busy disk
     differ from rank to rank, and then the error would be printed once per rank.
     """
+    disk = shutil.disk_usage(folder)
     # Some network file systems do not report their free space.
-    free_bytes = math.inf
-    with suppress(OSError):
-        disk = shutil.disk_usage(folder)
-        free_bytes = disk.free if disk.total else math.inf
-    free_bytes = broadcast(world, free_bytes)
+    free_bytes = broadcast(world, disk.free if disk.total else math.inf)
     sizes = f"need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB"
     text = f"no space left: {sizes} at {folder} (fix: another --output_dir, or make room)"
     if needed_bytes > free_bytes:
@@ -138,7 +135,8 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
     """Make and lock `out`; None: the next free output/STEM-NNN. Returns (the folder, the text in its lock
     file, which names this process).
     """
-    for free in [out] if out else (Path("output", f"{stem}-{n:03d}").absolute() for n in count(1)):
+    for number in count(1):
+        free = out or Path("output", f"{stem}-{number:03d}").absolute()
         made = [folder for folder in (free, *free.parents) if not os.path.lexists(folder)]
         for folder in reversed(made):
             _claims.callback(_quietly, folder.rmdir)

@@ -65,9 +65,8 @@ def continue_run(
             finished = json.loads(plan.read_text()).get("measured", {}).get("steps", 0)
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
-            saved = type(cfg)(**read_yaml(type(cfg), newest))
             no_matter = ("output_dir", "resume", "log_every")
-            changed = differences(asdict(saved), asdict(cfg), but=no_matter)
+            changed = differences(read_yaml(type(cfg), newest), asdict(cfg), but=no_matter)
             text = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{text} (fix: another --output_dir)")
     checkpoint = None if finished else find_checkpoint(resume, out, world)
@@ -149,8 +148,6 @@ def damage(checkpoint: Path, rank: int, ranks: int) -> str:
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
         expected = [(name, file["bytes"], file["sha256"]) for name, file in sorted(files.items())]
-        if not {".metadata", "state.json"} <= files.keys() or any("/" in name for name in files):
-            raise ValueError
     except Exception:  # a damaged file can contain anything
         return f"{checkpoint}/manifest.json is damaged"
     for name, size, sha256 in expected[rank::ranks]:
