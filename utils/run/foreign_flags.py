@@ -31,17 +31,18 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
     problems: list[str] = []
     for name, text in texts.items():
         short = name.rpartition(".")[2]  # such as train_config.model_name
-        if name in kinds or short in kinds:
-            known[short if short in kinds else name] = text
+        hint = HINTS.get(name, "")
+        if short in kinds:
+            known[short] = text
         elif short in TABLES["llama_recipes"]:
             try:
                 implied |= _ours(f"--{name}", TABLES["llama_recipes"][short], text, kinds)
             except ConfigError as error:
                 problems += error.lines
-        elif HINTS.get(name) in kinds:
-            problems.append(f"--{name} is --{HINTS[name]} here (fix: write --{HINTS[name]})")
-        elif " " in HINTS.get(name, ""):
-            problems.append(f"--{name}: {HINTS[name]}")
+        elif hint in kinds:
+            problems.append(f"--{name} is --{hint} here (fix: write --{hint})")
+        elif " " in hint:
+            problems.append(f"--{name}: {hint}")
         else:
             known[name] = text
     check(not problems, problems)
