@@ -27,7 +27,6 @@ import torch
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
 from utils.model.folder import quiet_transformers
-from utils.model.loading import load_pieces
 from utils.model.lora import base_of, save_adapter
 from utils.model.merge import allocate, plan_merge, save_merged
 from utils.model.saving import GENERATION, generation_config, save_model, write_json
@@ -40,9 +39,9 @@ from utils.run.settings import parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.trained_run import (
     Trained,
+    load_trained,
     load_weights,
     open_trained,
-    pieces_of_base,
     shard_model,
 )
 
@@ -137,8 +136,7 @@ def write_adapter(trained: Trained, out: Path, world: World) -> None:
 def write_model(trained: Trained, out: Path, world: World) -> None:
     """Write a model folder from a checkpoint. Each rank loads and writes its own shards."""
     model = shard_model(trained.model, build_mesh(world), torch.float32)
-    load_pieces(model, pieces_of_base(trained), world.device)
-    load_weights(trained.checkpoint, model)
+    load_trained(trained, "", world)
     tokenizer = tokenizer_of(trained)
     save_model(
         out,

@@ -25,7 +25,7 @@ from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.run.errors import ConfigError
-from utils.train import resume
+from utils.train import resume, trained_run
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -304,7 +304,7 @@ def test_all_ranks_read_the_checkpoint_that_rank_0_chose_while_the_run_saves(run
 
 def export_what_is_removed(world, flags) -> str:
     """The error of an export whose checkpoint goes while it is read, as its run removes it."""
-    load = export.load_weights
+    load = trained_run.load_weights
 
     def load_too_late(path: Path, model) -> None:
         if world.rank == 0:
@@ -312,12 +312,12 @@ def export_what_is_removed(world, flags) -> str:
         dist.barrier()
         load(path, model)
 
-    export.load_weights = load_too_late
+    trained_run.load_weights = load_too_late
     try:
         with pytest.raises(ConfigError) as refused:
             on_rank(world, flags)
     finally:
-        export.load_weights = load
+        trained_run.load_weights = load
     assert refused.value.agreed
     return str(refused.value)
 

@@ -81,9 +81,9 @@ def open_trained(
                 tokenizer_name = adapter
         check(base, "the base model is not known (fix: --model FOLDER)")
     source = open_model(base, world, trust_remote_code)
-    tokenizer_folder = source.folder
-    if tokenizer_name:
-        tokenizer_folder = find_model(tokenizer_name, world, trust_remote_code)
+    tokenizer_folder = (
+        find_model(tokenizer_name, world, trust_remote_code) if tokenizer_name else source.folder
+    )
     config, names = None, None
     with together(world):
         dtype = DTYPES[dtype or run.get("param_dtype", "fp32")]
@@ -188,7 +188,11 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     """Load what open_trained has opened, and set evaluation mode. Call shard_model or compute_alone before.
     adapter: the peft folder, as the user named it; "": none.
     """
-    load_pieces(trained.model, pieces_of_base(trained), world.device, names=trained.names)
+    pieces = trained.pieces
+    if trained.checkpoint and not trained.adapter:  # the checkpoint has the trained parameters
+        state = trained.model.state_dict(keep_vars=True)
+        pieces = [piece for piece in pieces if not state[piece.param].requires_grad]
+    load_pieces(trained.model, pieces, world.device, names=trained.names)
     if adapter:
         from ..model.lora import load_adapter
 
@@ -197,14 +201,6 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     if trained.checkpoint:
         load_weights(trained.checkpoint, trained.model)
     trained.model.eval()
-
-
-def pieces_of_base(trained: Trained) -> list[Piece]:
-    """The pieces of the base to read: those whose parameters are not in the checkpoint."""
-    if not trained.checkpoint or trained.adapter:
-        return trained.pieces
-    state = trained.model.state_dict(keep_vars=True)
-    return [piece for piece in trained.pieces if not state[piece.param].requires_grad]
 
 
 def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
