@@ -43,8 +43,9 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     out, who = Path(output_dir).absolute() if output_dir else None, ""
     with together(world), disk_errors(out or Path("output")):
         if world.rank == 0:
-            numbered = sorted(Path("output").glob(f"{stem}-[0-9][0-9][0-9]")) if restarted else []
-            out = out or (numbered[-1].absolute() if numbered else None)
+            if restarted and not out:
+                numbered = Path("output").absolute().glob(f"{stem}-[0-9][0-9][0-9]")
+                out = max(numbered, default=None)
             if out:
                 check_replaceable(out / "model", source)
             out, who = _claim(out, stem)

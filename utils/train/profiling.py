@@ -43,12 +43,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
 
     if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
-    schedule = torch.profiler.schedule(
-        wait=max(0, skipped - 1),
-        warmup=min(1, skipped),
-        active=active,
-        repeat=1,
-    )
+    schedule = torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1)
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True)
     profiler.start()
     return profiler
