@@ -98,7 +98,10 @@ def generate(
     found: dict[int, Completion] = {}
     for start in starts[world.rank :: world.size]:
         batch = order[start : start + sampling.batch_size]
-        found |= draw_batch(model, prompts, keys, batch, sampling, world, lockstep)
+        drawn = draw_batch(
+            model, [prompts[i] for i in batch], [keys[i] for i in batch], sampling, world, lockstep
+        )
+        found |= zip(batch, drawn, strict=True)
     if lockstep:
         filler = torch.tensor([[sampling.pad_id]], device=world.device)
         while all_reduce_sum(0, world):
@@ -131,24 +134,22 @@ def draw_batch(
     model: nn.Module,
     prompts: list[list[int]],
     keys: list[tuple[int, ...]],
-    batch: list[int],
     sampling: Sampling,
     world: World,
     lockstep: bool,
-) -> dict[int, Completion]:
-    """Sample the completions of one batch, {index of the prompt: Completion}. Prompts are padded on the left.
-    A completion that has ended leaves the batch.
+) -> list[Completion]:
+    """Sample the completions of one batch. Prompts are padded on the left. A completion that has ended leaves
+    the batch.
     """
-    padded = pad_left([prompts[i] for i in batch], sampling.pad_id)
-    ids, mask = (tensor.to(world.device) for tensor in padded)
+    ids, mask = (tensor.to(world.device) for tensor in pad_left(prompts, sampling.pad_id))
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
-    randoms = [random_numbers(keys[i], sampling.max_new_tokens) for i in batch]
+    randoms = [random_numbers(key, sampling.max_new_tokens) for key in keys]
     randoms = torch.stack(randoms).to(world.device)  # (B, new tokens)
     takes = inspect.signature(type(model).forward).parameters
     cache = next(name for name in CACHES if name in takes)
     # The load-balancing loss of mixtures of experts does not work with a cache.
     given = {"use_cache": True, "logits_to_keep": 1, "output_router_logits": False}
-    found = {i: Completion([], []) for i in batch}
+    found = active = [Completion([], []) for _ in prompts]  # active: those that have not ended
     for number in range(sampling.max_new_tokens):
         if lockstep:
             all_reduce_sum(1, world)
@@ -162,18 +163,18 @@ def draw_batch(
         output = model(**inputs)
         logits = output.logits[:, -1]  # (B, V)
         tokens, log_probs = draw_tokens(logits, randoms[:, number], sampling.temperature)
-        for i, token, log_prob in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
-            found[i].ids.append(token)
-            found[i].log_probs.append(log_prob)
-        rows = [row for row, i in enumerate(batch) if found[i].ids[-1] not in sampling.end_ids]
+        for one, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
+            one.ids.append(token)
+            one.log_probs.append(log_prob)
+        rows = [row for row, one in enumerate(active) if one.ids[-1] not in sampling.end_ids]
         if not rows:
             break
         given[cache] = output[cache]
         ids = tokens[:, None]  # (B, 1)
         positions = positions[:, -1:] + 1
         mask = F.pad(mask, (0, 1), value=1)
-        if len(rows) < len(batch):
-            batch = [batch[row] for row in rows]
+        if len(rows) < len(active):
+            active = [active[row] for row in rows]
             kept = torch.tensor(rows, device=world.device)
             given[cache].reorder_cache(kept)  # batch_select_indices ignores linear attention
             ids, positions, mask, randoms = (t[kept] for t in (ids, positions, mask, randoms))
