@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..run.distributed import World, gather
-from ..run.errors import ConfigError, advise_on_memory, print0, story
+from ..run.errors import ConfigError, print0, story
 from ..run.folder import write_plan
 from ..run.memory import host_memory, memory_bytes, note_peak, peaks, reserved_peaks
 from ..run.units import GIB
@@ -133,8 +133,8 @@ def plan_memory(
             fix = f"without --fit, and {fix}"  # --fit would choose the same settings again
         return fix
 
-    planned = f"planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
-    advise_on_memory(planned, less_memory)
+    story.planned = f"; planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
+    story.less_memory = less_memory
     peaks.clear()  # they are measured from here on
     reserved_peaks.clear()
     base = 0 if setting.gpu else memory_bytes()

@@ -26,7 +26,8 @@ class Story:
 
     act: str = "parse"
     planned: str = ""  # the planned memory, as part of a message
-    less_memory: Callable[[], str] | None = None  # finds flags that need less memory
+    # finds flags that need less memory; called only if memory runs out
+    less_memory: Callable[[], str] = lambda: "fewer ranks, or more memory"
 
 
 story = Story()
@@ -74,13 +75,6 @@ def act(name: str) -> None:
     note_peak(story.act)
     story.act = name
     print0(f"--- {name}")
-
-
-def advise_on_memory(planned: str, less: Callable[[], str]) -> None:
-    """Set what the message says if memory runs out or a rank is killed: the planned memory, and flags that
-    need less. `less` finds these flags; it is called only then.
-    """
-    story.planned, story.less_memory = f"; {planned}", less
 
 
 @contextmanager

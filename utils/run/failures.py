@@ -50,8 +50,7 @@ def explain(error: Exception) -> None:
     first_line = (text or "MemoryError").splitlines()[0][:300]
     if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or REFUSED in text:
         what = f"rank {rank()} is out of memory in act '{story.act}': {first_line}{story.planned}"
-        fix = story.less_memory() if story.less_memory else "fewer ranks, or more memory"
-        write_errors(f"{what} (fix: {fix})")
+        write_errors(f"{what} (fix: {story.less_memory()})")
         _leave()
     if LOST.search(text):
         say_who_is_gone()
