@@ -34,8 +34,8 @@ class Background:
         self.thread = ThreadPoolExecutor(1, "save", _start_thread, (device,))
 
     @torch.no_grad()
-    def submit(self, save: Callable, tensors: dict[str, torch.Tensor], **options) -> Future:
-        """Call save(a copy of the tensors, **options) in the thread. The tensors may change after this."""
+    def submit(self, save: Callable, tensors: dict[str, torch.Tensor]) -> Future:
+        """Call save(a copy of the tensors) in the thread. The tensors may change after this."""
         if self.copies.keys() != tensors.keys():
             self.copies = self.stager.stage(tensors)
         else:
@@ -43,7 +43,7 @@ class Background:
                 local(copy).copy_(local(tensors[name]), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return self.thread.submit(save, self.copies, **options)
+        return self.thread.submit(save, self.copies)
 
 
 def _start_thread(device: torch.device) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -35,7 +36,6 @@ from ..run.files import sync_path
 from ..run.folder import check_space
 
 Optimizer = torch.optim.Optimizer
-DIGESTS = dcp.metadata.MetadataIndex("digests")
 
 
 class CheckpointSaver:
@@ -87,11 +87,16 @@ class CheckpointSaver:
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         # Without this key, DCP could reuse the plan of an earlier run in this process, with other dtypes.
         planner._cached_plans_key = self.token
-        how = {"storage_writer": self.writer, "planner": planner, "process_group": self.group}
+        save = partial(
+            dcp.save,
+            storage_writer=self.writer,
+            planner=planner,
+            process_group=self.group,
+        )
         if self.background:
-            self.pending = self.background.submit(dcp.save, tensors, **how)
+            self.pending = self.background.submit(save, tensors)
         else:
-            self._finish(lambda: dcp.save(tensors, **how))
+            self._finish(partial(save, tensors))
         return final
 
     def wait(self) -> None:
@@ -185,22 +190,24 @@ class _Writer(dcp.FileSystemWriter):
         self.started, self.seconds = time.monotonic(), 0.0
 
     def write_data(self, plan, planner) -> torch.futures.Future:
-        """Write this rank's tensors. The digests reach rank 0 with DCP's results."""
+        """Write this rank's tensors. The digests reach rank 0 as the last of DCP's results."""
         try:
             # torch.save's own checksum is not needed beside SHA-256
             with serialization.patch("save.compute_crc32", False):
                 results = super().write_data(plan, planner).value()
         except RuntimeError as error:  # torch.save wraps the operating system's error
             raise error.__context__ or error from None
+        index = dcp.metadata.MetadataIndex("digests")
         future = torch.futures.Future()
-        future.set_result([*results, dcp.storage.WriteResult(DIGESTS, 0, self.fs.digests)])
+        future.set_result([*results, dcp.storage.WriteResult(index, 0, self.fs.digests)])
         return future
 
     def finish(self, metadata, results: list[list[dcp.storage.WriteResult]]) -> None:
         """On rank 0, after all ranks have written: sync the files, then the folder, and rename it."""
-        digests = [r.storage_data for rank in results for r in rank if r.index == DIGESTS]
-        files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
-        super().finish(metadata, [[r for r in rank if r.index != DIGESTS] for rank in results])
+        files = {}
+        for of_rank in results:
+            files |= of_rank.pop().storage_data
+        super().finish(metadata, results)
         state, manifest = self.path / "state.json", self.path / "manifest.json"
         with self.fs.create_stream(state, "wb") as file:
             file.write(self.state_text.encode())
