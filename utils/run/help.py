@@ -39,14 +39,13 @@ def described(cls: type) -> dict[str, dict[str, str]]:
     previous = ""
     for line in inspect.getsource(cls).splitlines():
         line = line.strip()
-        code, mark, comment = line.rpartition("# ")
-        if not mark:
-            code, comment = line, ""
-        name = code.partition(":")[0]
-        if line.startswith("# ") and (not previous or previous.startswith("class ")):
-            group = comment
-        elif line.startswith("# "):
-            above.append(comment)
+        name = line.partition(":")[0]
+        comment = line.rpartition("# ")[2] if "# " in line else ""
+        if line.startswith("# "):
+            if not previous or previous.startswith("class "):
+                group = comment
+            else:
+                above.append(comment)
         elif name in names:
             groups.setdefault(group, {})[name] = " ".join([*above, comment])
             above = []

@@ -44,13 +44,13 @@ def parse_cli(
     name. On --help it prints help_text(cls) and exits with 0.
     """
     argv = sys.argv[1:] if argv is None else argv
+    kinds = kinds_of(cls)
     if "--help" in argv or "-h" in argv:
         if rank() == 0:
             from .help import help_text
 
-            print(help_text(cls, kinds_of(cls)), end="")
+            print(help_text(cls, kinds), end="")
         sys.exit(0)
-    kinds = kinds_of(cls)
     texts = split_words(argv)
     path = texts.pop("config", "")
     from_file = read_yaml(cls, path, others) if path else {}

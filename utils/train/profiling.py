@@ -140,13 +140,8 @@ def matmul_parameters(model: nn.Module) -> int:
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     # a tied embedding table is also the head
     tables.discard(model.get_output_embeddings().weight)
-    total = 0
-    for parameter in model.parameters():
-        if parameter.ndim < 2 or parameter in tables:
-            continue
-        numel = parameter.numel()
-        total += numel * visits // len(parameter) if parameter.ndim == 3 else numel
-    return total
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in tables]
+    return sum(p.numel() * visits // len(p) if p.ndim == 3 else p.numel() for p in matrices)
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
