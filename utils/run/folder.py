@@ -113,7 +113,7 @@ def start_run(out: Path, cfg: object, planned: dict) -> int:
 
 def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
     """Write plan.json atomically; `measured` marks the run as finished."""
-    content = {"planned": planned} | ({"measured": measured} if measured else {})
+    content = {"planned": planned, "measured": measured}
     replace_file(out / "plan.json", json.dumps(content, indent=2) + "\n")
 
 

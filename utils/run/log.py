@@ -49,7 +49,7 @@ class RunLog:
             initial=done,
             unit="step",
             file=sys.stdout,
-            disable=not run or not sys.stdout.isatty(),
+            disable=None if run else True,  # None: disabled if not a terminal
         )
         if run and self.file.exists():
             # remove an incomplete last line of a killed start, which would spoil the next line

@@ -62,7 +62,8 @@ def continue_run(
         check(resume != "none", text)
         plan, finished = out / "plan.json", 0  # the steps after which the run ended
         if plan.exists():
-            finished = json.loads(plan.read_text()).get("measured", {}).get("steps", 0)
+            measured = json.loads(plan.read_text()).get("measured") or {}  # null until it ends
+            finished = measured.get("steps", 0)
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
             no_matter = ("output_dir", "resume", "log_every")
