@@ -98,12 +98,10 @@ def check_packages(cfg: object, gpu: str) -> None:
     or device. gpu: the name of the GPU; "" without one.
     """
     for name, wanted in (("tensorboard", cfg.tensorboard), ("wandb", cfg.wandb)):
-        spec = find_spec(name) if wanted else None
-        # A folder named wandb, left by an earlier run, is found too, but has no origin.
-        check(
-            not wanted or (spec and spec.origin),
-            f"--{name} needs a package (fix: pip install {name})",
-        )
+        if wanted:
+            spec = find_spec(name)
+            # A folder named wandb, left by an earlier run, is found too, but has no origin.
+            check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
     fix = "(fix: apt install build-essential, or CC=COMPILER)"
     check(

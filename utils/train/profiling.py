@@ -158,7 +158,7 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         attention = config.num_hidden_layers * heads * size * seq_len
-    return 6.0 * matmul_parameters(model) + 6.0 * attention
+    return 6.0 * (matmul_parameters(model) + attention)
 
 
 def peak_flops(name: str) -> float | None:
