@@ -67,7 +67,8 @@ def continue_run(
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
             no_matter = ("output_dir", "resume", "log_every")
-            changed = differences(read_yaml(type(cfg), newest), asdict(cfg), but=no_matter)
+            saved = asdict(cfg) | read_yaml(type(cfg), newest)  # which may lack newer settings
+            changed = differences(saved, asdict(cfg), but=no_matter)
             text = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{text} (fix: another --output_dir)")
     checkpoint = None if finished else find_checkpoint(resume, out, world)
