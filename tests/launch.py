@@ -112,10 +112,12 @@ class Forked(Launch):
     """The same script and flags on ranks that are forked from a process which has the imports already.
 
     torchrun's part is played here: when a rank has failed, the others get SIGTERM, and later SIGKILL. It is
-    for claims about the ranks; what torchrun says, forwards and returns is seen with `Launch` only.
+    for claims about the ranks; what torchrun says, forwards and returns is seen with `Launch` only. Nor can a
+    rank name one that is gone: /proc shows the environment in which a process began. With `apart`, what goes
+    to stderr is in `errors`, and not in `text`.
     """
 
-    def __init__(self, command: str, cwd: Path = ROOT, **env: str):
+    def __init__(self, command: str, cwd: Path = ROOT, apart: bool = False, **env: str):
         launcher, *words = shlex.split(command)
         ranks, settings = 1, dict(env)
         if launcher == "torchrun":
@@ -131,12 +133,14 @@ class Forked(Launch):
             settings |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self.folder = Path(tempfile.mkdtemp(prefix="forked_"))
         self.output = self.folder / "output"
-        self.output.touch()
+        self.errors = self.folder / "errors" if apart else self.output
+        for file in (self.output, self.errors):
+            file.touch()
         self.last_text = ""
         self.processes = []
         for rank in range(ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher == "torchrun" else {}
-            told = (words, settings | of_rank, cwd, self.output)
+            told = (words, settings | of_rank, cwd, self.output, self.errors)
             process = _context.Process(target=_run_rank, args=told)
             process.start()
             self.processes.append(process)
@@ -166,10 +170,11 @@ class Forked(Launch):
             os.kill(pid, number)
 
     def end(self, seconds: float = 120) -> int:
-        """0 if all ranks ended so, else 1; they have ended."""
+        """0 if all ranks ended so, else 1, or the code of one that was started alone; they have ended."""
         self.watcher.join(seconds)
         assert not self.watcher.is_alive(), f"no end within {seconds} s:\n{self.text}"
-        return int(any(process.exitcode for process in self.processes))
+        codes = [process.exitcode for process in self.processes]
+        return codes[0] if len(codes) == 1 else int(any(codes))
 
     def _end_all_when_one_fails(self) -> None:
         deadline = None
@@ -184,21 +189,23 @@ class Forked(Launch):
             time.sleep(0.05)
 
 
-def forked(command: str, cwd: Path = ROOT, seconds: float = 240) -> subprocess.CompletedProcess:
-    """shell() without the imports: the finished command, all that it said in stdout."""
-    with Forked(command, cwd) as run:
+def forked(
+    command: str, cwd: Path = ROOT, seconds: float = 240, apart: bool = False, **env: str
+) -> subprocess.CompletedProcess:
+    """shell() without the imports: the finished command, with all that it said in stdout, unless `apart`."""
+    with Forked(command, cwd, apart, **env) as run:
         code = run.end(seconds)
-    return subprocess.CompletedProcess(command, code, run.text, "")
+        said = run.errors.read_text(errors="replace") if apart else ""
+    return subprocess.CompletedProcess(command, code, run.text, said)
 
 
-def _run_rank(words: list[str], env: dict[str, str], cwd: Path, output: Path) -> None:
+def _run_rank(words: list[str], env: dict[str, str], cwd: Path, output: Path, errors: Path) -> None:
     """What torchrun's child does with its command line, in a session of its own."""
     os.setsid()
     os.environ.update(env)
     os.chdir(cwd)
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     sys.argv = words

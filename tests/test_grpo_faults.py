@@ -13,10 +13,9 @@ import time
 
 import grpo
 import pytest
-from launch import Forked, Launch
+from launch import Forked, Launch, forked
 from metrics import read_metrics
 from ranks import run_ranks
-from shell import shell
 from test_faults import names, results
 from tiny import tiny_model_folder
 
@@ -149,31 +148,25 @@ def test_sigterm_to_torchrun_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_
     assert results(out) == results(train(3, longer, tmp_path / "undisturbed"))
 
 
-def everyone(run):
-    """What a terminal without sessions of their own does at Ctrl-C."""
-    for pid in (*run.pids.values(), run.process.pid):
-        os.kill(pid, signal.SIGINT)
-
-
-SIGNALS = {
-    "Ctrl-C to all": (everyone, None),
-    "SIGUSR1 to a learner": (lambda run: os.kill(run.pids[1], signal.SIGUSR1), 0),
+SIGNALS = {  # what torchrun makes of them is in test_faults.py
+    "Ctrl-C to all": lambda run: run.signal(signal.SIGINT),
+    "SIGUSR1 to a learner": lambda run: os.kill(run.pids[1], signal.SIGUSR1),
 }
 
 
 @slow
 @pytest.mark.parametrize("name", SIGNALS)
 def test_every_signal_is_a_checkpoint(flags, tmp_path, name):
-    stopped(flags, tmp_path / "run", *SIGNALS[name])
+    stopped(flags, tmp_path / "run", SIGNALS[name], 0, Forked)
 
 
 @slow
 def test_sigterm_before_the_first_step_is_one_line(flags, tmp_path):
     act = "load"
-    with Launch(command(flags, tmp_path / "new" / "run"), FAULT=f"{act}:0:0:2") as run:
+    with Forked(command(flags, tmp_path / "new" / "run"), FAULT=f"{act}:0:0:2") as run:
         run.until(f"--- {act}")
         time.sleep(1)
-        run.process.send_signal(signal.SIGTERM)
+        run.signal(signal.SIGTERM)
         assert run.end(30) != 0
         said = run.error()
     assert said == f"error: stopped by SIGTERM in act '{act}'"
@@ -188,7 +181,7 @@ def test_sigterm_before_the_first_step_is_one_line(flags, tmp_path):
 def test_a_reward_that_fails_ends_the_generators_too_in_one_line(flags, tmp_path, ranks):
     failing = flags | {"rewards": flags["rewards"].replace("late_letters", "fails")}
     begun = time.monotonic()
-    with Launch(command(failing, tmp_path / "run", ranks)) as run:
+    with Forked(command(failing, tmp_path / "run", ranks)) as run:
         run.until("error: ")
         begun = time.monotonic()
         assert run.end(15) != 0  # no worker is left
@@ -201,7 +194,7 @@ def test_a_reward_that_fails_ends_the_generators_too_in_one_line(flags, tmp_path
 
 def test_one_process_alone_cannot_generate_for_others(flags, tmp_path):
     words = command(flags, tmp_path / "run").split("recipes/")[1]
-    run = shell(f"python recipes/{words}")
+    run = forked(f"python recipes/{words}", apart=True)
     assert run.returncode == 2
     assert run.stderr == (
         "error: --generate_ranks 1 of 1 ranks: each rank learns or generates (fix: fewer, or torchrun"
