@@ -251,8 +251,12 @@ def test_a_port_in_use_is_one_line_that_names_it(flags):
         taken.listen()
         port = str(taken.getsockname()[1])
         ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        result = shell(
-            "python recipes/finetune.py", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **ranks
+        result = forked(
+            "python recipes/finetune.py",
+            apart=True,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            **ranks,
         )
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: the ranks cannot meet at 127.0.0.1:{port}")
@@ -285,7 +289,7 @@ def test_an_error_is_printed_once_for_two_ranks_and_the_exit_is_not_zero(tmp_pat
     assert result.stderr.count("error: ") == 1
     assert "error: nowhere.jsonl" in result.stderr
     assert "[rank1]" not in result.stderr  # so torch marks the lines of a traceback
-    result = shell("torchrun --nproc_per_node 2 recipes/finetune.py --learing_rate 1")
+    result = forked("torchrun --nproc_per_node 2 recipes/finetune.py --learing_rate 1", apart=True)
     assert result.stderr.count("error: ") == 1
     assert "--learing_rate" in result.stderr
     assert result.returncode == 1
@@ -319,7 +323,8 @@ def test_a_preview_reads_everything_but_weights(flags, tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_the_last_line_and_exit_code_1():
-    result = shell("python recipes/preview.py --show 0 --batch_size 900000 --ranks 2")
+    command = "python recipes/preview.py --show 0 --batch_size 900000 --ranks 2"
+    result = forked(command, apart=True)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: this does not fit: a rank needs ")
@@ -331,7 +336,7 @@ def test_a_preview_on_two_ranks_is_done_once_and_leaves_no_folder(flags, tmp_pat
     words = " ".join(f"--{name} {value}" for name, value in flags.items() if name != "output_dir")
     out = tmp_path / "new"
     command = f"torchrun --nproc_per_node 2 recipes/preview.py --show 0 {words}"
-    result = shell(f"{command} --output_dir {out}")
+    result = forked(f"{command} --output_dir {out}", apart=True)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(set(lines)) == len(lines)
