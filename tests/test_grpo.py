@@ -12,10 +12,11 @@ import grpo
 import pytest
 import reward
 import torch
+from launch import forked
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT, shell
+from shell import ROOT
 from tiny import tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -425,7 +426,7 @@ def test_a_reward_that_fails_is_named_with_its_row_and_completion(files, tmp_pat
     rules = files["rewards"].replace("some_letters", "fails")
     words = " ".join(f"--{name} {value}" for name, value in (RUN | files).items())
     command = f"python {ROOT}/recipes/grpo.py {words} --rewards {rules} --output_dir out"
-    run = shell(command, tmp_path)
+    run = forked(command, tmp_path, apart=True)
     assert run.returncode == 2
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error")]
     assert "no such rule" in line
