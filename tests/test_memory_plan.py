@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fsdp_tracker import setting_of
+from launch import forked
 from limited import Limit
 from shell import ROOT, shell
 from tiny import KINDS, tiny_config, tiny_model_folder
@@ -394,7 +395,8 @@ def test_a_model_that_cannot_be_traced_gets_its_states_only():
 
 def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path):
     out = tmp_path / "run"
-    ended = shell(f"python recipes/finetune.py --batch_size 900000 --output_dir {out}")
+    command = f"python recipes/finetune.py --batch_size 900000 --output_dir {out}"
+    ended = forked(command, apart=True)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert re.match(
@@ -408,29 +410,28 @@ def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path):
 def test_fit_chooses_once_and_a_resume_goes_on_with_it(tmp_path):
     out = tmp_path / "run"
     flags = f"--fit --batch_size 4 --steps 3 --save_every 1 --log_every 1 --output_dir {out}"
-    begun = shell(f"python recipes/finetune.py {flags}", FAULT="step:0:2:exit")
+    begun = forked(f"python recipes/finetune.py {flags}", FAULT="step:0:2:exit")
     assert "fitted    nothing had to change" in begun.stdout
-    more = shell(f"python recipes/finetune.py {flags.replace('size 4', 'size 2')}")
-    assert more.returncode == 0, more.stderr
+    more = forked(f"python recipes/finetune.py {flags.replace('size 4', 'size 2')}")
+    assert more.returncode == 0, more.stdout
     assert "fitted" not in more.stdout
     assert "batch     4 = 4 rows" in more.stdout
 
 
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """A model, and rows that are longer than any that is asked for."""
+    root = tmp_path_factory.mktemp("big")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1 " * 3000}]
+    (root / "rows.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 8))
+    return tiny_model_folder(root / "model", **BIG), root / "rows.jsonl"
+
+
 @slow
 @pytest.mark.parametrize(("recompute", "tokens"), [("none", 768), ("full", 384)])
-def test_two_ranks_need_what_was_planned_within_two_per_cent(tmp_path, recompute, tokens):
+def test_two_ranks_need_what_was_planned_within_two_per_cent(big, tmp_path, recompute, tokens):
     """112 million parameters. glibc would keep what was freed; with fixed thresholds it does not."""
-    model = tiny_model_folder(tmp_path / "model", **BIG)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "1 " * 3000},
-            ]
-        }
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows * 8))
-    flags = f"--model {model} --dataset {tmp_path}/rows.jsonl --seq_len {tokens} --steps 2"
+    flags = f"--model {big[0]} --dataset {big[1]} --seq_len {tokens} --steps 2"
     flags += f" --save_every 0 --activation_checkpointing {recompute} --output_dir {tmp_path}/run"
     command = f"torchrun --nproc_per_node 2 recipes/finetune.py {flags}"
     ended = shell(
@@ -466,10 +467,10 @@ PLAN = "python recipes/plan.py"
 
 @slow
 def test_plan_prints_tables_and_a_command_that_fits():
-    ended = shell(
+    ended = forked(
         f"{PLAN} --model llama-3.2-1b --gpus 2 --gpu_memory 8 --seq_len 1024 --host_memory 64"
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0, ended.stdout
     assert "llama-3.2-1b: 1.24 billion parameters; 2 GPUs of 8 GiB" in ended.stdout
     assert len(re.findall(r"^  \w+ +full ", ended.stdout, re.M)) == 8
     assert re.search(
