@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+from launch import forked
 from shell import ROOT, shell
 from test_parity import write_rows
 from tiny import tiny_model_folder
@@ -92,7 +93,7 @@ def test_a_renamed_folder_and_one_sed_without_the_optional_files(tmp_path, flags
 def test_a_copy_without_the_tiny_model_says_so(tmp_path):
     shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=NOTHING)
     shutil.copy(ROOT / "recipes" / "finetune.py", tmp_path)
-    result = shell("python finetune.py", tmp_path)
+    result = forked("python finetune.py", tmp_path, apart=True)
     assert result.returncode == 2
     assert result.stderr.startswith(
         "error: recipes/tiny is not here (fix: --model FOLDER --dataset FILE)"
@@ -165,7 +166,7 @@ def test_a_flag_that_needs_a_file_that_is_left_out_is_refused_in_one_line(
     shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=NOTHING)
     (tmp_path / "utils" / f"{name}.py").unlink()
     shutil.copy(ROOT / "recipes" / "finetune.py", tmp_path)
-    result = shell(f"python finetune.py {flags} {needed_by}", tmp_path)
+    result = forked(f"python finetune.py {flags} {needed_by}", tmp_path, apart=True)
     assert result.returncode == 2, result.stderr
     expected = (
         "unknown flag --model_name"
