@@ -11,7 +11,8 @@ import re
 import shutil
 
 import pytest
-from shell import ROOT, shell
+from launch import forked
+from shell import ROOT
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
@@ -113,20 +114,25 @@ def losses(recipe, model, rows, flags="") -> list[float]:
     out = recipe.parent.parent / "out"
     sizes = "--steps 2 --batch_size 4 --lr 0.01 --save_every 0"
     command = f"python {recipe} --model {model} --dataset {rows} --output_dir {out} {sizes} {flags}"
-    ended = shell(command, recipe.parent.parent)
-    assert ended.returncode == 0, ended.stderr
+    ended = forked(command, recipe.parent.parent)
+    assert ended.returncode == 0, ended.stdout
     assert (out / "model" / "model.safetensors").exists()
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
-def test_adapters_and_quantization_are_taken_out_of_one_file(files, tmp_path):
+@pytest.fixture(scope="module")
+def usual(files, tmp_path_factory):
+    """The losses of a copy without edits."""
+    return losses(edited(tmp_path_factory.mktemp("usual"), [], most_files=0), *files)
+
+
+def test_adapters_and_quantization_are_taken_out_of_one_file(files, usual, tmp_path):
     recipe = edited(tmp_path / "copy", WITHOUT_ADAPTERS, most_files=1)
     for name in ("lora", "quantize"):
         (tmp_path / "copy" / "utils" / "model" / f"{name}.py").unlink()
     assert "lora" not in recipe.read_text().lower()
-    whole = edited(tmp_path / "whole", [], most_files=0)
-    assert losses(recipe, *files) == losses(whole, *files)
+    assert losses(recipe, *files) == usual
 
 
 def test_the_loss_is_swapped_in_one_file(files, tmp_path):
@@ -134,14 +140,13 @@ def test_the_loss_is_swapped_in_one_file(files, tmp_path):
     assert 0 < second < first < 5.6  # below the cross-entropy of 271 tokens at random, 5.602
 
 
-def test_a_flag_is_added_in_one_file(files, tmp_path):
+def test_a_flag_is_added_in_one_file(files, usual, tmp_path):
     recipe = edited(tmp_path, OTHER_FLAG, most_files=1)
-    assert "--beta2" in shell(f"python {recipe} --help", tmp_path).stdout
-    usual = losses(edited(tmp_path / "usual", [], most_files=0), *files)
+    assert "--beta2" in forked(f"python {recipe} --help", tmp_path).stdout
     assert losses(recipe, *files, "--beta2 0.95") == usual
 
 
-def test_a_data_format_is_added_in_one_file(files, tmp_path):
+def test_a_data_format_is_added_in_one_file(files, usual, tmp_path):
     model, rows = files
     pairs = []
     for line in rows.read_text().splitlines():
@@ -149,8 +154,7 @@ def test_a_data_format_is_added_in_one_file(files, tmp_path):
         pairs.append(json.dumps({"question": question, "answer": answer}) + "\n")
     (tmp_path / "pairs.jsonl").write_text("".join(pairs))
     recipe = edited(tmp_path, OTHER_FORM, most_files=1)
-    usual = losses(edited(tmp_path / "usual", [], most_files=0), *files)
     assert losses(recipe, model, tmp_path / "pairs.jsonl") == usual
     named = f"--model {model} --dataset {tmp_path}/pairs.jsonl --format qa"
     preview = recipe.with_name("preview.py")
-    assert shell(f"python {preview} {named}", tmp_path).returncode == 0
+    assert forked(f"python {preview} {named}", tmp_path).returncode == 0
