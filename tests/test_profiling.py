@@ -7,7 +7,7 @@ import gzip
 import json
 
 import pytest
-from shell import shell
+from launch import forked
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
@@ -34,8 +34,8 @@ def test_every_rank_writes_a_trace_of_steps_four_and_five(tmp_path, flags):
     command = (
         f"torchrun --nproc_per_node 2 recipes/finetune.py {flags} --steps 7 --output_dir {tmp_path}"
     )
-    result = shell(command)
-    assert result.returncode == 0, result.stderr
+    result = forked(command)
+    assert result.returncode == 0, result.stdout
     for rank in range(2):
         (trace,) = (tmp_path / "profile").glob(f"rank{rank}_from_step_00000004.*.json.gz")
         names = events(trace)
@@ -52,8 +52,8 @@ def test_a_run_of_one_step_is_profiled_too_and_an_older_trace_stays(tmp_path, fl
     command = f"python recipes/finetune.py {flags} --steps 1 --output_dir {tmp_path}"
     traces = set()
     for start in (1, 2):
-        result = shell(command)
-        assert result.returncode == 0, result.stderr
+        result = forked(command)
+        assert result.returncode == 0, result.stdout
         (tmp_path / "plan.json").unlink()  # as if it had not ended
         found = set((tmp_path / "profile").glob("rank0_from_step_00000001.*.json.gz"))
         (newest,) = found - traces
