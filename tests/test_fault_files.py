@@ -20,10 +20,10 @@ import faults
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import forked
+from launch import Forked, forked
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from shell import ROOT, shell
+from shell import shell
 from test_checkpoint import build, fingerprint
 from test_checkpoint import train as train_steps
 from test_parity import write_rows
@@ -141,7 +141,8 @@ def test_a_disk_that_fills_during_a_run_ends_it_in_one_line_and_it_goes_on_when_
     with small_disk(tmp_path / "disk", "size=16m") as disk:
         out = disk / "out"
         when((out / "checkpoints" / "step_00000002").exists, lambda: fill(disk, 2**16))
-        ended = shell(f"python recipes/finetune.py {words(flags, out)}", FAULT="step:0:3:3")
+        command = f"python recipes/finetune.py {words(flags, out)}"
+        ended = forked(command, apart=True, FAULT="step:0:3:3")
         assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
         assert ended.stderr.startswith(
             "error: no space left: need 0.001 GiB, have 0.000 GiB at " + str(out)
@@ -427,21 +428,15 @@ def test_a_line_of_ten_megabytes_is_cut_and_counted_and_the_others_train(whole, 
 @slow
 def test_a_folder_in_use_is_refused_and_that_of_a_dead_process_is_taken_over(whole, tmp_path):
     flags, out = whole[0], tmp_path / "out"
-    command = [sys.executable, "recipes/finetune.py", *words(flags, out).split()]
-    env = {**os.environ, "FAULT": "step:0:3:100"}
-    first = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
-    try:
+    command = f"python recipes/finetune.py {words(flags, out)}"
+    with Forked(command, FAULT="step:0:3:100") as first:  # until it is killed
         log = out / "metrics.jsonl"
         # it sleeps in the fourth step
         when(lambda: log.exists() and log.read_text().count("\n") == 3).join()
         before = times(out)
-        assert f"{out} is in use by process {first.pid} on {os.uname().nodename}" in refused(
-            flags, out
-        )
+        in_use = f"{out} is in use by process {first.pids[0]} on {os.uname().nodename}"
+        assert in_use in refused(flags, out)
         assert times(out) == before
-    finally:
-        first.kill()
-        first.wait()
     assert (out / ".lock").exists()
     train(None, flags, out)
     assert [number[0] for number in curve(out)] == [1, 2, 3, 4, 5, 5]
@@ -656,7 +651,8 @@ def test_a_full_disk_that_the_log_meets_is_one_line_with_its_name(whole, tmp_pat
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         log = disk / "out" / "metrics.jsonl"
         when(log.exists, lambda: fill(disk, 0))
-        ended = shell(f"python recipes/finetune.py {words(flags, disk / 'out')}")
+        command = f"python recipes/finetune.py {words(flags, disk / 'out')}"
+        ended = forked(command, apart=True)
         assert ended.returncode in (1, 2)
         (line,) = ended.stderr.splitlines()
         assert "no space left" in line.lower()
