@@ -226,7 +226,7 @@ SIGNALS = {
     "SIGTERM to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0, Forked),
     "Ctrl-C to torchrun": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
     "Ctrl-C to all": (everyone, "", None),
-    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0),
+    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0, Forked),
     "a closed terminal": (lambda run: run.process.send_signal(signal.SIGHUP), "", None),
     "SIGUSR2 to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0, Forked),
     "SIGUSR1 to torchrun": (
@@ -260,8 +260,7 @@ def test_a_second_ctrl_c_leaves_at_once(flags, tmp_path):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_signal_during_a_save_lets_it_end(flags, undisturbed, tmp_path, background):
     out, slower = tmp_path / "run", {**flags, "async_save": background}
-    launch = Forked if background else Launch
-    with launch(command(slower, out), FAULT="metadata:0:2:4") as run:
+    with Forked(command(slower, out), FAULT="metadata:0:2:4") as run:
         run.until("--- train")
         while not list((out / "checkpoints").glob(".tmp_step_*")):
             time.sleep(0.02)
@@ -293,8 +292,7 @@ def test_a_save_slower_than_the_grace_period_leaves_the_previous_checkpoint(
 @slow
 @pytest.mark.parametrize("act", ["plan", "load"])
 def test_sigterm_before_the_training_leaves_nothing(flags, tmp_path, act):
-    launch = Launch if act == "plan" else Forked
-    with launch(command(flags, tmp_path / "new" / "run")) as run:
+    with Forked(command(flags, tmp_path / "new" / "run")) as run:
         run.until(f"--- {act}")
         run.signal(signal.SIGTERM)
         assert run.end(30) != 0
