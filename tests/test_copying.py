@@ -143,8 +143,8 @@ def test_each_optional_file_can_be_left_out_alone(tmp_path, flags):
         out=tmp_path / "out",
     )
     (tmp_path / "without.py").write_text(code)
-    result = shell(f"python {tmp_path / 'without.py'}", tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = forked(f"python {tmp_path / 'without.py'}", tmp_path)
+    assert result.returncode == 0, result.stdout
     assert result.stdout.count("finished  1 steps") == len(OPTIONAL)
 
 
