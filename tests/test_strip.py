@@ -112,7 +112,8 @@ def edited(folder, edits, most_files: int):
 
 def losses(recipe, model, rows, flags="") -> list[float]:
     out = recipe.parent.parent / "out"
-    sizes = "--steps 2 --batch_size 4 --lr 0.01 --save_every 0"
+    shutil.rmtree(out, ignore_errors=True)  # that of another call
+    sizes = "--steps 3 --batch_size 4 --lr 0.01 --save_every 0"
     command = f"python {recipe} --model {model} --dataset {rows} --output_dir {out} {sizes} {flags}"
     ended = forked(command, recipe.parent.parent)
     assert ended.returncode == 0, ended.stdout
@@ -136,14 +137,17 @@ def test_adapters_and_quantization_are_taken_out_of_one_file(files, usual, tmp_p
 
 
 def test_the_loss_is_swapped_in_one_file(files, tmp_path):
-    first, second = losses(edited(tmp_path, OTHER_LOSS, most_files=1), *files)
-    assert 0 < second < first < 5.6  # below the cross-entropy of 271 tokens at random, 5.602
+    first, *_, last = losses(edited(tmp_path, OTHER_LOSS, most_files=1), *files)
+    assert 0 < last < first < 5.6  # below the cross-entropy of 271 tokens at random, 5.602
 
 
 def test_a_flag_is_added_in_one_file(files, usual, tmp_path):
     recipe = edited(tmp_path, OTHER_FLAG, most_files=1)
     assert "--beta2" in forked(f"python {recipe} --help", tmp_path).stdout
     assert losses(recipe, *files, "--beta2 0.95") == usual
+    first, second, third = losses(recipe, *files, "--beta2 0.5")
+    assert [first, second] == usual[:2]  # AdamW's first step is the same whatever it is
+    assert third != usual[2]
 
 
 def test_a_data_format_is_added_in_one_file(files, usual, tmp_path):
