@@ -6,6 +6,7 @@ python -m pytest tests/test_eval.py
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -285,7 +286,7 @@ def test_a_finished_folder_is_read_and_one_of_other_facts_refused(alone, folder,
 @pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on(tmp_path):
     command = (
-        "torchrun --nproc_per_node 2 recipes/eval.py --batch_size 4 --max_rows 100 --output_dir"
+        "torchrun --nproc_per_node 2 recipes/eval.py --batch_size 4 --max_rows 60 --output_dir"
     )
     whole = forked(f"{command} {tmp_path}/whole")
     assert whole.returncode == 0, whole.stdout
@@ -293,8 +294,9 @@ def test_killed_in_the_middle_it_goes_on(tmp_path):
     with Forked(f"{command} {tmp_path}/out") as run:
         while not (items.exists() and len(items.read_bytes().splitlines()) > 10):
             assert all(process.is_alive() for process in run.processes), run.text
+            time.sleep(0.01)
         run.signal(9)
-    assert len(items.read_bytes().splitlines()) < 100
+    assert len(items.read_bytes().splitlines()) < 60
     begun = items.read_bytes()
     again = forked(f"{command} {tmp_path}/out")
     assert again.returncode == 0, again.stdout
