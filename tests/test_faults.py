@@ -226,7 +226,7 @@ SIGNALS = {
     "SIGTERM to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0, Forked),
     "Ctrl-C to torchrun": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
     "Ctrl-C to all": (everyone, "", None),
-    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0, Forked),
+    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0),
     "a closed terminal": (lambda run: run.process.send_signal(signal.SIGHUP), "", None),
     "SIGUSR2 to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0, Forked),
     "SIGUSR1 to torchrun": (
