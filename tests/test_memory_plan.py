@@ -17,7 +17,7 @@ from fsdp_tracker import setting_of
 from launch import forked
 from limited import Limit
 from shell import ROOT, shell
-from tiny import KINDS, tiny_config, tiny_model_folder
+from tiny import KINDS, OLDER, tiny_config, tiny_model_folder
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig
@@ -72,8 +72,9 @@ def sizes(kind: str, wide=SIZES) -> dict:
             "num_attention_heads": "n_head",
         }
         wide = wide | {"n_positions": 2048} | {name: wide[ours] for ours, name in names.items()}
-    heads = {"head_dim": 64} if "head_dim" in KINDS[kind][1] else {}
-    return wide | heads | ({"sliding_window": 256} if "sliding_window" in KINDS[kind][1] else {})
+    own = (KINDS | OLDER)[kind][1]
+    heads = {"head_dim": 64} if "head_dim" in own else {}
+    return wide | heads | ({"sliding_window": 256} if "sliding_window" in own else {})
 
 
 def few_layers(kind: str) -> dict:

@@ -40,7 +40,6 @@ KINDS = {
     "gpt2": ("gpt2", {"n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, **NO_DROPOUT}),
     "glm4": ("glm4", {"head_dim": 16}),
     "cohere": ("cohere", {"logit_scale": 0.7}),
-    "falcon": ("falcon", {}),  # its blocks return tuples
     "granite": ("granite", {"logits_scaling": 3.0}),
     "mixtral": (
         "mixtral",
@@ -57,11 +56,12 @@ KINDS = {
         },
     ),
 }
+OLDER = {"falcon": ("falcon", {})}  # its blocks return tuples; tested in the plan only
 
 
 def tiny_config(kind: str, **changes):
     """The config of a tiny model of this kind."""
-    model_type, extra = KINDS[kind]
+    model_type, extra = (KINDS | OLDER)[kind]
     return AutoConfig.for_model(model_type, **{**SIZES, **extra, **changes})
 
 
