@@ -82,6 +82,13 @@ def test_a_json_file_may_hold_one_object_a_line(write):
     assert read_rows(file) == [("rows.json row 1", GOOD), ("rows.json row 2", ALPACA)]
 
 
+def test_a_bad_line_of_a_json_file_is_named_and_can_be_left_out(write, tokenizer):
+    file = write("rows.json", "\n".join([LINE, LINE, "{", "[]", LINE]))
+    lines = refusal(load_examples, file, tokenizer, 64).splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["rows.json row 3", "rows.json row 4"]
+    assert len(load_examples(file, tokenizer, 64, bad_rows="drop")) == 3
+
+
 def test_only_line_feeds_end_a_line(write):
     text = "a\u2028b\x85c\u2029\x0b😀\u200d\u202e"
     file = write(
@@ -153,7 +160,7 @@ def test_up_to_ten_faults_are_listed(write, tokenizer):
         ("a.jsonl", " \n\n", "a.jsonl: no rows"),
         ("a.json", "", "a.json: no rows"),
         ("a.json", " [ \n] ", "a.json: no rows"),
-        ("a.json", LINE + "\n{", "a.json: cannot be read: JSONDecodeError: Expecting"),
+        ("a.json", LINE + "\n{", "a.json row 2: not JSON in UTF-8: Expecting"),
         ("a.json", f"[{LINE}", "a.json: cannot be read: JSONDecodeError: Expecting"),
         ("a.json", f"[{LINE}] x", "a.json: cannot be read: JSONDecodeError: Extra data"),
         ("a.json", f"[{LINE},]", "a.json: cannot be read: JSONDecodeError: Expecting"),

@@ -3,6 +3,7 @@
 python -m pytest tests/test_resume.py
 """
 
+import re
 import shutil
 
 import finetune
@@ -151,6 +152,18 @@ def test_a_finished_run_with_other_settings_is_refused_by_field(whole, tmp_path)
         assert field in str(error.value)
         assert "(fix: another --output_dir)" in str(error.value)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_run_that_an_older_version_finished_is_finished(whole, tmp_path, capsys):
+    """Its config lacks settings that came later."""
+    flags, out = whole
+    shutil.copytree(out, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(re.sub("use_dora: .*\n|profile: .*\n", "", config.read_text()))
+    train(None, flags, tmp_path / "run")
+    assert "is finished: already at step 5" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="other settings: lr 0.001 -> 0.1"):
+        train(None, {**flags, "lr": 0.1}, tmp_path / "run")
 
 
 def test_a_named_checkpoint_starts_a_new_folder(whole, tmp_path):

@@ -44,9 +44,9 @@ def rows_of_json(content: bytes) -> Iterator:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
+        if error.msg != "Extra data" or text.lstrip()[0] != "{":
             raise
-        value = [json.loads(line) for line in text.split("\n") if line.strip()]
+        value = [line.encode() for line in text.split("\n") if line.strip()]  # see rows.as_object
     if isinstance(value, dict) and not form_of(value):
         lists = [rows for rows in value.values() if isinstance(rows, list)]
         value = lists[0] if len(lists) == 1 else [value]

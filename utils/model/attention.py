@@ -56,8 +56,9 @@ def attend_documents(
     if cu_seq_lens_q is None:
         attended = causal_attention(module, query, key, value, scaling, sliding_window)
     elif not query.is_cuda:
-        how = (cu_seq_lens_q, scaling, sliding_window)
-        attended = attend_one_by_one(module, query, key, value, *how)
+        attended = attend_one_by_one(
+            module, query, key, value, cu_seq_lens_q, scaling, sliding_window
+        )
     else:
         size = value.shape[-1]
         if not GROUPED:

@@ -58,17 +58,15 @@ def continue_run(
     newer checkpoints than the one to continue from. Changed settings of an unfinished run are only printed.
     """
     with together(world):
-        text = f"--resume none, but {out} holds a run (fix: another --output_dir)"
-        check(resume != "none", text)
+        check(resume != "none", f"--resume none, but {out} holds a run (fix: another --output_dir)")
         plan, finished = out / "plan.json", 0  # the steps after which the run ended
         if plan.exists():
             measured = json.loads(plan.read_text()).get("measured") or {}  # null until it ends
             finished = measured.get("steps", 0)
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
-            no_matter = ("output_dir", "resume", "log_every")
             saved = asdict(cfg) | read_yaml(type(cfg), newest)  # which may lack newer settings
-            changed = differences(saved, asdict(cfg), but=no_matter)
+            changed = differences(saved, asdict(cfg), but=("output_dir", "resume", "log_every"))
             text = f"{out} holds a finished run with other settings: {changed}"
             check(not changed, f"{text} (fix: another --output_dir)")
     checkpoint = None if finished else find_checkpoint(resume, out, world)
