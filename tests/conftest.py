@@ -8,7 +8,8 @@ import subprocess
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; several ranks share two cores
 # so that FAULT breaks a run from outside: tests/faults.py
-os.environ["PYTHONPATH"] = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+os.environ["PYTHONPATH"] = f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -184,7 +184,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dt
     ids = torch.randint(5, 271, (3, 100), generator=generator).cuda()
     logits = plain(ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
-    loss = in_chunks(ids, labels=ids)
+    loss = chunked(ids, labels=ids)
     expected.backward()
     loss.backward()
     rounding = 1e-5 if dtype == torch.float32 else 2e-2
@@ -263,6 +263,7 @@ def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():
     torch.testing.assert_close(ours(x.half().cuda()), theirs(x.half().cuda()), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 shards no integers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_over_a_quantized_base_learns(setting, tmp_path, kind):
     folder, rows, _ = setting
@@ -293,10 +294,9 @@ def test_the_held_out_loss_is_that_of_the_cpu(setting, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpu" / "model", dtype=torch.float32)
     add_chunked_loss(plain)
     _, held_out = load_data(Rows(str(rows), 2048, eval_share=0.3), load_tokenizer(folder), False)
-    total = sum(
-        summed_cross_entropy(plain, batch).item()
-        for batch in GlobalBatches(held_out, 0, 8, 8, 0, 1, 0).batches(0)
-    )
+    loader = GlobalBatches(held_out, 0, 8, 8, 0, 1, 0)
+    batches = [batch for step in range(loader.per_epoch) for batch in loader.batches(step)]
+    total = sum(summed_cross_entropy(plain, batch).item() for batch in batches)
     lines = [json.loads(text) for text in (tmp_path / "gpu" / "metrics.jsonl").open()]
     found = [line["eval_loss"] for line in lines if "eval_loss" in line]
     trained_tokens = int(held_out.trained_tokens[held_out.rows].sum())
@@ -353,7 +353,7 @@ def test_several_chunks_of_a_large_vocabulary_have_the_loss_of_full_logits(dtype
     mask = torch.ones_like(ids, dtype=torch.bool)
     found = token_log_probs(chunked, Batch(ids, ids, mask, ["", ""]))
     torch.testing.assert_close(found[:, 1:], expected, rtol=1e-2, atol=5e-2)
-    loss = in_chunks(ids, labels=ids)
+    loss = chunked(ids, labels=ids)
     torch.testing.assert_close(loss, -expected.sum(), rtol=1e-3, atol=0)
     (loss / ids.numel()).backward()
     (-expected.mean()).backward()

@@ -39,7 +39,7 @@ from utils.run.settings import parse_cli
 from utils.run.signals import report_errors
 from utils.run.units import GIB, MIB
 
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "bitsandbytes", "peft", "trl")
+PACKAGES = "torch transformers accelerate safetensors bitsandbytes peft trl liger_kernel".split()
 LIMIT = 1800  # seconds until a run is killed and counts as failed
 QUIET = 0.05  # a run's time is judged if other processes took at most this share of the CPU time
 # the size of each unit in a table; 1 for all other units

@@ -53,6 +53,9 @@ def attend_documents(
     cu_seq_lens_q each of B rows is a document. sliding_window: tokens that a token sees, itself included.
     Returns (B, T, H, D).
     """
+    if not (GROUPED or query.is_cpu):  # on meta too: the plan counts them
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if cu_seq_lens_q is None:
         attended = causal_attention(module, query, key, value, scaling, sliding_window)
     elif not query.is_cuda:
@@ -61,9 +64,6 @@ def attend_documents(
         )
     else:
         size = value.shape[-1]
-        if not GROUPED:
-            groups = query.shape[1] // key.shape[1]
-            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has narrower values
         attended = varlen_attn(
             *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # (T, H, D)

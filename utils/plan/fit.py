@@ -24,6 +24,9 @@ from .need import (
 )
 from .states import Setting
 
+# What cuBLAS takes of the allocator on a Hopper GPU: half of it for the forward, half for the backward.
+WORKSPACES = GIB // 16
+
 
 def room_here(world: World) -> Room:
     """The memory of this machine. All ranks return the same values and text: those of the
@@ -33,21 +36,23 @@ def room_here(world: World) -> Room:
     host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_size)))
     if world.device.type != "cuda":
         share = host / local_ranks
-        text = f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"
-        return Room(share, host, text)
+        return Room(
+            share, host, f"{share / GIB:.2f} GiB a rank, of {limit / GIB:.1f} GiB of host memory"
+        )
     # mem_get_info creates this process's CUDA context, some hundred MiB. The reserve in need.py holds it too.
-    free, _ = torch.cuda.mem_get_info(world.device)
-    free += torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-    device = min(gather(world, free))
-    text = f"{device / GIB:.2f} GiB free on a GPU and {host / GIB:.1f} GiB of host memory"
-    return Room(device, host, text)
+    device, _ = min(gather(world, torch.cuda.mem_get_info(world.device)))
+    return Room(
+        device,
+        host,
+        f"{device / GIB:.2f} GiB free on a GPU and {host / GIB:.1f} GiB of host memory",
+    )
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What the act `plan` found: the lines to print, the flags that --fit chose, what plan.json keeps.
 
-    base: on a CPU the bytes that this process used before the model was built; measured peaks include them.
+    base: bytes that measured peaks also include: on a CPU this process before the build, on a GPU WORKSPACES.
     """
 
     text: str
@@ -87,11 +92,13 @@ def compare_reserved(ranks: tuple[dict[str, int], ...], comfortable: int) -> dic
     """
     if not any(ranks):
         return {}
-    most_of_ranks = [max(rank.values()) for rank in ranks]
-    error = max(most_of_ranks) / comfortable - 1
-    both = f"{max(most_of_ranks) / GIB:.2f} of {comfortable / GIB:.2f} that were called comfortable"
-    print0(f"memory    GiB reserved {both} ({error:+.1%}), by the allocator of the fullest GPU")
-    return {"peak_reserved_bytes": most_of_ranks, "reserved_error": error}
+    reserved = [max(rank.values()) for rank in ranks]
+    error = max(reserved) / comfortable - 1
+    print0(
+        f"memory    GiB reserved {max(reserved) / GIB:.2f} of {comfortable / GIB:.2f} that were called"
+        f" comfortable ({error:+.1%}), by the allocator of the fullest GPU"
+    )
+    return {"peak_reserved_bytes": reserved, "reserved_error": error}
 
 
 def plan_memory(
@@ -137,7 +144,7 @@ def plan_memory(
     story.less_memory = less_memory
     peaks.clear()  # they are measured from here on
     reserved_peaks.clear()
-    base = 0 if setting.gpu else memory_bytes()
+    base = WORKSPACES if setting.gpu else memory_bytes()
     return MemoryPlan("\n".join(lines), chosen, planned_facts(need, room, answer), base)
 
 

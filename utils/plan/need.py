@@ -27,8 +27,8 @@ WHY_TIGHT = "the allocator must give blocks back in every step"
 
 # The reserve above the live bytes: the CUDA context, cuBLAS, and with several GPUs NCCL. In 224 published
 # runs on A100 (foundation-model-stack/fms-acceleration, benchmark results of its FSDP and Liger plugins) the
-# memory in nvidia-smi less what torch had allocated was never below 0.92 GiB on one GPU, 3.5 GiB on two. A
-# part of that is cache, which the allocator can give back.
+# memory in nvidia-smi less what torch had allocated was never below 0.92 GiB on one GPU, 3.5 GiB on two,
+# some of it cache.
 MUST_BYTES_ALONE, MUST_BYTES_OF_SEVERAL = GIB, 3 * GIB
 # The slack on the pools, without weights and optimizer, which are never freed; and bytes on top. Both cover
 # six of six published runs of FSDP2 with expandable segments (configs/README.md).
@@ -39,7 +39,7 @@ SURE = 0.97
 COMPILED = 0.85
 # An assumption: host memory of a process that uses a GPU.
 PROCESS_BYTES = 2 * GIB
-# On top of the states: loading.CHUNK and saving.CHUNK elements, and modules that are imported for a save.
+# On top of the states: loading.CHUNK and, on a CPU, saving.CHUNK elements, and imports of a save.
 LOAD_BYTES, SAVE_BYTES = 8 * MIB, 48 * MIB
 # On a CPU glibc keeps much of the freed memory: 1.42 to 1.68 times the live bytes were measured. The bytes on
 # top are for modules that are imported later, and for threads.
@@ -155,22 +155,22 @@ def need_of(setting: Setting) -> Need:
         why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
     copy = states.gradients + states.optimizer if setting.async_save else 0
     model = planned_model(setting)
-    stored = 0  # bytes of all weights, unsharded, in their own dtypes
-    if not setting.low_cpu_fsdp:
-        stored = sum(p.nbytes for p in model.parameters())
+    # bytes of all weights, unsharded, in their own dtypes
+    stored = 0 if setting.low_cpu_fsdp else sum(p.nbytes for p in model.parameters())
     on_device = States(0, 0, 0) if setting.cpu_offload else states
-    load = on_device.weights + LOAD_BYTES + (0 if setting.gpu else stored)
+    load = on_device.weights + LOAD_BYTES + stored * (not setting.gpu)
     head = model.get_output_embeddings()
     checks_loss = not (setting.kind == "scores" or hasattr(head, "base_layer"))
     if checks_loss and head.weight.is_floating_point():
         load = max(load, check_peak(units, states, setting))
+    steady = on_device.weights + on_device.optimizer
     acts = {
         "load": load,
-        "train": peak.total if peak else on_device.total,
-        "save": on_device.weights + on_device.optimizer + SAVE_BYTES,
+        "train": (peak or on_device).total,
+        "save": steady,
     }
     if not setting.gpu:
-        acts |= {"train": acts["train"] + copy, "save": acts["save"] + copy}
+        acts |= {"train": acts["train"] + copy, "save": acts["save"] + copy + SAVE_BYTES}
     train = acts["train"]
     if setting.compile and peak:  # only the activations of the layers can shrink
         train = max(int(train * COMPILED), train - peak.parts["activations"])
@@ -180,7 +180,6 @@ def need_of(setting: Setting) -> Need:
     if not setting.gpu:
         return Need(states, peak, why, must, must, must, acts)
     pools = max(alive, sum(peak.pools.values()) if peak else 0)
-    steady = on_device.weights + on_device.optimizer
     comfortable = max(must, comfortable_of(pools, steady))
     host = PROCESS_BYTES + copy + inputs + stored
     if setting.cpu_offload:

@@ -21,8 +21,9 @@ class Unit:
     """Bytes of one FSDP2 unit. Parameters that a single rank uses as they are stored have gradients only."""
 
     gathered: int = 0  # the whole parameters, padded, in the dtype of the all-gather
-    # this rank's shard in that dtype, if it is stored in another one, or on the host
+    # this rank's shards in that dtype, if stored in another one, or on the host; of a single rank the largest
     copied: int = 0
+    moved: int = 0  # the largest as it is stored, if it comes from the host to be copied
     grads: int = 0  # the whole gradients, in that dtype
     reduced: int = 0  # the same, padded, in fp32: the input of the reduce-scatter
     share: int = 0  # this rank's shard of the gradients, in the dtype of the parameters
@@ -43,7 +44,8 @@ def units_of(
     # Modules that are gathered in fp32, in units of their own, count as part of the unit around them.
     kept = {p for module in in_fp32 for p in module.parameters()}
     plain = set()  # see sharding.stored_as_computed
-    if setting.shards == setting.replicate == 1 and not setting.cpu_offload:
+    alone = setting.shards == 1
+    if alone and setting.replicate == 1 and not setting.cpu_offload:
         found = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
         plain = sharding.stored_as_computed(found, setting.grad_accum > 1)
 
@@ -56,14 +58,16 @@ def units_of(
             is_cast = p.is_floating_point() and p.dtype != dtype
             itemsize = dtype.itemsize if is_cast else p.element_size()
             unit.gathered += padded_numel * itemsize
-            if is_cast or setting.cpu_offload:
-                unit.copied += own_numel * itemsize
+            copied = own_numel * itemsize * (is_cast or setting.cpu_offload)
+            unit.copied = max(copied, unit.copied) if alone else copied + unit.copied
+            if is_cast and setting.cpu_offload:
+                unit.moved = max(unit.moved, own_numel * p.element_size())
             if p.requires_grad:
                 grads = p.numel() * itemsize
                 unit.grads += grads
                 unit.reduced += padded_numel * 4
                 unit.share += own_numel * p.element_size()
-                unit.last = grads if setting.shards > 1 else 0
+                unit.last = 0 if alone else grads
         return unit
 
     own = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
@@ -104,8 +108,8 @@ class Replay:
         # unit -> bytes of whole gradients that wait for the last micro-batch
         self.deferred: dict[Unit, int] = {}
         self.reduced: set[Unit] = set()  # units whose sharded gradients exist
-        # one rank copies, and gathers nothing
-        self.gather_stream = GATHER if setting.shards > 1 else COMPUTE
+        self.alone = setting.shards == 1  # one rank copies, and gathers nothing
+        self.gather_stream = COMPUTE if self.alone else GATHER
         if not setting.cpu_offload:
             self.add("weights", states.weights)
             self.add("optimizer", states.optimizer)
@@ -132,23 +136,25 @@ class Replay:
         self.add("activations", segment.rest - without)
         self.add("whole gradients", without)
 
-    def fetch(self, unit: Unit) -> None:
-        """Begin the all-gather of a unit. A single rank needs no buffer for it."""
-        if unit not in self.open and unit not in self.fetched:
-            self.fetched[unit] = unit.gathered if self.setting.shards > 1 else 0
-            self.add("buffers", self.fetched[unit] + unit.copied, self.gather_stream)
-            self.free("buffers", unit.copied, self.gather_stream)
+    def fetch(self, unit: Unit, needed: bool = False) -> None:
+        """Begin the all-gather of a unit. A single rank copies its parameters one by one, when needed."""
+        if unit in self.open or unit in self.fetched or self.alone and not needed:
+            return
+        sizes = (unit.copied, unit.moved) if self.alone else (unit.gathered, unit.copied)
+        self.fetched[unit], freed = sizes
+        self.add("buffers", sum(sizes), self.gather_stream)
+        self.free("buffers", freed, self.gather_stream)
 
     def unshard(self, unit: Unit, forward: bool) -> None:
         """Gather a unit. In the forward the buffer of an all-gather lives until the next one has arrived."""
         if unit in self.open:
             return
-        self.fetch(unit)
+        self.fetch(unit, needed=True)
         if forward:
             self.drop_buffer()
         self.add("gathered", unit.gathered)
         self.kept_buffer += self.fetched.pop(unit)
-        if not forward:
+        if self.alone or not forward:
             self.drop_buffer()
         self.open.add(unit)
 
@@ -189,7 +195,8 @@ class Replay:
         kept = unit.share if keeps and unit not in self.reduced else 0
         self.reduced.add(unit)
         has_replicas = self.setting.replicate > 1
-        stream = ALL_REDUCE if has_replicas else REDUCE if output else COMPUTE
+        # also without a stream of its own, since gradients do not fit between activations
+        stream = ALL_REDUCE if has_replicas else REDUCE
         self.add("gradients", unit.last)
         self.add("gradients", output, REDUCE)
         if not self.setting.gpu and self.setting.shards > 1:

@@ -166,10 +166,9 @@ def set_timeout(seconds: float = START_SECONDS, group: dist.ProcessGroup | None 
 
 def _set_timeouts(seconds: float) -> None:
     c10d = dist.distributed_c10d
-    set_one = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # public since torch 2.14
     for group in c10d._world.pg_map:
         if group.group_desc != "saver":
-            set_one(timedelta(seconds=seconds), group)
+            c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def gather(world: World, value: object) -> list:
@@ -250,7 +249,7 @@ def use_expandable_segments(device: torch.device) -> None:
     such blocks cost 10 to 25 % of the memory in published runs of FSDP2. What the user has set stays.
     """
     is_set = any(name in os.environ for name in CUDA_SETTINGS)
-    if is_set or device.type != "cuda" or torch.cuda.is_initialized():
+    if is_set or device.type != "cuda":
         return
     # torch 2.11 warns about this name, but 2.9 ignores the new one (pytorch issue 183387)
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE

@@ -98,18 +98,16 @@ def others_code(what: str, fix: str = "") -> Iterator[None]:
 def reason_of_others(error: BaseException) -> str:
     """The type of an exception and the first 300 characters of its text, on one line."""
     words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:300]}" if words else type(error).__name__
+    return f"{type(error).__name__}: {words[:300]}".removesuffix(": ")
 
 
 def say(*parts: object, ready: bool = False) -> None:
     """Print a line to stdout. If the reader is gone (`| head`, a closed terminal), the run goes on silently.
     ready: the text is already escaped, and its line breaks or colours are ours.
     """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     text = " ".join(map(str, parts))
-    line = (text if ready else escaped(text)).encode(encoding, "backslashreplace")
     try:
-        print(line.decode(encoding), flush=True)
+        print(text if ready else escaped(text), flush=True)
     except OSError:
         silence()
 

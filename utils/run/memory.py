@@ -18,11 +18,9 @@ CGROUPS = {
 def note_peak(act: str) -> None:
     """Record the peak memory of the act that ends, and reset the counters."""
     peaks[act] = max(peak_memory_bytes(), peaks.get(act, 0))
-    if _uses_gpu():
-        import torch
-
-        reserved_peaks[act] = max(torch.cuda.max_memory_reserved(), reserved_peaks.get(act, 0))
-        torch.cuda.reset_peak_memory_stats()
+    if cuda := _cuda():
+        reserved_peaks[act] = max(cuda.max_memory_reserved(), reserved_peaks.get(act, 0))
+        cuda.reset_peak_memory_stats()
         return
     with suppress(OSError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc returns freed memory to the system
@@ -33,10 +31,8 @@ def peak_memory_bytes() -> int:
     """Peak bytes in use since the act began. On CUDA: what torch allocated. Otherwise: private memory of this
     process, that is the kernel's peak (VmHWM) less the files that are mapped now.
     """
-    if _uses_gpu():
-        import torch
-
-        return torch.cuda.max_memory_allocated()
+    if cuda := _cuda():
+        return cuda.max_memory_allocated()
     status = numbers(Path("/proc/self/status"))
     return 1024 * (status["VmHWM:"] - status["RssFile:"] - status["RssShmem:"])
 
@@ -84,7 +80,8 @@ def numbers(file: Path) -> dict[str, int]:
     return found
 
 
-def _uses_gpu() -> bool:
+def _cuda():
+    """torch.cuda if this process uses a GPU, else False."""
     import torch
 
-    return torch.cuda.is_initialized()
+    return torch.cuda.is_initialized() and torch.cuda
