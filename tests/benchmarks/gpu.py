@@ -25,20 +25,26 @@ CONTENDERS = {
     "compiled": "--compile",
     "selective": "--activation_checkpointing selective",
     "full": "--activation_checkpointing full; 2 micro-batches of 4 rows",
+    "compiled_full": "the same and --compile",
     "offload_1b": "--cpu_offload, a Llama-3.2-1B shape; 2 micro-batches of 4 rows",
     "lora": "LoRA of rank 16 on all linear layers over bf16 weights; 8 micro-batches of 1 row",
     "lora_8bit": "the same over int8",
     "lora_4bit": "the same over nf4",
     "hf_defaults": "transformers.Trainer, TrainingArguments(bf16=True); 8 micro-batches of 1 row",
+    "hf_recompute": "hf_tuned without Liger",
     "hf_tuned": "Trainer with gradient checkpointing, pure bf16, sdpa, Liger where installed; 2 of 4 rows",
 }
-FOUR_ROWS = ("full", "offload_1b", "hf_tuned")  # recomputation leaves memory for 4 rows
-REFERENCES = dict.fromkeys(("plain", "compiled", "selective"), "hf_defaults") | {"full": "hf_tuned"}
+# recomputation leaves memory for 4 rows
+FOUR_ROWS = ("full", "compiled_full", "offload_1b", "hf_recompute", "hf_tuned")
+REFERENCES = dict.fromkeys(("plain", "compiled", "selective"), "hf_defaults")
+REFERENCES |= dict.fromkeys(("full", "compiled_full", "hf_recompute"), "hf_tuned")
 REFERENCES |= dict.fromkeys(("lora_8bit", "lora_4bit"), "lora")
 METRICS = {
     "tokens_per_second": ("", min),
     "mfu": ("%", min),
     "peak_bytes": ("GiB", max),
+    "reserved_bytes": ("GiB", max),
+    "retries": ("", max),  # how often the allocator had to give all cached blocks back
     "seconds": ("s", max),
     "host_peak_bytes": ("GiB", max),
 }
@@ -102,6 +108,9 @@ def contend(worker: Worker) -> dict[str, float]:
     flops = flops_per_token(build_model(config, torch.bfloat16), seq_len)
     share = mfu(flops * speed, replace(ALONE, device=device))  # 0 on a CPU
     numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
+    if device.type == "cuda":
+        numbers["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        numbers["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
     return numbers | {
         "peak_bytes": peak_memory_bytes(),
         "host_peak_bytes": host["peak_bytes"],
@@ -141,10 +150,10 @@ def _ours(
             quantize_linears(model, Quant(kind), torch.bfloat16)
         freeze_base(model, Quant(), torch.bfloat16)
     add_chunked_loss(model)
-    recompute = "full" if offload else name
+    recompute = "full" if offload else name.removeprefix("compiled_")
     if recompute in ("selective", "full"):
         recompute_activations(model, recompute)
-    if name == "compiled":
+    if name.startswith("compiled"):
         for layer in decoder_layers(model):
             layer.compile()
     shard_model(model, build_mesh(worker.world), torch.bfloat16, cpu_offload=offload)
@@ -190,8 +199,10 @@ def _hf(worker: Worker, config, batches: list[torch.Tensor], micro_batches: int)
         # otherwise Trainer wraps the model in DDP, which takes memory on one rank too
         os.environ.pop(name, None)
     device, options = worker.world.device, {"bf16": True}
-    if worker.contender == "hf_tuned":
-        liger = importlib.util.find_spec("liger_kernel") is not None
+    if worker.contender in ("hf_recompute", "hf_tuned"):
+        liger = (
+            worker.contender == "hf_tuned" and importlib.util.find_spec("liger_kernel") is not None
+        )
         options = {
             "gradient_checkpointing": True,
             "optim": "adamw_torch_fused",
@@ -232,15 +243,17 @@ def write_table(stem: str, lines: list[str]) -> None:
 
 def table(rows: list[dict]) -> list[str]:
     """The lines of the table: medians, and the ratios of each run's speed and peak to its reference's."""
-    head = ["run", "tokens/s", "MFU", "peak GiB", "step, s", "speed and peak, over", "what it is"]
+    head = ["run", "tokens/s", "MFU", "peak GiB", "reserved", "retries", "step, s"]
+    head += ["speed and peak, over", "what it is"]
     found = [head, ["---"] * len(head)]
     for row in rows:
-        name, cells = row["contender"], [row["error"], "", "", "", ""]
+        name, cells = row["contender"], [row["error"], *[""] * 6]
         if not row["error"]:
             v = {key: median for key, (median, _, _) in row["values"].items()}
             ratios = [f"{v[f'{key}_ratio']:.3f} x" for key in RATIOS if f"{key}_ratio" in v]
             cells = [f"{v['tokens_per_second']:,.0f}", f"{v['mfu']:.1%}" if "mfu" in v else "-"]
-            cells += [f"{v['peak_bytes'] / 2**30:.1f}", f"{v['seconds']:.2f}"]
+            cells += [f"{v.get(f'{key}_bytes', 0) / 2**30:.1f}" for key in ("peak", "reserved")]
+            cells += [f"{v.get('retries', 0):.0f}", f"{v['seconds']:.2f}"]
             cells.append(f"{', '.join(ratios)} {REFERENCES[name]}" if ratios else "")
         found.append([name, *cells, CONTENDERS[name]])
     return [f"| {' | '.join(cells)} |" for cells in found]
