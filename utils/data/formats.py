@@ -65,7 +65,7 @@ LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
 ONE = "finetune.py trains one text answer a row"
-REMEDY = "fix: remove these rows, or --bad_rows drop"
+REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
 ANSWERS = ("response", "answer", "output")  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
 PICTURES = f"{ONE}, recipes/vision.py also pictures; nothing trains videos and sounds ({REMEDY})"
