@@ -373,7 +373,7 @@ def main(cfg: Config) -> Path:
         if on_gpu:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1)
+        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
     for unit in found:
         fully_shard(
             unit.modules,

@@ -275,6 +275,10 @@ WITHOUT_COPIES = {
     "fp32": ("all", {"grad_accum": 2}),
     "bf16": ("all", {"param_dtype": "bf16", "dtype": "bf16"}),
     "fp32_sums": ("none", {"param_dtype": "bf16", "dtype": "bf16", "grad_accum": 2}),
+    "bf16_sums": (
+        "all",
+        {"param_dtype": "bf16", "dtype": "bf16", "grad_accum": 2, "sync_each_microbatch": True},
+    ),
     "masters": ("none", {"dtype": "bf16"}),
     "lora": ("frozen", {"dtype": "bf16", "lora_rank": 4, "activation_checkpointing": "full"}),
     "dora": ("frozen", {"dtype": "fp16", "lora_rank": 4, "use_dora": True}),

@@ -156,7 +156,8 @@ def _ours(
     if name.startswith("compiled"):
         for layer in decoder_layers(model):
             layer.compile()
-    shard_model(model, build_mesh(worker.world), torch.bfloat16, cpu_offload=offload)
+    mesh = build_mesh(worker.world)
+    shard_model(model, mesh, torch.bfloat16, cpu_offload=offload, accumulates=False)
     load_pieces(model, [], device, offload)  # memory, and the buffers
     fill(model)
     if lora == "lora":

@@ -90,8 +90,9 @@ def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter
     """Parameters that a single rank can use as they are stored, without FSDP2's copies: their unit computes
     in their dtype, and they are frozen, or their gradients need no sum in fp32.
 
-    found: inner units first. accumulates: the gradients of several micro-batches are added. The result has
-    all trainable parameters or none: a gradient norm cannot mix DTensors and plain tensors.
+    found: inner units first. accumulates: the gradients of several micro-batches are added before they are
+    reduced. The result has all trainable parameters or none: a gradient norm cannot mix DTensors and plain
+    tensors.
     """
     dtypes = {}  # of the computation; None: as stored
     for unit in reversed(found):
