@@ -31,11 +31,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 
 from utils.data.batches import Batch, collate
-from utils.data.evaluated import choices_of, scored, windows
 from utils.data.examples import Example, FormName, Rows, load_examples
-from utils.data.harness import harness_of
 from utils.data.pairs import sequences
-from utils.data.questions import load_questions
+from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
 from utils.data.rewards import NEXT, PART, check_columns, parse_rewards, score
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts

@@ -23,8 +23,7 @@ from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.batches import collate
-from utils.data.evaluated import scored, windows
-from utils.data.harness import harness_of
+from utils.data.questions import harness_of, scored, windows
 from utils.model.loss import add_chunked_loss
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
-from .evaluated import scored
+from .questions import scored
 
 
 class Rollout(NamedTuple):
