@@ -44,13 +44,14 @@ from utils.data.examples import (
 )
 from utils.data.questions import load_questions
 from utils.data.rewards import (
+    Rollout,
+    RolloutBatches,
     check_columns,
     parse_rewards,
     reward_all,
     reward_means,
     write_samples,
 )
-from utils.data.rollouts import Rollout, RolloutBatches
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces

@@ -21,7 +21,6 @@ OPTIONAL = (
     "data/prompts",
     "data/questions",
     "data/rewards",
-    "data/rollouts",
     "data/stream",
     "data/tables",
     "model/attention",
