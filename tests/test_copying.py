@@ -26,7 +26,6 @@ OPTIONAL = (
     "model/attention",
     "model/init",
     "model/lora",
-    "model/merge",
     "model/quantize",
     "model/scores",
     "plan/generation",
