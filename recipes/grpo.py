@@ -107,7 +107,7 @@ from utils.train.rollout import (
     token_means,
     token_sums,
 )
-from utils.train.trained_run import frozen_copy
+from utils.train.trained_run import frozen_copy, open_reward_model
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # Values of flags that are not given, if --model is not given either.
@@ -301,8 +301,6 @@ def main(cfg: Config) -> Path:
         pieces = plan_pieces(model, source.weights, source.folder)
     judge, frozen = None, []  # reward model; all models that are not trained
     if cfg.reward_model:
-        from utils.train.reward_model import open_reward_model
-
         judge = open_reward_model(cfg.reward_model, DTYPES[cfg.dtype], world, trust)
         frozen.append(judge.model)
     if cfg.kl_beta and not from_settings(Lora, cfg):

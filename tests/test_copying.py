@@ -35,7 +35,6 @@ OPTIONAL = (
     "train/optim_8bit",
     "train/profiling",
     "train/resume",
-    "train/reward_model",
     "train/rollout",
     "train/trained_run",
     "train/weight_sync",
