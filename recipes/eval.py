@@ -54,7 +54,7 @@ from utils.run.files import disk_errors, replace_file
 from utils.run.folder import claim_output, releases_output
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
-from utils.train.asking import Asker
+from utils.train.rollout import Asker
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
 
 TINY = Path(__file__).resolve().parent / "tiny"

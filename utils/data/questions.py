@@ -136,7 +136,7 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
 
 def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
     """A model for lm_eval. base: lm_eval's class TemplateLM, which encodes requests. asker: see
-    train/asking.py.
+    train/rollout.py.
 
     lm-eval sees every rank as rank 0 of 1, so all ranks make the same requests. The asker divides the work
     among them. All ranks get all answers, so no result depends on the number of ranks.
