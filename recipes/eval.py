@@ -31,11 +31,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is bes
 import torch
 
 from utils.data.batches import Batch, collate
-from utils.data.evaluated import choices_of, scored, windows
 from utils.data.examples import Example, FormName, Rows, load_examples
-from utils.data.harness import harness_of
 from utils.data.pairs import sequences
-from utils.data.questions import load_questions
+from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
 from utils.data.rewards import NEXT, PART, check_columns, parse_rewards, score
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
@@ -56,7 +54,7 @@ from utils.run.files import disk_errors, replace_file
 from utils.run.folder import claim_output, releases_output
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
-from utils.train.asking import Asker
+from utils.train.rollout import Asker
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
 
 TINY = Path(__file__).resolve().parent / "tiny"

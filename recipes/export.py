@@ -27,8 +27,7 @@ import torch
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
 from utils.model.folder import quiet_transformers
-from utils.model.lora import base_of, save_adapter
-from utils.model.merge import allocate, plan_merge, save_merged
+from utils.model.lora import allocate, base_of, plan_merge, save_adapter, save_merged
 from utils.model.saving import GENERATION, generation_config, save_model, write_json
 from utils.model.sharding import DTYPES
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together

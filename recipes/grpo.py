@@ -44,13 +44,14 @@ from utils.data.examples import (
 )
 from utils.data.questions import load_questions
 from utils.data.rewards import (
+    Rollout,
+    RolloutBatches,
     check_columns,
     parse_rewards,
     reward_all,
     reward_means,
     write_samples,
 )
-from utils.data.rollouts import Rollout, RolloutBatches
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
@@ -106,7 +107,7 @@ from utils.train.rollout import (
     token_means,
     token_sums,
 )
-from utils.train.trained_run import frozen_copy
+from utils.train.trained_run import frozen_copy, open_reward_model
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # Values of flags that are not given, if --model is not given either.
@@ -300,8 +301,6 @@ def main(cfg: Config) -> Path:
         pieces = plan_pieces(model, source.weights, source.folder)
     judge, frozen = None, []  # reward model; all models that are not trained
     if cfg.reward_model:
-        from utils.train.reward_model import open_reward_model
-
         judge = open_reward_model(cfg.reward_model, DTYPES[cfg.dtype], world, trust)
         frozen.append(judge.model)
     if cfg.kl_beta and not from_settings(Lora, cfg):

@@ -26,10 +26,10 @@ from utils.model.lora import (
     add_adapters,
     base_names,
     load_adapter,
+    plan_merge,
     read_lora_config,
     save_adapter,
 )
-from utils.model.merge import plan_merge
 from utils.model.options import Lora
 from utils.run.distributed import init_distributed
 from utils.run.errors import ConfigError

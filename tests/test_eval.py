@@ -23,12 +23,11 @@ from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.batches import collate
-from utils.data.evaluated import scored, windows
-from utils.data.harness import harness_of
+from utils.data.questions import harness_of, scored, windows
 from utils.model.loss import add_chunked_loss
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.train.asking import Asker
+from utils.train.rollout import Asker
 
 TINY = ROOT / "recipes" / "tiny"
 WORDS = "one two three four five six seven eight nine ten eleven twelve".split()

@@ -34,9 +34,8 @@ from utils.plan.generation import plan_rollout
 from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
 from utils.run.help import described
-from utils.train.reward_model import open_reward_model
 from utils.train.rollout import Sampling, generate
-from utils.train.trained_run import frozen_copy
+from utils.train.trained_run import frozen_copy, open_reward_model
 
 slow = pytest.mark.slow
 STEPS = 3

@@ -26,7 +26,7 @@ from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.scores import SCORE, add_scores, fill_score, sequence_scores, settle_pad
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.train.reward_model import open_reward_model
+from utils.train.trained_run import open_reward_model
 
 slow = pytest.mark.slow
 STEPS = 4

@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from utils.data.batches import collate
 from utils.data.examples import Example
 from utils.data.pairs import PairBatch
-from utils.data.rollouts import Rollout, rollout_batch
+from utils.data.rewards import Rollout, rollout_batch
 from utils.model.loading import build_model
 from utils.model.log_probs import token_log_probs
 from utils.model.lora import add_adapters, freeze_base

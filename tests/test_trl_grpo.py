@@ -16,7 +16,7 @@ import torch
 from tiny import in_chunks
 from torch.nn.utils.rnn import pad_sequence
 
-from utils.data.rollouts import Rollout, rollout_batch
+from utils.data.rewards import Rollout, rollout_batch
 from utils.model.log_probs import token_log_probs
 from utils.model.loss import check_chunked_loss
 from utils.train.rollout import token_means, token_sums

@@ -1,18 +1,30 @@
-"""Prompts with columns, for rewards: {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}. All other
-keys of a row are its columns.
+"""What eval.py and grpo.py ask a model: prompts with columns, for rewards; windows of long texts and
+choices of questions, whose tokens are scored; and a model for EleutherAI's lm-eval.
 
-If the last turn is the assistant's, it becomes the column `answer`. A text is a user turn; it is plain text
-with --format completion, or if the tokenizer has no chat template. Sources of these forms:
+A row of prompts is {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}. All other keys are its
+columns. If the last turn is the assistant's, it becomes the column `answer`. A text is a user turn; it is
+plain text with --format completion, or if the tokenizer has no chat template. Sources of these forms:
 https://huggingface.co/docs/trl/dataset_formats (prompt-only), https://huggingface.co/datasets/openai/gsm8k.
 """
 
 import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .encode import Rows
-from .examples import Examples, load_examples
+import torch
+
+from ..run.errors import check
+from ..run.units import IGNORE
+from .chats import encode_plain
+from .encode import Part, Rows
+from .examples import Example, Examples, load_examples
+from .prompts import is_plain
+from .tokens import encode, hidden
+
+# --- prompts with columns
 
 
 class Question(NamedTuple):
@@ -48,3 +60,160 @@ def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
     ConfigError for bad rows (the first ten, and the number of others), and if all rows were dropped.
     """
     return Questions(**vars(load_examples(replace(rows, task="prompts"), tokenizer, progress)))
+
+
+# --- sequences whose tokens are scored
+
+
+def scored(ids: list[int], first: int, where: str = "") -> Example:
+    """A sequence whose tokens from index `first` on are scored."""
+    tokens = torch.tensor(ids, dtype=torch.int32)
+    labels = tokens.clone()
+    labels[:first] = IGNORE
+    return Example(tokens, labels, where)
+
+
+def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, first scored token, end) of each window over a text of so many tokens. A window has at most
+    seq_len tokens; stride < seq_len. Each token but the first is scored once, with a context of at least
+    seq_len - stride tokens, or all tokens before it if there are fewer.
+
+    The same as https://huggingface.co/docs/transformers/perplexity and lm-eval's rolling windows.
+    """
+    end = min(seq_len, tokens)
+    yield 0, 1, end
+    while end < tokens:
+        first, end = end, min(end + stride, tokens)
+        yield max(0, end - seq_len), first, end
+
+
+def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[Example], int]]:
+    """For each question: (its sequences, the index of the right one). Each sequence is the prompt and one
+    choice, without an end-of-text or end-of-turn token. Only the choice is scored.
+
+    Columns of a row: choices, texts that are appended to the prompt unchanged; answer, the right choice or
+    its index. ConfigError lists up to ten rows that are wrong or longer than rows.seq_len.
+    """
+    found, part = [], Part()
+    for question in questions:
+        choices = question.columns.get("choices")
+        answer = question.columns.get("answer")
+        try:
+            texts = isinstance(choices, list) and {*map(type, choices)} == {str} and all(choices)
+            if not texts or len(choices) < 2:
+                raise ValueError("choices: expected two texts or more")
+            right = choices.index(answer) if answer in choices else answer
+            if type(right) is not int or not 0 <= right < len(choices):
+                raise ValueError(
+                    f"answer: {answer!r:.60} is no choice, nor the number of one, from 0"
+                )
+            sequences = [continued(question, choice, tokenizer, rows) for choice in choices]
+            longest = max(len(sequence.ids) for sequence in sequences)
+            if longest > rows.seq_len:
+                raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")
+            found.append((sequences, right))
+        except ValueError as fault:
+            part.bad.append((question.where, str(fault)))
+    if part.bad:
+        part.close(rows)  # raises
+    return found
+
+
+def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example:
+    """The sequence of a question's prompt and one choice; see choices_of."""
+    if is_plain(question.content, tokenizer, rows):
+        prompt = {"role": "text", "content": question.content, "weight": 0}
+        answer = prompt | {"content": choice, "weight": 1}
+        ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
+        ids = ids if tokenizer.eos_token_id is None else ids[:-1]
+        return scored(ids, mask.find(1), question.where)
+    ids = question.ids + encode(tokenizer, hidden(tokenizer, choice)).ids
+    return scored(ids, len(question.ids), question.where)
+
+
+# --- lm-eval, https://github.com/EleutherAI/lm-evaluation-harness
+
+
+def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
+    """A model for lm_eval. base: lm_eval's class TemplateLM, which encodes requests. asker: see
+    train/rollout.py.
+
+    lm-eval sees every rank as rank 0 of 1, so all ranks make the same requests. The asker divides the work
+    among them. All ranks get all answers, so no result depends on the number of ranks.
+
+    seq_len: maximum tokens of a sequence; lm-eval's max_length is one less, because the last token is not an
+    input. max_new_tokens: maximum tokens of an answer, if the task sets none. Sequences that are too long are
+    cut on the left, as by lm-eval's own models.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def score(sequences: list) -> list[tuple[float, bool]]:
+        groups = [[sequence] for sequence in sequences]
+        # [::2] leaves out the number of tokens.
+        rows = asker.score(groups, lambda _, scores: {"score": scores[0][::2]})
+        return [row["score"] for row in rows]
+
+    class Harness(base):
+        tokenizer_name = tokenizer.name_or_path
+        eot_token_id = eos
+        prefix_token_id = eos if bos is None else bos
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+            if add_special_tokens is None:  # not if a chat template wrote the BOS token
+                add_special_tokens = bos is None or not string.startswith(tokenizer.bos_token)
+            return tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+        def apply_chat_template(self, chat_history: list, add_generation_prompt=True) -> str:
+            return tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+            sequences = []
+            for _, context, continuation in requests:
+                ids = (context + continuation)[-seq_len:]
+                sequences.append(scored(ids, max(1, len(ids) - len(continuation))))
+            return score(sequences)
+
+        def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
+            sequences, numbers = [], []
+            for number, request in enumerate(requests):
+                ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
+                for begin, first, end in windows(len(ids), seq_len, seq_len - 1):
+                    sequences.append(scored(ids[begin:end], first - begin))
+                    numbers.append(number)
+            sums = [0.0] * len(requests)
+            for number, (log_prob, _) in zip(numbers, score(sequences), strict=True):
+                sums[number] += log_prob
+            return sums
+
+        def generate_until(self, requests: list, **_) -> list[str]:
+            by_size = defaultdict(list)  # maximum new tokens -> [(request number, prompt)]
+            for number, request in enumerate(requests):
+                context, options = request.args
+                draws = options.get("do_sample") and options.get("temperature", 1)
+                check(not draws, f"lm_eval: answers are greedy here, and a task has {options}")
+                size = options.get("max_gen_toks", max_new_tokens)
+                left = seq_len - 1 - size  # tokens of a prompt
+                check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
+                ids = self.tok_encode(context)[-left:]
+                prompt = scored(ids, len(ids))
+                by_size[size].append((number, prompt))
+            texts = [""] * len(requests)
+            for size, asked in by_size.items():
+                numbers, prompts = zip(*asked, strict=True)
+                rows = asker.complete(prompts, size, lambda _, ids: {"ids": ids})
+                for number, row in zip(numbers, rows, strict=True):
+                    text = tokenizer.decode(row["ids"], skip_special_tokens=True)
+                    until = requests[number].args[1].get("until") or []
+                    stops = [until] if isinstance(until, str) else until
+                    for stop in filter(None, stops):
+                        text = text.split(stop)[0]
+                    texts[number] = text
+            return texts
+
+    Harness.tokenizer = tokenizer  # lm-eval reads its chat template
+    return Harness()

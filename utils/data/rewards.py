@@ -1,4 +1,5 @@
-"""Rewards of completions: functions in the user's own files, and three built-in rewards.
+"""Rewards of completions: functions in the user's own files, and three built-in rewards; and for grpo.py this
+rank's micro-batches of completions with their advantages.
 
 --rewards exact,number:0.5,rules.py:is_short:-0.1,'regex:<answer>(.*)</answer>:2'
 
@@ -17,15 +18,23 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..run.distributed import World, gather, together
 from ..run.errors import ConfigError, check, others_code, reason_of_others
 from ..run.files import disk_errors
-from .questions import Question, Questions
+from ..run.units import IGNORE
+from .batches import Batch, GlobalBatches, collate
+from .questions import Question, Questions, scored
+
+# --- rewards
 
 FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
 NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
@@ -248,3 +257,58 @@ def of_pattern(pattern: re.Pattern) -> Callable:
 
 
 BUILT_IN = {"exact": partial(compared, is_same), "number": partial(compared, is_same_number)}
+
+
+# --- completions and their advantages -> micro-batches
+
+
+class Rollout(NamedTuple):
+    """A prompt with one of its completions."""
+
+    prompt: list[int]
+    ids: list[int]  # ids of the completion
+    log_probs: list[float]  # of each id, under the distribution it was sampled from
+    advantage: float
+    weight: float  # of each token in the loss
+    where: str
+
+
+@dataclass(frozen=True)
+class RolloutBatch(Batch):
+    """A micro-batch of B completions, whose tokens are trained. A filler has one row and no trained token."""
+
+    advantages: Tensor | None = None  # (B, 1)
+    weights: Tensor | None = None  # (B, 1)
+    drawn: Tensor | None = None  # (B, T): log-probabilities of the tokens when they were sampled
+
+
+class RolloutBatches(GlobalBatches):
+    """rows_of(step): the prompts of each step. share(rollouts): micro-batches of their completions."""
+
+    def costs(self, rows: list[Rollout]) -> Tensor:
+        return torch.tensor([len(r.prompt) + len(r.ids) for r in rows], dtype=torch.int64)
+
+    def batch(self, rows: list[Rollout]) -> RolloutBatch:
+        filler = Rollout([self.pad_id], [], [], 0.0, 0.0, "filler")
+        return rollout_batch(rows or [filler], self.pad_id, self.multiple)
+
+    def share(self, rollouts: list[Rollout]) -> list[RolloutBatch]:
+        """This rank's micro-batches of the completions of all ranks. Completions of similar length share a
+        micro-batch. Each rank has the same number of micro-batches, at least one; some may be fillers.
+        """
+        return [self.batch(rows) for rows in self.dealt(rollouts)[self.rank] or [[]]]
+
+
+def rollout_batch(part: list[Rollout], pad_id: int, multiple: int) -> RolloutBatch:
+    """Collate completions to a micro-batch."""
+    items = [scored(r.prompt + r.ids, len(r.prompt), r.where) for r in part]
+    batch = collate(items, pad_id, multiple)
+    drawn = torch.zeros(batch.ids.shape)
+    log_probs = [value for rollout in part for value in rollout.log_probs]
+    drawn[batch.labels != IGNORE] = torch.tensor(log_probs)
+    return RolloutBatch(
+        **vars(batch),
+        advantages=torch.tensor([[rollout.advantage] for rollout in part]),
+        weights=torch.tensor([[rollout.weight] for rollout in part]),
+        drawn=drawn,
+    )

@@ -10,8 +10,7 @@ from ..run.distributed import World
 from ..run.errors import check, print0
 from ..run.units import GIB
 from .fit import MemoryPlan, room_here
-from .need import Room, must_be_there
-from .replay import units_of
+from .need import Room, must_be_there, units_of
 from .states import Setting, estimate_states, planned_model, share_numel, sum_of
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from ..model.parts import PROJECTOR, tower_layers
 from ..model.sharding import reads_text
-from .replay import Replay, Unit
+from .need import Replay, Unit
 from .trace import LiveBytes, Segment, on_meta, parameters_in, segments_of, tensors_in
 
 INDEXED = (
