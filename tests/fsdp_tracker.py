@@ -91,7 +91,7 @@ def peak(case: dict) -> int:
             mesh,
             plan.dtype,
             plan.reshard_after_forward,
-            accumulates=plan.grad_accum > 1,
+            accumulates=plan.grad_accum > 1 and not plan.sync_each_microbatch,
         )
         model.forward = MethodType(loss_of_all, model)
         model.train()

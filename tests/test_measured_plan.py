@@ -12,7 +12,7 @@ from gpu import EIGHT_B
 from memory import SETTINGS, planned
 from transformers import LlamaConfig
 
-from utils.model import attention
+from utils.model import attention, sharding
 from utils.model.options import Lora
 from utils.plan.fit import WORKSPACES
 from utils.plan.need import need_of
@@ -61,11 +61,13 @@ def need_of_8b(**levers) -> float:
     return (need_of(setting).peak.total + WORKSPACES) / GIB
 
 
-def test_8_billion_parameters_need_what_an_h100_measured_in_the_first_three_digits():
+def test_8_billion_parameters_need_what_an_h100_measured_in_the_first_three_digits(monkeypatch):
     accumulated = {"rows": 8, "sync_each_microbatch": True}
+    assert need_of_8b(lora=Lora(lora_rank=16), **accumulated) == pytest.approx(38.65, abs=0.02)
+    # measured with FSDP2's copies, which this setting has not any more
+    monkeypatch.setattr(sharding, "stored_as_computed", lambda *given: set())
     full = need_of_8b(batch_size=4, activation_checkpointing="full", **accumulated)
     assert full == pytest.approx(70.43, abs=0.02)  # its whole card has 79.18
-    assert need_of_8b(lora=Lora(lora_rank=16), **accumulated) == pytest.approx(38.65, abs=0.02)
 
 
 @pytest.mark.parametrize(

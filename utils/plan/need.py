@@ -61,7 +61,8 @@ def units_of(
     alone = setting.shards == 1
     if alone and setting.replicate == 1 and not setting.cpu_offload:
         found = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
-        plain = sharding.stored_as_computed(found, setting.grad_accum > 1)
+        accumulates = setting.grad_accum > 1 and not setting.sync_each_microbatch
+        plain = sharding.stored_as_computed(found, accumulates)
 
     def unit_of(parameters: Iterable[nn.Parameter]) -> Unit:
         unit = Unit()
