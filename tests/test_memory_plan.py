@@ -156,7 +156,7 @@ ALONE = [
     BF16,
     {**BF16, "optimizer_in_backward": True},
     {**BF16, "grad_accum": 2},
-    {**BF16, "grad_accum": 2, "sync_each_microbatch": True},
+    {**BF16, "grad_accum": 2, "sync_each": True},
     FP32,
     {**FP32, "grad_accum": 2},
     LORA,
