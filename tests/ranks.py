@@ -2,7 +2,8 @@
 
 The processes are started once for each N and reused, because imports cost more than most tests. `fn` is a
 module-level function `fn(world, *args)`; the results come back in the order of ranks. If a rank raises, the
-first rank's traceback is raised here and the ranks of that N are started anew for the next test.
+first rank's traceback is raised here and the ranks of that N are started anew for the next test, unless all
+of them have raised a ConfigError on which they had agreed: none of them is in a collective then.
 """
 
 import atexit
@@ -40,6 +41,7 @@ def run_ranks(fn, ranks: int, *args, seconds: float = SECONDS) -> list:
     for pipe in pipes:
         pipe.send((fn, args))
     results: dict[int, object] = {}
+    failures: dict[int, str] = {}
     while len(results) < ranks:
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = wait(list(waiting), timeout=seconds)
@@ -49,13 +51,21 @@ def run_ranks(fn, ranks: int, *args, seconds: float = SECONDS) -> list:
                 f"ranks {sorted(waiting.values())} of {ranks} gave no answer within {seconds} s"
             )
         for pipe in ready:
+            rank, agreed = waiting[pipe], False
             try:
-                failure, results[waiting[pipe]] = pipe.recv()
+                failure, results[rank] = pipe.recv()
+                agreed = results[rank] is True
             except EOFError:
                 failure = "the process died"
             if failure:
-                _stop(ranks)
-                raise AssertionError(f"rank {waiting[pipe]} of {ranks}:\n{failure}")
+                failures[rank] = f"rank {rank} of {ranks}:\n{failure}"
+                if not agreed:
+                    _stop(ranks)
+                    raise AssertionError(failures[rank])
+    if failures:
+        if len(failures) < ranks:
+            _stop(ranks)
+        raise AssertionError(failures[min(failures)])
     return [results[rank] for rank in range(ranks)]
 
 
@@ -132,5 +142,5 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
             pipe.send((None, fn(world, *args)))
-        except BaseException:  # whatever it is, the test must see it
-            pipe.send((traceback.format_exc(), None))
+        except BaseException as error:  # whatever it is, the test must see it
+            pipe.send((traceback.format_exc(), getattr(error, "agreed", False)))

@@ -6,8 +6,6 @@ python -m pytest tests/test_config.py
 import dataclasses
 import os
 import resource
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,6 +18,8 @@ import pytest
 import reward
 import vision
 import yaml
+from launch import forked
+from shell import shell
 
 from utils.run import foreign_flags
 from utils.run.errors import ConfigError
@@ -252,20 +252,20 @@ def test_nothing_of_main_runs_before_the_command_line_is_understood(tmp_path):
         "with report_errors(): main(parse_cli(Config, aliases='foreign_flags'))\n"
     )
 
-    def run(*argv):
-        done = subprocess.run(
-            [sys.executable, script, *argv], capture_output=True, text=True, timeout=60
-        )
+    def run(words, fresh=False):
+        command = f"python {script} {words}"
+        done = shell(command) if fresh else forked(command, apart=True)
         return done.returncode, done.stdout, done.stderr
 
-    assert run("--model", "foo#bar") == (0, "ran 'foo#bar' False\n", "")
-    assert run("--model", "x", "--modle", "y") == (
+    # torch is not imported either, and a fork would have it
+    assert run("--model foo#bar", fresh=True) == (0, "ran 'foo#bar' False\n", "")
+    assert run("--model x --modle y") == (
         2,
         "",
         "error: unknown flag --modle (did you mean --model?)\n",
     )
-    assert run("--", "--interactive")[:2] == (2, "")
-    code, out, err = run("--model", "x", "--help")
+    assert run("-- --interactive")[:2] == (2, "")
+    code, out, err = run("--model x --help")
     assert (code, err) == (0, "")
     assert "--model" in out
     assert "ran" not in out

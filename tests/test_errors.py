@@ -17,6 +17,7 @@ import generate
 import preview
 import pytest
 import torch
+from launch import forked
 from tiny import tiny_tokenizer
 
 from utils.run.distributed import ALONE, together
@@ -27,14 +28,18 @@ from utils.run.units import IGNORE
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(body: str, rank: int = 0) -> subprocess.Popen:
-    """A process in which `body` stands inside report_errors()."""
+def code_of(body: str) -> str:
+    """`body` inside report_errors()."""
     code = "import errno, os, time\nfrom utils.run.errors import *\n"
     code += "from utils.run.signals import *\nwith report_errors():\n"
-    code += "".join(f"    {line}\n" for line in body.splitlines())
+    return code + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+def start(body: str, rank: int = 0) -> subprocess.Popen:
+    """A process of its own for code_of(body)."""
     environment = os.environ | {"RANK": str(rank), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code_of(body)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -46,6 +51,18 @@ def run(body: str, rank: int = 0) -> tuple[int, str, str]:
     process = start(body, rank)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
+
+
+@pytest.fixture
+def run_forked(tmp_path):
+    """run() without the imports, for what does not depend on how Python itself ends."""
+
+    def run(body: str, rank: int = 0) -> tuple[int, str, str]:
+        (tmp_path / "body.py").write_text(code_of(body))
+        done = forked(f"python {tmp_path / 'body.py'}", apart=True, RANK=str(rank))
+        return done.returncode, done.stdout, done.stderr
+
+    return run
 
 
 def test_check_raises_only_where_the_condition_fails():
@@ -63,8 +80,8 @@ def test_bad_input_is_one_line_and_exit_code_2():
     )
 
 
-def test_several_errors_are_several_lines():
-    assert run("raise ConfigError(['one', 'two'], agreed=True)") == (
+def test_several_errors_are_several_lines(run_forked):
+    assert run_forked("raise ConfigError(['one', 'two'], agreed=True)") == (
         2,
         "",
         "error: one\nerror: two\n",
@@ -141,8 +158,8 @@ def test_whatever_others_raise_is_one_line_and_ctrl_c_passes():
         "raise OSError(28, os.strerror(28), text)",
     ],
 )
-def test_nothing_that_a_recipe_prints_obeys_a_name(how):
-    _, out, err = run(f"text = {FORGED!r}\n{how}")
+def test_nothing_that_a_recipe_prints_obeys_a_name(how, run_forked):
+    _, out, err = run_forked(f"text = {FORGED!r}\n{how}")
     assert "forged" in out + err
     for line in (out + err).split("\n"):
         assert line.isprintable() or "\t" in line
@@ -199,9 +216,9 @@ def test_another_rank_gives_rank_0_time_to_speak_and_is_silent_where_all_agree()
     assert time.monotonic() - started > 4
 
 
-def test_acts_are_announced_by_rank_0():
-    assert run("act('plan')") == (0, "--- plan\n", "")
-    assert run("act('plan')", rank=1) == (0, "", "")
+def test_acts_are_announced_by_rank_0(run_forked):
+    assert run_forked("act('plan')") == (0, "--- plan\n", "")
+    assert run_forked("act('plan')", rank=1) == (0, "", "")
 
 
 def test_an_error_of_our_own_keeps_its_traceback_and_names_act_and_rank():
@@ -221,8 +238,8 @@ FULL = os.strerror(errno.ENOSPC)
         "RuntimeError(f'I/O error: {os.strerror(errno.ENOSPC)} (os error 28)')",
     ],
 )
-def test_a_full_disk_is_one_line_that_names_the_act(raised):
-    code, _, err = run(f"act('save')\nraise {raised}")
+def test_a_full_disk_is_one_line_that_names_the_act(raised, run_forked):
+    code, _, err = run_forked(f"act('save')\nraise {raised}")
     assert code == 1
     assert err.startswith(f"error: {FULL}")
     assert "in act 'save': free space" in err
@@ -230,14 +247,14 @@ def test_a_full_disk_is_one_line_that_names_the_act(raised):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_disk_that_is_really_full_is_told_from_a_bug():
-    code, _, err = run("with open('/dev/full', 'w') as file:\n    file.write('x' * 100000)")
+def test_a_disk_that_is_really_full_is_told_from_a_bug(run_forked):
+    code, _, err = run_forked("with open('/dev/full', 'w') as file:\n    file.write('x' * 100000)")
     assert (code, len(err.splitlines())) == (1, 1)
     assert FULL in err
 
 
-def test_other_failures_of_files_keep_their_traceback():
-    code, _, err = run("open('/no/such/file')")
+def test_other_failures_of_files_keep_their_traceback(run_forked):
+    code, _, err = run_forked("open('/no/such/file')")
     assert code == 1
     assert "Traceback" in err
 

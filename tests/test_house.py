@@ -100,6 +100,7 @@ LAYOUT = {
 }
 
 
+@cache
 def code(path: Path) -> tuple[int, int]:
     """(tokens, lines that hold one), without comments, docstrings and layout."""
     source = path.read_text()
@@ -125,6 +126,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(UTILS).with_suffix("").as_posix()
 
 
+@cache
 def imports() -> list[tuple[str, str, bool]]:
     """(file, file that it imports, whether within a function) of utils."""
     found = []
