@@ -44,10 +44,10 @@ from utils.data.examples import (
 from utils.data.pairs import PairBatches, sequences
 from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.kinds import SCORE, add_scores, fill_score, sequence_scores, settle_pad
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
-from utils.model.scores import SCORE, add_scores, fill_score, sequence_scores, settle_pad
 from utils.model.sharding import (
     DTYPES,
     decoder_layers,

@@ -44,10 +44,10 @@ from utils.data.picture_batches import PictureBatches
 from utils.data.pictures import load_processor
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
-from utils.model.parts import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.saving import save_model
 from utils.model.sharding import (
     DTYPES,

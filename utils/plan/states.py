@@ -128,7 +128,7 @@ def _planned_model(setting: Setting) -> nn.Module:
         kind=setting.kind,
     )
     if setting.parts:
-        from ..model.parts import freeze_parts, parse_parts
+        from ..model.kinds import freeze_parts, parse_parts
 
         freeze_parts(model, parse_parts(setting.parts), setting.dtype)
     if setting.lora:
