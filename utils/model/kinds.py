@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..run.errors import check, first_five
+from .loading import Piece, local
 from .loss import backbone, documents_by, one_document
-from .pieces import Piece, local
 from .sharding import plain_name, reads_text
 
 # --- a score of each sequence: the head of a reward model

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..model.loading import build_model
+from ..model.loading import build_model, rows_of_full_shard
 from ..model.loss import add_chunked_loss
 from ..model.options import Lora, Quant
-from ..model.pieces import rows_of_full_shard
 from ..run.units import GIB, MIB
 
 

@@ -21,10 +21,9 @@ from transformers import AutoTokenizer
 
 from ..model.folder import Source, find_model, open_model, run_facts
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
-from ..model.loading import KINDS, build_model, load_pieces, plan_pieces
+from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, check_chunked_loss
 from ..model.options import Lora
-from ..model.pieces import Piece
 from ..model.sharding import (
     DTYPES,
     cast_to,
