@@ -73,13 +73,13 @@ from utils.run.distributed import (
 from utils.run.errors import act, check, print0
 from utils.run.folder import (
     Resumed,
+    RunLog,
     check_space,
     claim_output,
     holds_run,
     releases_output,
     start_run,
 )
-from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once

@@ -39,9 +39,9 @@ from torch.utils._pytree import tree_map
 
 from utils.data.batches import divide_batch
 from utils.model.attention import settle_attention
+from utils.model.kinds import parse_parts
 from utils.model.loading import build_model
 from utils.model.options import Lora, Quant, check_adapter_flags
-from utils.model.parts import parse_parts
 from utils.model.sharding import DTYPES
 from utils.plan.fit import MemoryPlan
 from utils.plan.generation import plan_rollout, share_bytes

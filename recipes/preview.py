@@ -190,7 +190,7 @@ def main(cfg: Config) -> bool:
         if kind == "pictures":
             from utils.data.picture_batches import PictureBatches
             from utils.data.pictures import load_processor
-            from utils.model.parts import parse_parts
+            from utils.model.kinds import parse_parts
             from utils.plan.pictures import Pictures
 
             train = cfg.train or ("language" if lora else "language,projector")

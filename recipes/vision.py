@@ -44,10 +44,10 @@ from utils.data.picture_batches import PictureBatches
 from utils.data.pictures import load_processor
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
-from utils.model.parts import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.saving import save_model
 from utils.model.sharding import (
     DTYPES,
@@ -77,13 +77,13 @@ from utils.run.distributed import (
 from utils.run.errors import act, check, print0
 from utils.run.folder import (
     Resumed,
+    RunLog,
     check_space,
     claim_output,
     holds_run,
     releases_output,
     start_run,
 )
-from utils.run.log import RunLog
 from utils.run.memory import peak_memory_bytes
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once

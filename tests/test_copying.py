@@ -27,7 +27,7 @@ OPTIONAL = (
     "model/init",
     "model/lora",
     "model/quantize",
-    "model/scores",
+    "model/kinds",
     "plan/generation",
     "plan/search",
     "run/foreign_flags",

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.plan.states import States, estimate_states, sum_of
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.run.log import RunLog
+from utils.run.folder import RunLog
 from utils.train.optim import check_packages
 from utils.train.profiling import (
     Tracker,
@@ -101,7 +101,7 @@ SCRIPT = f"""
 import sys
 import termios
 from pathlib import Path
-from utils.run.log import RunLog
+from utils.run.folder import RunLog
 log = RunLog(Path(sys.argv[1]), total_steps=4)
 for step in range(1, 5):
     log.step(step=step, **{NUMBERS})

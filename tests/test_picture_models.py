@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from utils.model.folder import open_weights, read_config
+from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss
 from utils.model.options import Lora
-from utils.model.parts import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.saving import save_model
 from utils.model.sharding import decoder_layers, recompute_activations
 from utils.run.distributed import build_mesh

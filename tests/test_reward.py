@@ -22,8 +22,8 @@ from utils.data.examples import Rows, load_examples
 from utils.data.pairs import PairBatches
 from utils.data.tokens import load_tokenizer
 from utils.model.folder import open_weights, read_config
+from utils.model.kinds import SCORE, add_scores, fill_score, sequence_scores, settle_pad
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.scores import SCORE, add_scores, fill_score, sequence_scores, settle_pad
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 from utils.train.trained_run import open_reward_model

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from utils.model import saving
 from utils.model.folder import TensorInfo, open_weights
-from utils.model.pieces import Piece, lay_out, local_box
+from utils.model.loading import Piece, lay_out, local_box
 from utils.model.saving import GENERATION, generation_config, save_model, write_json
 from utils.plan import fit
 from utils.plan.fit import room_here

@@ -25,12 +25,12 @@ from utils.data.batches import collate
 from utils.data.examples import Example
 from utils.data.pairs import PairBatch
 from utils.data.rewards import Rollout, rollout_batch
+from utils.model.kinds import add_scores, sequence_scores
 from utils.model.loading import build_model
 from utils.model.log_probs import token_log_probs
 from utils.model.lora import add_adapters, freeze_base
 from utils.model.loss import summed_cross_entropy
 from utils.model.options import Lora, Quant
-from utils.model.scores import add_scores, sequence_scores
 from utils.run.distributed import ALONE
 from utils.train.answers import Reference, log_probs_of, sums_of
 from utils.train.optim import clip_gradients

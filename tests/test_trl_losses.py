@@ -17,8 +17,8 @@ from tiny import in_chunks
 from torch import Tensor
 
 from utils.data.pairs import PairBatch
+from utils.model.kinds import add_scores, sequence_scores
 from utils.model.loss import check_chunked_loss
-from utils.model.scores import add_scores, sequence_scores
 from utils.train.answers import log_probs_of, means_of, sums_of
 
 RECORDED = json.loads(Path(__file__).with_name("trl_losses.json").read_text())

@@ -32,7 +32,7 @@ from utils.data.examples import load_examples
 from utils.data.picture_batches import PictureBatches
 from utils.data.pictures import load_processor, read_pictured
 from utils.data.tokens import load_tokenizer, pad_id, render
-from utils.model.parts import part_names
+from utils.model.kinds import part_names
 
 sys.path.append(str(ROOT / "recipes" / "tiny"))
 

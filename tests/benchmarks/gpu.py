@@ -182,7 +182,7 @@ def _ours(
 @torch.no_grad()
 def fill(model: torch.nn.Module) -> None:
     """Random weights, small enough to train."""
-    from utils.model.pieces import local
+    from utils.model.loading import local
 
     for shard in map(local, model.parameters()):
         if shard.dtype == torch.int32:  # the bits of fp32 scales

@@ -25,8 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from utils.model.folder import open_weights
-from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.pieces import transfer
+from utils.model.loading import build_model, load_pieces, plan_pieces, transfer
 from utils.run.distributed import all_reduce_sum, build_mesh
 from utils.train.trained_run import shard_model
 

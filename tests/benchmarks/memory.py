@@ -15,10 +15,9 @@ from gpu import TINY, fill, write_table
 from measure import Bound, Worker, run_worker  # also puts the repository on sys.path
 from tiny import build_optimizer
 
-from utils.model.loading import load_pieces
+from utils.model.loading import load_pieces, local
 from utils.model.lora import init_lora
 from utils.model.options import Lora, Quant
-from utils.model.pieces import local
 from utils.model.sharding import recompute_activations
 from utils.plan.need import need_of
 from utils.plan.states import Setting, _planned_model

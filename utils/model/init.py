@@ -20,7 +20,7 @@ from ..run.distributed import World, together
 from ..run.errors import check, first_five, others_code
 from ..run.units import seed_of
 from .folder import Source, TensorInfo, read_config, read_json
-from .pieces import local, local_box, runs, whole
+from .loading import local, local_box, runs, whole
 
 BLOCK = 2**20  # elements
 FIX = "another family, or --init model with weights that transformers has made"

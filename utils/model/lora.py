@@ -37,9 +37,8 @@ from ..run.errors import check, first_five, others_code, print0
 from ..run.files import file_inside
 from ..run.units import seed_of
 from .folder import TensorInfo, read_header, read_json
-from .loading import read_elements
+from .loading import Piece, lay_out, local, local_box, read_elements, whole
 from .options import Lora, Quant, changed_flags
-from .pieces import Piece, lay_out, local, local_box, whole
 from .quantize import ROUTER, Quantized, check_experts, is_plain, quantize_linears
 from .saving import Part, local_parts, save_folder, write_json
 from .sharding import plain_name, reads_text

@@ -24,8 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..run.errors import check
 from ..run.units import GIB
+from .loading import Piece, local, local_box
 from .options import Quant
-from .pieces import Piece, local, local_box
 
 ELEMENTS = 2**20  # quantized at a time while loading
 BLOCK = 64  # weights that share an nf4 scale

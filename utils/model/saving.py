@@ -24,7 +24,7 @@ from ..run.errors import check
 from ..run.files import check_replaceable, disk_errors, file_inside, publish, remove_siblings
 from ..run.folder import check_space
 from .folder import INDEX, read_json
-from .pieces import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
+from .loading import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
 
 # Files beside the weights that a save copies from the source.
 COMPANIONS = (

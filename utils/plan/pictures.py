@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-from ..model.parts import PROJECTOR, tower_layers
+from ..model.kinds import PROJECTOR, tower_layers
 from ..model.sharding import reads_text
 from .need import Replay, Unit
 from .trace import LiveBytes, Segment, on_meta, parameters_in, segments_of, tensors_in

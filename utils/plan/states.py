@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..model.loading import build_model
+from ..model.loading import build_model, rows_of_full_shard
 from ..model.loss import add_chunked_loss
 from ..model.options import Lora, Quant
-from ..model.pieces import rows_of_full_shard
 from ..run.units import GIB, MIB
 
 
@@ -128,7 +127,7 @@ def _planned_model(setting: Setting) -> nn.Module:
         kind=setting.kind,
     )
     if setting.parts:
-        from ..model.parts import freeze_parts, parse_parts
+        from ..model.kinds import freeze_parts, parse_parts
 
         freeze_parts(model, parse_parts(setting.parts), setting.dtype)
     if setting.lora:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ..model.pieces import local
+from ..model.loading import local
 
 
 class Background:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ..model.pieces import local
+from ..model.loading import local
 from ..run.distributed import sum_on_device
 from ..run.errors import check
 

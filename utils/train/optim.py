@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..run.distributed import World, together
 from ..run.errors import ConfigError, check, first_five
-from ..run.log import RunLog
+from ..run.folder import RunLog
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:

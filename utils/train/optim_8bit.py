@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ..model.pieces import local
+from ..model.loading import local
 from ..run.errors import print0
 
 BLOCK = 256  # elements that share one scale

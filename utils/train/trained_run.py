@@ -20,12 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from ..model.folder import Source, find_model, open_model, run_facts
-from ..model.loading import KINDS, build_model, load_pieces, plan_pieces
+from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
+from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, check_chunked_loss
 from ..model.options import Lora
-from ..model.parts import freeze_parts, parse_parts, tower_layers
-from ..model.pieces import Piece
-from ..model.scores import add_scores
 from ..model.sharding import (
     DTYPES,
     cast_to,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..model.pieces import is_writer, local, local_box, whole
+from ..model.loading import is_writer, local, local_box, whole
 from ..run.distributed import (
     BACKENDS,
     START_SECONDS,
