@@ -38,7 +38,7 @@ class Setting:
     attn: str = "auto"
     trust_remote_code: bool = False
     kind: str = "text"  # a key of loading.KINDS
-    parts: str = ""  # the parts of a picture model that train, see parts.parse_parts; "": all
+    parts: str = ""  # the parts of a picture model that train, see kinds.parse_parts; "": all
     pictures: object = None  # a pictures.Pictures
     frozen_bytes: int = 0  # bytes of a rank's shards of other models, which do not train
     masked: bool = False  # a mask keeps the documents of a pack apart
