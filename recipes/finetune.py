@@ -56,7 +56,7 @@ from utils.model.sharding import (
     units,
 )
 from utils.plan.fit import estimate_disk, plan_memory
-from utils.plan.states import Setting
+from utils.plan.need import Setting
 from utils.run.distributed import (
     agree,
     all_reduce_sum,

@@ -70,7 +70,7 @@ from utils.model.sharding import (
 )
 from utils.plan.fit import estimate_disk, plan_memory, room_here
 from utils.plan.generation import plan_rollout, share_bytes
-from utils.plan.states import Setting
+from utils.plan.need import Setting
 from utils.run.distributed import (
     agree,
     all_reduce_sum,

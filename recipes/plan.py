@@ -45,7 +45,19 @@ from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES
 from utils.plan.fit import MemoryPlan
 from utils.plan.generation import plan_rollout, share_bytes
-from utils.plan.need import FITS, MAYBE, TIGHT, TOO_LARGE, WHY_TIGHT, Need, Room, answer_of, need_of
+from utils.plan.need import (
+    FITS,
+    MAYBE,
+    TIGHT,
+    TOO_LARGE,
+    WHY_TIGHT,
+    Need,
+    Room,
+    Setting,
+    answer_of,
+    need_of,
+    planned_model,
+)
 from utils.plan.search import (
     RECOMPUTE,
     TOKENS_STEP,
@@ -55,7 +67,6 @@ from utils.plan.search import (
     levers_of,
     longest_row,
 )
-from utils.plan.states import Setting, planned_model
 from utils.plan.trace import Trace
 from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError, check, escaped, others_code, say

@@ -39,7 +39,7 @@ from utils.model.loading import KINDS, build_model, check_kind, plan_pieces
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.fit import plan_memory
-from utils.plan.states import Setting
+from utils.plan.need import Setting
 from utils.run.distributed import (
     World,
     device_of,

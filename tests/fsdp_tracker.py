@@ -27,7 +27,7 @@ from transformers import masking_utils
 from utils.model.activation_offload import hook_inputs
 from utils.model.options import Lora, Quant
 from utils.model.sharding import recompute_activations
-from utils.plan.states import Setting, _planned_model, planned_model
+from utils.plan.need import Setting, _planned_model, planned_model
 from utils.train.in_backward import StepInBackward
 from utils.train.trained_run import shard_model
 

@@ -27,9 +27,8 @@ from utils.data.pictures import load_processor
 from utils.data.tokens import load_tokenizer
 from utils.model.folder import read_config
 from utils.model.sharding import recompute_activations
-from utils.plan.need import need_of
+from utils.plan.need import Setting, _planned_model, need_of, planned_model
 from utils.plan.pictures import Pictures
-from utils.plan.states import Setting, _planned_model, planned_model
 from utils.train.trained_run import shard_model
 
 SEQ_LEN, ROWS = 192, 2

@@ -15,8 +15,7 @@ from transformers import LlamaConfig
 from utils.model import attention, sharding
 from utils.model.options import Lora
 from utils.plan.fit import WORKSPACES
-from utils.plan.need import need_of
-from utils.plan.states import Setting
+from utils.plan.need import Setting, need_of
 from utils.run.units import GIB, MIB
 
 TABLE = Path(__file__).parents[1] / "configs" / "planned_nvidia_h100_80gb_hbm3.md"

@@ -26,9 +26,8 @@ from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.sharding import decoder_layers
-from utils.plan.need import FITS, Room, answer_of, need_of, trace_of
+from utils.plan.need import FITS, Room, Setting, answer_of, need_of, planned_model, trace_of
 from utils.plan.search import fastest, flags_between, levers_of, refusal, smallest_change
-from utils.plan.states import Setting, planned_model
 from utils.plan.trace import attention_on_meta, record_step
 from utils.run.errors import ConfigError
 from utils.run.settings import parse_cli, save_config

@@ -20,7 +20,7 @@ from tiny import build_optimizer, tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from utils.plan.states import States, estimate_states, sum_of
+from utils.plan.need import States, estimate_states, sum_of
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 from utils.run.folder import RunLog

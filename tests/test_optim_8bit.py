@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from utils.model.loading import local
-from utils.plan.states import estimate_states
+from utils.plan.need import estimate_states
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
 from utils.train.resume import load_checkpoint

@@ -17,9 +17,8 @@ from utils.model import loss
 from utils.model.loading import build_model
 from utils.model.options import Lora, Quant
 from utils.plan import trace
-from utils.plan.need import Room, bytes_missing, cached_record, need_of
+from utils.plan.need import Room, Setting, bytes_missing, cached_record, need_of, planned_model
 from utils.plan.search import largest_batch, longest_row
-from utils.plan.states import Setting, planned_model
 from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))

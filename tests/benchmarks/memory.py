@@ -19,8 +19,7 @@ from utils.model.loading import load_pieces, local
 from utils.model.lora import init_lora
 from utils.model.options import Lora, Quant
 from utils.model.sharding import recompute_activations
-from utils.plan.need import need_of
-from utils.plan.states import Setting, _planned_model
+from utils.plan.need import Setting, _planned_model, need_of
 from utils.run.distributed import World, build_mesh
 from utils.run.units import GIB
 from utils.train.optim import clip_gradients

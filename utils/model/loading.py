@@ -1,4 +1,4 @@
-"""The list of pieces, and load safetensors by it, slice by slice into the local shards.
+"""Build models on meta; list the pieces of a checkpoint; read its files slice by slice into the local shards.
 
 A piece says which box of which parameter a tensor of the checkpoint is. Where each tensor goes is decided
 before anything is read, as a list of pieces. Saving uses the same list in the other direction.

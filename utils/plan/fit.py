@@ -19,10 +19,10 @@ from .need import (
     WHY_TIGHT,
     Need,
     Room,
+    Setting,
     answer_of,
     need_of,
 )
-from .states import Setting
 
 # What cuBLAS takes of the allocator on a Hopper GPU: half of it for the forward, half for the backward.
 WORKSPACES = GIB // 16

@@ -10,8 +10,16 @@ from ..run.distributed import World
 from ..run.errors import check, print0
 from ..run.units import GIB
 from .fit import MemoryPlan, room_here
-from .need import Room, must_be_there, units_of
-from .states import Setting, estimate_states, planned_model, share_numel, sum_of
+from .need import (
+    Room,
+    Setting,
+    estimate_states,
+    must_be_there,
+    planned_model,
+    share_numel,
+    sum_of,
+    units_of,
+)
 
 
 def estimate_generation(

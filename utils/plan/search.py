@@ -10,8 +10,18 @@ import yaml
 
 from ..run.errors import ConfigError
 from ..run.units import GIB
-from .need import FITS, MAYBE, TIGHT, TOO_LARGE, Need, Room, answer_of, bytes_missing, need_of
-from .states import Setting
+from .need import (
+    FITS,
+    MAYBE,
+    TIGHT,
+    TOO_LARGE,
+    Need,
+    Room,
+    Setting,
+    answer_of,
+    bytes_missing,
+    need_of,
+)
 
 RECOMPUTE = ("none", "selective", "full")
 TOKENS_STEP = 64  # step of a row's length
