@@ -3,6 +3,7 @@
 `Forked` takes the same command, and starts the ranks without torchrun and without their imports.
 """
 
+import ctypes
 import os
 import re
 import runpy
@@ -112,12 +113,14 @@ class Forked(Launch):
     """The same script and flags on ranks that are forked from a process which has the imports already.
 
     torchrun's part is played here: when a rank has failed, the others get SIGTERM, and later SIGKILL. It is
-    for claims about the ranks; what torchrun says, forwards and returns is seen with `Launch` only. Nor can a
-    rank name one that is gone: /proc shows the environment in which a process began. With `apart`, what goes
-    to stderr is in `errors`, and not in `text`.
+    for claims about the ranks; what torchrun says, forwards and returns is seen with `Launch` only. With
+    `apart`, what goes to stderr is in `errors`, and not in `text`. Only with `named` can a rank name one that
+    is gone, as it can when torchrun has started it: /proc then shows which process is which rank.
     """
 
-    def __init__(self, command: str, cwd: Path = ROOT, apart: bool = False, **env: str):
+    def __init__(
+        self, command: str, cwd: Path = ROOT, apart: bool = False, named: bool = False, **env: str
+    ):
         launcher, *words = shlex.split(command)
         ranks, settings = 1, dict(env)
         if launcher == "torchrun":
@@ -140,7 +143,7 @@ class Forked(Launch):
         self.processes = []
         for rank in range(ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher == "torchrun" else {}
-            told = (words, settings | of_rank, cwd, self.output, self.errors)
+            told = (words, settings | of_rank, cwd, self.output, self.errors, named)
             process = _context.Process(target=_run_rank, args=told)
             process.start()
             self.processes.append(process)
@@ -199,10 +202,14 @@ def forked(
     return subprocess.CompletedProcess(command, code, run.text, said)
 
 
-def _run_rank(words: list[str], env: dict[str, str], cwd: Path, output: Path, errors: Path) -> None:
+def _run_rank(
+    words: list[str], env: dict[str, str], cwd: Path, output: Path, errors: Path, named: bool
+) -> None:
     """What torchrun's child does with its command line, in a session of its own."""
     os.setsid()
     os.environ.update(env)
+    if named:
+        _show_environment(env)
     os.chdir(cwd)
     for number, file in ((1, output), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
@@ -212,6 +219,19 @@ def _run_rank(words: list[str], env: dict[str, str], cwd: Path, output: Path, er
     faults.install()
     sys.path.insert(0, str((cwd / words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
+
+
+def _show_environment(env: dict[str, str]) -> None:
+    """Let /proc/self/environ show `env`, as if this process had begun with it: ranks find each other there.
+
+    The kernel shows the memory in which it once put the variables. proc_pid_stat(5), env_start
+    """
+    os.environ.update(os.environ)  # C's getenv has copies of its own from here on
+    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(numbers[47]), int(numbers[48])
+    shown = "".join(f"\0{name}={value}" for name, value in env.items()).encode() + b"\0"
+    assert len(shown) <= end - start, "no room to show the environment"
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def _has_threads(pid: int) -> bool:

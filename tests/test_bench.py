@@ -5,8 +5,10 @@ Alone: `.venv/bin/python -m pytest tests/test_bench.py`
 
 import importlib
 import json
+import multiprocessing.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,12 +16,14 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import bench as driver
 import load  # found by bench, as are measure and save
 import pytest
 import save
+from launch import forked
 from measure import Bound, Worker
 from ranks import run_fresh_ranks
 from shell import ROOT, shell
@@ -39,6 +43,44 @@ def ran(tmp_path, flags, seconds=240, **env):
     return done, json.loads((tmp_path / "out.json").read_text()) if (
         tmp_path / "out.json"
     ).exists() else {}
+
+
+@contextmanager
+def forks():
+    """main(what, **settings) as ran(): bench.py in this process, forked ranks in place of torchrun's."""
+
+    def wait_for(command, environment, folder):
+        flag, *words = command[command.index("--standalone") + 1 :]
+        line = f"torchrun {flag.replace('=', ' ')} {shlex.join(words)}"
+        done = forked(line, seconds=600, TMPDIR=environment["TMPDIR"])
+        Path(folder, "log").write_text(done.stdout)
+        return done.returncode
+
+    def main(what, **settings):
+        cfg = driver.Config(
+            what=what, ranks="2", repeats=1, small=True, json=f"{scratch}/out.json", **settings
+        )
+        is_kept = driver.main(cfg)
+        results = json.loads((scratch / "out.json").read_text())
+        (scratch / "out.json").unlink()
+        assert not left(scratch)
+        return is_kept, results
+
+    multiprocessing.util.get_temp_dir()  # of the server of forks, which outlives this one
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        scratch = Path(folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setattr(driver, "_wait_for", wait_for)
+        patch.setattr(sys, "argv", ["bench.py"])
+        yield main
+
+
+@pytest.fixture
+def without_trl(monkeypatch):
+    """Where trl is installed, bench.py does not find it."""
+    monkeypatch.setitem(sys.modules, "trl", None)
+    for name in ("dpo", "rollouts"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def left(folder):
@@ -87,12 +129,12 @@ def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved():
     """What --json wrote of the saves of this project, and of the one that they are compared with."""
     names = "ours,raw_write,checkpoint,checkpoint_async"
-    flags = f"save --repeats 1 --only {names}"
-    done, results = ran(tmp_path_factory.mktemp("saved"), flags, seconds=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with forks() as main:
+        is_kept, results = main("save", only=names)
+    assert is_kept, results["bounds"]
     assert [run["contender"] for run in results["runs"]] == names.split(",")
     return results
 
@@ -330,9 +372,10 @@ def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(
 
 
 @pytest.mark.slow
-def test_a_quantized_base_keeps_its_bounds_on_memory_and_bytes(tmp_path):
-    done, results = ran(tmp_path, "quant --repeats 1", seconds=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_quantized_base_keeps_its_bounds_on_memory_and_bytes():
+    with forks() as main:
+        is_kept, results = main("quant")
+    assert is_kept, results["bounds"]
     assert [bound["verdict"] for bound in results["bounds"]] == ["ok"] * 12
     gathered = {
         name: row(results, name)["values"]["layers_gathered_bytes_ratio"][0]
@@ -343,12 +386,12 @@ def test_a_quantized_base_keeps_its_bounds_on_memory_and_bytes(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_of_dpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_with_a_line(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['trl'] = None  # as if absent\n"
-    )
-    done, results = ran(tmp_path, "dpo --repeats 1", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_steps_of_dpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_with_a_line(
+    without_trl, capsys
+):
+    with forks() as main:
+        is_kept, results = main("dpo")
+    assert is_kept, results["bounds"]
     rows = {row["contender"]: row["values"] for row in results["tables"][0]["rows"]}
     assert list(rows) == ["ours", "ours_lora"]
     for values in rows.values():
@@ -358,18 +401,16 @@ def test_steps_of_dpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_wi
     verdicts = {bound["verdict"] for bound in results["bounds"]}
     assert verdicts == {"not judged: trl is missing", "not judged: trl_lora is missing"}
     last = "TRL is not installed here, so it has no rows (fix: pip install trl)"
-    assert done.stdout.splitlines()[-1] == last
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 @pytest.mark.slow
 def test_steps_of_grpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_with_a_line(
-    tmp_path,
+    without_trl, capsys
 ):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['trl'] = None  # as if absent\n"
-    )
-    done, results = ran(tmp_path, "rollouts --repeats 1", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    with forks() as main:
+        is_kept, results = main("rollouts")
+    assert is_kept, results["bounds"]
     rows = {row["contender"]: row["values"] for row in results["tables"][0]["rows"]}
     assert list(rows) == ["ours"]
     values = {name: found[0] for name, found in rows["ours"].items()}
@@ -379,4 +420,4 @@ def test_steps_of_grpo_are_timed_and_where_trl_is_absent_its_rows_are_left_out_w
     assert values["completion_length"] > 0.9 * 8
     assert {bound["verdict"] for bound in results["bounds"]} == {"not judged: trl is missing"}
     last = "TRL is not installed here, so it has no rows (fix: pip install trl)"
-    assert done.stdout.splitlines()[-1] == last
+    assert capsys.readouterr().out.splitlines()[-1] == last

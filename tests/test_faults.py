@@ -77,9 +77,9 @@ def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def broken(flags, out, fault="", script="recipes/finetune.py", launch=Forked) -> str:
+def broken(flags, out, fault="", script="recipes/finetune.py", launch=Forked, **how) -> str:
     """The output of a run that ends within 15 s of a fault. No worker is left."""
-    with launch(command(flags, out, script=script), FAULT=fault) as run:
+    with launch(command(flags, out, script=script), **how, FAULT=fault) as run:
         run.until("--- train|error: ")
         begun = time.monotonic()
         assert run.end() != 0
@@ -226,7 +226,7 @@ SIGNALS = {
     "SIGTERM to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0, Forked),
     "Ctrl-C to torchrun": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
     "Ctrl-C to all": (everyone, "", None),
-    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0),
+    "SIGUSR1 to rank 0": (lambda run: os.kill(run.pids[0], signal.SIGUSR1), "", 0, Forked),
     "a closed terminal": (lambda run: run.process.send_signal(signal.SIGHUP), "", None),
     "SIGUSR2 to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGUSR2), "", 0, Forked),
     "SIGUSR1 to torchrun": (
@@ -336,7 +336,7 @@ def test_an_exception_on_one_rank_is_said_once_and_ends_the_run(flags, tmp_path)
 @slow
 def test_a_rank_that_leaves_with_0_is_blamed(flags, undisturbed, tmp_path):
     out = tmp_path / "run"
-    said = broken(flags, out, "step:1:3:exit", launch=Launch)
+    said = broken(flags, out, "step:1:3:exit", named=True)
     assert "error: rank 1 is gone in act 'train'" in said
     goes_on(flags, out, undisturbed, 2)
 

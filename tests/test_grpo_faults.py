@@ -91,7 +91,7 @@ def test_a_killed_rank_is_named_and_the_same_command_goes_on_bit_for_bit(
     flags, undisturbed, tmp_path, who
 ):
     rank, out = RANKS[who], tmp_path / "run"
-    with Launch(command(flags, out)) as run:
+    with Forked(command(flags, out), named=True) as run:
         run.until("step 3/")
         begun = time.monotonic()
         os.kill(run.pids[rank], signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_named_and_the_same_command_goes_on_bit_for_bit(
 
 @slow
 def test_a_generator_that_is_killed_before_the_first_step_is_named(flags, tmp_path):
-    with Launch(command(flags, tmp_path / "run"), FAULT="load:2:0") as run:
+    with Forked(command(flags, tmp_path / "run"), named=True, FAULT="load:2:0") as run:
         assert run.end(60) != 0
         said = run.error()
     assert said.startswith("error: rank 2 is gone in act '")

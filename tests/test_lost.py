@@ -3,22 +3,17 @@
 python -m pytest tests/test_lost.py -m ""
 """
 
-import os
 import re
-import subprocess
-import sys
-import time
 
 import pytest
-from launch import ROOT, Launch
-from ranks import free_port
+from launch import Forked
 from test_faults import command
 from test_faults import flags as flags  # a fixture
 
 slow = pytest.mark.slow
 ACTS = "folder plan load train save".split()
 
-RANK = """
+RANKS = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
@@ -29,16 +24,20 @@ with report_errors():
     stop_at_once()
     world = init_distributed()
     act("load")
-    {body}
+    if world.rank:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only what rank 0 says is read
+        {ends}
+    else:
+        {waits}
 """
 WAITS = {
     "in a collective": "gather(world, 'here')",
     "in a new group": "dist.new_group(backend='gloo')",  # where Python runs no handler
     "at work": "time.sleep(60)",
     "about to explain": """sys.addaudithook(
-        lambda event, of: event == "import" and "failures" in of[0] and os.kill(os.getpid(), 15)
-    )
-    gather(world, "here")""",
+            lambda event, of: event == "import" and "failures" in of[0] and os.kill(os.getpid(), 15)
+        )
+        gather(world, "here")""",
     # as a rank that waits for a GPU
     "in C within a step": "stop_after_step(); torch.linalg.eigvals(torch.rand(6000, 6000))",
 }
@@ -46,22 +45,12 @@ DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 FAILS = "raise RuntimeError('row 7 is corrupt')"
 
 
-def said_by_rank_0(ends: str, waits: str) -> str:
-    """torchrun's part is played here: when rank 1 has ended it sends SIGTERM to the other."""
-    port = str(free_port())
-    both = []
-    for rank, body in enumerate((waits, ends)):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": "2"}
-        environment |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        words = [sys.executable, "-c", RANK.format(body=body)]
-        both.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
-    both[1].wait(60)
-    time.sleep(0.1)
-    both[0].terminate()
-    _, said = both[0].communicate(timeout=20)
-    both[1].communicate()
-    return said
+def said_by_rank_0(tmp_path, ends: str, waits: str) -> str:
+    """Forked plays torchrun's part: when rank 1 has ended it sends SIGTERM to the other."""
+    (tmp_path / "ranks.py").write_text(RANKS.format(ends=ends, waits=waits))
+    with Forked(f"torchrun --nproc_per_node 2 {tmp_path}/ranks.py", apart=True, named=True) as run:
+        assert run.end(60) == 1
+        return run.errors.read_text()
 
 
 @pytest.mark.parametrize(
@@ -71,14 +60,14 @@ def said_by_rank_0(ends: str, waits: str) -> str:
         for waits in WAITS
     ],
 )
-def test_a_killed_rank_is_one_line_that_names_it_wherever_the_others_are(waits):
-    (line,) = said_by_rank_0(DIES, WAITS[waits]).splitlines()
+def test_a_killed_rank_is_one_line_that_names_it_wherever_the_others_are(tmp_path, waits):
+    (line,) = said_by_rank_0(tmp_path, DIES, WAITS[waits]).splitlines()
     assert line.startswith("error: rank 1 is gone in act 'load'")
     assert "memory" in line
 
 
-def test_a_rank_that_ended_by_itself_is_told_from_its_own_words():
-    (line,) = said_by_rank_0(FAILS, WAITS["in a collective"]).splitlines()
+def test_a_rank_that_ended_by_itself_is_told_from_its_own_words(tmp_path):
+    (line,) = said_by_rank_0(tmp_path, FAILS, WAITS["in a collective"]).splitlines()
     assert line.startswith("error: rank 1 is gone in act 'load'")
     assert "if it said nothing" in line
 
@@ -86,7 +75,7 @@ def test_a_rank_that_ended_by_itself_is_told_from_its_own_words():
 @slow
 @pytest.mark.parametrize("name", ACTS)
 def test_a_rank_killed_in_any_act_of_a_run_is_one_line(flags, tmp_path, name):
-    with Launch(command(flags, tmp_path / "run"), FAULT=f"{name}:1:0") as run:
+    with Forked(command(flags, tmp_path / "run"), named=True, FAULT=f"{name}:1:0") as run:
         assert run.end(120) != 0
         line = run.error()
     said = re.match(r"error: rank 1 is gone in act '(\w+)'", line)

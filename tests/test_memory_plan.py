@@ -110,7 +110,8 @@ def case(
 
 def off(cases: list[dict]) -> list[float]:
     """How far the plan is from torch's tracker, in parts of one."""
-    ended = shell(f"python tests/fsdp_tracker.py '{json.dumps(cases)}'", seconds=600)
+    command = f"python tests/fsdp_tracker.py '{json.dumps(cases)}'"
+    ended = forked(command, seconds=600, apart=True)
     assert ended.returncode == 0, ended.stderr
     planned = [need_of(setting_of(case)).peak.total for case in cases]
     return [a / int(b) - 1 for a, b in zip(planned, ended.stdout.split(), strict=True)]

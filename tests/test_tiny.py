@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 import torch
+from launch import forked
 from shell import ROOT, shell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,9 +127,10 @@ def test_the_demo_teaches_it(template, tmp_path):
         (tmp_path / "thinking.jinja").write_text(template)
         command = f"python {ROOT}/recipes/finetune.py --batch_size 32"
         command += " --chat_template thinking.jinja --epochs 2"
-    trained = shell(command, tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    score = shell(f"python {TINY}/score.py {TINY} output/finetune-001/model", tmp_path)
+    start = forked if template else shell
+    trained = start(command, tmp_path)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    score = start(f"python {TINY}/score.py {TINY} output/finetune-001/model", tmp_path)
     before, after = (
         int(line.split(":")[1].split()[0])
         for line in score.stdout.splitlines()
@@ -144,7 +146,7 @@ def test_pairs_teach_it_too(tmp_path):
     trained = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/prefer.py", tmp_path)
     assert trained.returncode == 0, trained.stderr
     command = f"python {TINY}/score.py {TINY} output/prefer-001/model"
-    score = shell(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
+    score = forked(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
     assert score.returncode == 0, score.stdout
     numbers = [
         int(line.split(":")[1].split()[0])
@@ -165,7 +167,7 @@ def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
     trained = shell(command, tmp_path)
     assert trained.returncode == 0, trained.stderr
     command = f"python {TINY}/score.py {TINY} output/reward-001/model"
-    score = shell(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
+    score = forked(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
     assert score.returncode == 0, score.stdout
     assert "chosen scored above rejected" in score.stdout
 
@@ -175,7 +177,7 @@ def test_rewards_alone_teach_a_model_that_has_seen_little_of_the_task(tmp_path):
     """recipes/grpo.py with no other flag, and the score of what it saved by transformers alone."""
     trained = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/grpo.py", tmp_path)
     assert trained.returncode == 0, trained.stderr
-    score = shell(f"python {TINY}/score.py {TINY}/started output/grpo-001/model", tmp_path)
+    score = forked(f"python {TINY}/score.py {TINY}/started output/grpo-001/model", tmp_path)
     before, after = (
         int(line.split(":")[1].split()[0])
         for line in score.stdout.splitlines()
