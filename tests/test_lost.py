@@ -26,6 +26,7 @@ with report_errors():
     act("load")
     if world.rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only what rank 0 says is read
+        time.sleep(0.3)  # rank 0 waits by then
         {ends}
     else:
         {waits}

@@ -440,7 +440,7 @@ def test_the_demo_teaches_it(tmp_path):
     tiny = ROOT / "recipes" / "tiny"
     folders = f"{tiny}/vision {tmp_path}/output/vision-001/model"
     questions = f"--questions {tiny}/vision/heldout.jsonl"
-    score = shell(f"python {tiny}/score.py {folders} {questions}", tmp_path)
+    score = forked(f"python {tiny}/score.py {folders} {questions}", tmp_path)
     assert "exact match before: 0 of 250" in score.stdout
     after = re.search(r"exact match after : (\d+) of 250", score.stdout)
     assert int(after[1]) >= 180
