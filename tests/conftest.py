@@ -9,7 +9,8 @@ import subprocess
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; several ranks share two cores
 # so that FAULT breaks a run from outside: tests/faults.py
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-os.environ["PYTHONPATH"] = f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+OWN = os.environ.get("PYTHONPATH")  # an empty entry would be the working folder
+os.environ["PYTHONPATH"] = f"{SITE}{os.pathsep}{OWN}" if OWN else SITE
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -24,6 +24,7 @@ from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.model.options import SHARDS_INTEGERS
 from utils.model.quantize import KINDS
 from utils.plan.fit import room_here
 from utils.run.distributed import build_mesh, init_distributed, stop_distributed
@@ -263,7 +264,7 @@ def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():
     torch.testing.assert_close(ours(x.half().cuda()), theirs(x.half().cuda()), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch 2.11 shards no integers")
+@pytest.mark.skipif(not SHARDS_INTEGERS, reason="FSDP2 of this torch shards no integers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_over_a_quantized_base_learns(setting, tmp_path, kind):
     folder, rows, _ = setting

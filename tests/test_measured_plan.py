@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import EIGHT_B
+from gpu import EIGHT_B, TINY
 from memory import SETTINGS, planned
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig
 
 from utils.model import attention, sharding
 from utils.model.options import Lora
@@ -83,6 +83,22 @@ def test_each_act_of_a_run_needs_what_an_h100_measured_to_the_workspaces(knobs, 
     acts = need_of(planned(*ONE_B, knobs, gpu=True, ranks=1)).acts
     for act, size in measured.items():
         assert acts[act] <= size <= acts[act] + WORKSPACES + MIB, act
+
+
+def test_a_window_is_traced_where_torch_2_11_repeats_the_keys(monkeypatch):
+    """A mask makes transformers repeat grouped keys itself: they may not be repeated twice."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": 16, **TINY}
+    setting = Setting(
+        config=MistralConfig(**shape),
+        param_dtype=torch.float32,
+        dtype=torch.bfloat16,
+        seq_len=64,
+        attn="varlen",
+    )
+    grouped = need_of(setting)
+    monkeypatch.setattr(attention, "GROUPED", {})
+    repeated = need_of(replace(setting, seq_len=63))  # another one than in the cache
+    assert grouped.why == repeated.why == ""
 
 
 def test_keys_that_torch_2_11_repeats_for_varlen_are_in_the_plan(monkeypatch):

@@ -17,7 +17,7 @@ from tiny import build_optimizer
 
 from utils.model.loading import load_pieces, local
 from utils.model.lora import init_lora
-from utils.model.options import Lora, Quant
+from utils.model.options import SHARDS_INTEGERS, Lora, Quant
 from utils.model.sharding import recompute_activations
 from utils.plan.need import Setting, _planned_model, need_of
 from utils.run.distributed import World, build_mesh
@@ -42,7 +42,7 @@ BOUNDS = (
     Bound(
         "too_little",
         0,
-        "settings whose allocator reserved more than was called comfortable",
+        "settings whose GPU gave more than was called comfortable",
         contender="settings",
     ),
 ) * torch.cuda.is_available()
@@ -97,14 +97,14 @@ def prepare(folder, small: bool) -> None:
 
 def contend(worker: Worker) -> dict:
     settings = SMALL if worker.small else SETTINGS
-    if torch.__version__ < "2.12":  # whose FSDP2 shards no integers
+    if not SHARDS_INTEGERS:
         settings = [setting for setting in settings if "quantization" not in setting[3]]
     rows = [run(worker.world, *setting) for setting in settings]
     found = {"count": len(rows), "rows": rows}
     if worker.world.device.type == "cpu":
         return found
     errors = [abs(row["planned_bytes"] / row["measured_bytes"] - 1) for row in rows]
-    little = [row for row in rows if row["reserved_bytes"] > row["comfortable_bytes"]]
+    little = [row for row in rows if row["taken_bytes"] > row["comfortable_bytes"]]
     found |= {"median_error": statistics.median(errors), "worst_error": max(errors)}
     return found | {"too_little": len(little)}
 

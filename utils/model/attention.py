@@ -56,6 +56,7 @@ def attend_documents(
     if not (GROUPED or query.is_cpu):  # on meta too: the plan counts them
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        module = None  # transformers would repeat them again, by its num_key_value_groups
     if cu_seq_lens_q is None:
         attended = causal_attention(module, query, key, value, scaling, sliding_window)
     elif not query.is_cuda:

@@ -9,6 +9,8 @@ import torch
 
 from ..run.errors import check
 
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # FSDP2 does
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -62,8 +64,11 @@ def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
     check(quant or not alone, f"{why} (fix: --quantization 8bit)")
     frozen = f"--quantization {quant.quantization} freezes the weights and --lora_rank is 0"
     check(lora or not quant, f"{frozen}: nothing would train (fix: --lora_rank 16)")
-    old = f"--quantization: FSDP2 of torch {torch.__version__} shards no integers"
-    check(not quant or torch.__version__ >= "2.12", f"{old} (fix: pip install 'torch>=2.12')")
+    check(
+        not quant or SHARDS_INTEGERS,
+        f"--quantization: FSDP2 of torch {torch.__version__} shards no integers"
+        " (fix: pip install 'torch>=2.12')",
+    )
     both = quant.quantization == "4bit" and quant.int8_mode != "dequant"
     check(not both, "--int8_mode llm_int8 is of --quantization 8bit (fix: leave it out)")
     plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"

@@ -618,8 +618,7 @@ def need_of(setting: Setting) -> Need:
     if setting.compile and peak:  # only the activations of the layers can shrink
         train = max(int(train * COMPILED), train - peak.parts["activations"])
     alive = max(acts["load"], train, acts["save"])
-    ranks = setting.shards * setting.replicate
-    must = must_be_there(alive, ranks, setting.gpu)
+    must = must_be_there(alive, setting.shards * setting.replicate, setting.gpu)
     if not setting.gpu:
         return Need(states, peak, why, must, must, must, acts)
     pools = max(alive, sum(peak.pools.values()) if peak else 0)

@@ -248,8 +248,7 @@ def use_expandable_segments(device: torch.device) -> None:
     """Let torch's GPU allocator map pages as it needs them, in place of blocks of fixed size. Gaps between
     such blocks cost 10 to 25 % of the memory in published runs of FSDP2. What the user has set stays.
     """
-    is_set = any(name in os.environ for name in CUDA_SETTINGS)
-    if is_set or device.type != "cuda":
+    if device.type != "cuda" or any(name in os.environ for name in CUDA_SETTINGS):
         return
     # torch 2.11 warns about this name, but 2.9 ignores the new one (pytorch issue 183387)
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
