@@ -23,7 +23,7 @@ ONE_B = ("llama-3.2-1b", 2048, "fp32")
 
 
 def measured_rows():
-    """(setting of the benchmark, GiB planned, alive, comfortable and reserved) for each row of the table."""
+    """(setting of the benchmark, GiB planned, alive, comfortable and given) for each row of the table."""
     rows = [
         [cell.strip() for cell in line.split("|")]
         for line in TABLE.read_text().splitlines()
@@ -34,23 +34,23 @@ def measured_rows():
         shape, seq_len, dtype, knobs = setting
         flags = [f"--{flag} {value}" for flag, value in knobs.items()]
         assert name == " ".join([shape, f"{seq_len} tokens", dtype, *flags])
-        in_plan, alive, _, _, comfortable, reserved, _ = map(float, cells)
-        yield setting, in_plan, alive, comfortable, reserved
+        in_plan, alive, _, _, comfortable, _, given = map(float, cells)
+        yield setting, in_plan, alive, comfortable, given
 
 
-def test_22_settings_need_what_an_h100_measured_within_5_per_cent_and_half_of_them_within_0_2():
+def test_22_settings_need_what_an_h100_measured_within_half_a_per_cent_and_half_of_them_within_0_1():
     errors = []
-    for setting, in_plan, alive, comfortable, reserved in measured_rows():
+    for setting, in_plan, alive, comfortable, given in measured_rows():
         need = need_of(planned(*setting, gpu=True, ranks=1))
         assert f"{need.peak.total / GIB:.2f}" == f"{in_plan:.2f}", (
             f"{setting}: write the table again"
         )
         assert need.comfortable / GIB == pytest.approx(comfortable, abs=0.006)
-        assert reserved <= comfortable
+        assert given <= comfortable  # with CUDA's context
         errors.append(abs(in_plan / alive - 1))
     assert len(errors) == 22
-    assert max(errors) < 0.05
-    assert sorted(errors)[11] < 0.002
+    assert max(errors) < 0.005
+    assert sorted(errors)[11] < 0.001
 
 
 def need_of_8b(**levers) -> float:

@@ -49,8 +49,8 @@ def test_what_must_be_there_is_what_is_alive_and_more_on_several_gpus():
     assert must_be_there(10 * GIB, 1, gpu=True) == 11 * GIB
     assert must_be_there(10 * GIB, 2, gpu=True) == 13 * GIB
     assert must_be_there(10 * GIB, 2, gpu=False) == 16 * GIB + GIB // 4
-    assert comfortable_of(12 * GIB, 0) == int(12 * GIB * 1.11) + 3 * GIB // 2
-    assert comfortable_of(12 * GIB, 8 * GIB) == 8 * GIB + int(4 * GIB * 1.11) + 3 * GIB // 2
+    assert comfortable_of(12 * GIB, 0) == int(12 * GIB * 1.11) + 9 * GIB // 4
+    assert comfortable_of(12 * GIB, 8 * GIB) == 8 * GIB + int(4 * GIB * 1.11) + 9 * GIB // 4
     small = need_of(of_llama(shards=2))
     assert small.comfortable == small.device  # comfortable is never less
 

@@ -34,6 +34,7 @@ from ..model.sharding import (
 )
 
 ATTENTION = F.scaled_dot_product_attention
+aten = torch.ops.aten
 
 
 class Segment(NamedTuple):
@@ -69,13 +70,16 @@ class LiveBytes(TorchDispatchMode):
         # Where the last block ends in the log, and its input's storage. If nothing keeps the input, it is
         # freed a little later, but it counts as freed by the block.
         self.block_end, self.block_input = 0, None
+        self.table = None  # the shape of the embedding; if it is tied, its two gradients are added
         self.beside = None  # what the last block returned beside the hidden states, if a tuple
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_grouped = func is torch.ops.aten._grouped_mm.default
+        is_grouped = func is aten._grouped_mm.default
         if is_grouped:  # of other dtypes too, but its shape function takes bf16 only (torch 2.13)
             dtype = args[0].dtype
             args = [a.bfloat16() if getattr(a, "dtype", None) == dtype else a for a in args]
+        if func is aten.add.Tensor and args[0].shape == self.table:
+            func = aten.add_.Tensor  # autograd adds in place, but not within a mode
         result = func(*args, **kwargs or {})
         if is_grouped:
             result = result.to(dtype)
@@ -163,8 +167,9 @@ def record_step(
     live, traced = LiveBytes(), None
     with ExitStack() as stack:
         if repeats_keys:
-            no_groups = patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False)
-            stack.enter_context(no_groups)
+            stack.enter_context(
+                patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False)
+            )
         if not packed:
             stack.enter_context(documents_by(one_document))  # positions have no values here
         if recompute != "none":
@@ -173,8 +178,9 @@ def record_step(
             if offload:
                 from ..model.activation_offload import hook_inputs
 
-                back = partial(torch.empty, dtype=dtype, device="meta")
-                hook_inputs(model, attrgetter("shape"), back)
+                hook_inputs(
+                    model, attrgetter("shape"), partial(torch.empty, dtype=dtype, device="meta")
+                )
         if pictures:
             live, traced = pictures.trace(model, dtype, batch, seq_len, recompute)
         stack.enter_context(on_meta())
@@ -185,8 +191,10 @@ def record_step(
             marked = mark_block(layer, live, layer is firsts[0])
             stack.enter_context(patch.object(layer, "forward", marked))
         head = model.get_output_embeddings()
-        stack.enter_context(patch.object(loss, "chunk_slices", few_chunks))
-        stack.enter_context(patch.object(loss, "_add_product", first_product))
+        live.table = model.get_input_embeddings().weight.shape
+        stack.enter_context(
+            patch.multiple(loss, chunk_slices=few_chunks, _add_product=first_product)
+        )
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
         stack.enter_context(live)
@@ -230,7 +238,7 @@ def attention_on_meta(
     options.pop("enable_gqa", None)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, query.new_zeros(()), -math.inf)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)[0]
 
 
