@@ -125,7 +125,7 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     odd = []
     for name, value in stored.items():
         same_base = name == "init_lora_weights" and value in ("gaussian", "orthogonal")
-        known = name in read or name in IGNORED or same_base
+        known = name in read + IGNORED or same_base
         if value and not known and value != plain.get(name):
             odd.append(f"{name} {value}")
     fix = "merge it with peft" if merge else ANOTHER
@@ -138,14 +138,15 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
 
 def base_of(folder: Path) -> str:
     """The base model that an adapter's settings name; "" if they name none."""
-    settings = read_json(file_inside(folder, SETTINGS))
-    return str(settings.get("base_model_name_or_path") or "")
+    return str(read_json(file_inside(folder, SETTINGS)).get("base_model_name_or_path") or "")
 
 
 def is_of_text(folder: Path) -> bool:
     """Whether an adapter belongs to a family's text-only model, in which the layers have other names."""
-    names = read_header(file_inside(folder, TENSORS))
-    return any(name.startswith(f"{PREFIX}model.layers.") for name in names)
+    return any(
+        name.startswith(f"{PREFIX}model.layers.")
+        for name in read_header(file_inside(folder, TENSORS))
+    )
 
 
 @torch.no_grad()
@@ -165,8 +166,9 @@ def base_names(model: nn.Module) -> dict[str, list[str]]:
     A module in modules_to_save exists twice, and its copy may end the tie of a tied weight.
     """
     state, names = model.state_dict(keep_vars=True), {}
-    for name in (name for name in state if ".lora_" not in name):
-        names.setdefault(plain_name(name), []).append(name)
+    for name in state:
+        if ".lora_" not in name:
+            names.setdefault(plain_name(name), []).append(name)
     for target, source in model.all_tied_weights_keys.items():
         copies = {id(state[name]): name for name in reversed(names[source] + names[target])}
         names[source] = names[target] = list(copies.values())
@@ -257,8 +259,10 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
             parameter = model.get_parameter(name)
             if box := local_box(parameter, whole(key, parameter)):
                 values = tensors.get_slice(key)[box[1]]
-                finite = values.isfinite().all()
-                check(finite, f"{file}: {key} holds numbers that are not finite (fix: {ANOTHER})")
+                check(
+                    values.isfinite().all(),
+                    f"{file}: {key} holds numbers that are not finite (fix: {ANOTHER})",
+                )
                 local(parameter)[box[0]].copy_(values)
 
 
@@ -303,8 +307,10 @@ def save_adapter(
         config.target_modules = sorted(config.target_modules)
 
     def prepare(temp: Path) -> None:
-        free = not out.exists() or (out / SETTINGS).exists()
-        check(free, f"{out} is no adapter, and a save would replace it (fix: another --output_dir)")
+        check(
+            not out.exists() or (out / SETTINGS).exists(),
+            f"{out} is no adapter, and a save would replace it (fix: another --output_dir)",
+        )
         config.save_pretrained(temp)
         if tokenizer is not None:  # with the chat template that the adapter was trained in
             tokenizer.save_pretrained(temp)
@@ -345,11 +351,17 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     with others_code(f"{TARGETS} {targets}", "names separated by commas"):
         wanted = {name for name in layers if re.fullmatch(pattern, name)}
     example = next((name for name in layers if "0" in name), "")
-    fix = f"all-linear, or match whole names, as {example}"
-    check(wanted, f"{TARGETS} {targets} matches no layer (fix: {fix})")
+    check(
+        wanted,
+        f"{TARGETS} {targets} matches no layer"
+        f" (fix: all-linear, or match whole names, as {example})",
+    )
     unseen = first_five(sorted(wanted & alone))
-    why = f"{model.config.model_type} reads weights past an adapter: {unseen}"
-    check(not unseen, f"{TARGETS} {targets}: {why} (fix: all-linear, which leaves them out)")
+    check(
+        not unseen,
+        f"{TARGETS} {targets}: {model.config.model_type} reads weights past an adapter: {unseen}"
+        " (fix: all-linear, which leaves them out)",
+    )
     return sorted(wanted)
 
 
@@ -365,9 +377,9 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
             linear.append(name)
     config = LoraConfig(target_modules=linear)
     convert_peft_config_for_transformers(config, model, None)
-    kind = model.config.model_type
     check(
-        config.target_modules, f"{TARGETS} all-linear: {kind} has no layer for it (fix: name some)"
+        config.target_modules,
+        f"{TARGETS} all-linear: {model.config.model_type} has no layer for it (fix: name some)",
     )
     return sorted(config.target_modules)
 
@@ -377,9 +389,11 @@ def _known(text: str, known: list[str], flag: str) -> list[str]:
     leaves = sorted({name.rpartition(".")[2] for name in known})
     wanted = [name.strip() for name in text.split(",") if name.strip()]
     for name in wanted:
-        found = any(f".{other}".endswith(f".{name}") for other in known)
         nearest = ", ".join(difflib.get_close_matches(name, leaves, 3, cutoff=0))
-        check(found, f"{flag} {name}: the model has no such layer (fix: {nearest})")
+        check(
+            any(f".{other}".endswith(f".{name}") for other in known),
+            f"{flag} {name}: the model has no such layer (fix: {nearest})",
+        )
     return wanted
 
 
@@ -410,7 +424,7 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     load_adapter(model, folder)
 
     copies = {plain_name(name) for name in stored if ".modules_to_save." in name}
-    own: dict[str, torch.Tensor] = {}
+    own = {}
     for name in stored:
         plain, parameter = plain_name(name), model.get_parameter(name)
         if ".modules_to_save." in name:
@@ -418,29 +432,24 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
             continue
         for other in tied.get(plain, []):  # it is a parameter of the base
             own.setdefault(other, parameter)
-    layers: dict[str, list[tuple]] = {}
+    layers = {}
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer):
             for name, _ in module.get_base_layer().named_parameters():
-                for other in tied[f"{path}.{name}"]:
-                    if other not in copies:
-                        layers.setdefault(other, []).append((module, name))
-    return Merge(pieces, own, layers, _untied(model, pieces, copies))
+                for other in set(tied[f"{path}.{name}"]) - copies:
+                    layers.setdefault(other, []).append((module, name))
 
-
-def _untied(model: nn.Module, pieces: list[Piece], copies: set[str]) -> list[Piece]:
-    """One piece for each weight that is no longer tied, because it or its partner was trained."""
+    # One piece for each weight that is no longer tied, because it or its partner was trained.
     piece_of = {piece.param: piece for piece in pieces}
     untied = []
     for pair in model.all_tied_weights_keys.items():
-        was_trained = any(name in copies for name in pair)
-        if not was_trained:
+        if copies.isdisjoint(pair):
             continue
         stored = next(piece_of[name] for name in pair if name in piece_of)
         for name in pair:
             if name not in piece_of:
                 untied.append(replace(stored, name=name, param=name))
-    return untied
+    return Merge(pieces, own, layers, untied)
 
 
 @torch.no_grad()
@@ -448,10 +457,9 @@ def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
     """A tensor of the checkpoint with the adapter merged into it, in its own dtype and shape."""
     info = piece.info
     if piece.param in merge.own:
-        dims = zip(piece.at, piece.shape, strict=True)
-        box = tuple(slice(first, first + length) for first, length in dims)
-        part = merge.own[piece.param][box]
-        value = part.reshape(info.shape).to(info.dtype, copy=True)
+        parameter = merge.own[piece.param]
+        box, _ = local_box(parameter, piece)
+        value = parameter[box].reshape(info.shape).to(info.dtype, copy=True)
     else:
         value = torch.empty(info.shape, dtype=info.dtype)
         with open(info.file, "rb", buffering=0) as file:
@@ -514,5 +522,4 @@ def save_merged(
 def allocate(model: nn.Module, names: Iterable[str]) -> None:
     """Allocate these parameters of a meta model on the CPU, and the other parameters of their modules."""
     for name in names:
-        module = model.get_submodule(name.rpartition(".")[0])
-        module.to_empty(device="cpu", recurse=False)
+        model.get_submodule(name.rpartition(".")[0]).to_empty(device="cpu", recurse=False)
