@@ -7,12 +7,14 @@ first element of the block). So a tensor is the same on any number of ranks, and
 shards is one block.
 """
 
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -36,7 +38,7 @@ class Step(NamedTuple):
     function: torch._ops.OpOverload
     begin: int
     end: int
-    arguments: list  # numbers; or values of these elements, (end - begin,)
+    arguments: tuple  # numbers; or values of these elements, (end - begin,)
     options: dict
 
 
@@ -52,23 +54,21 @@ class Recorder(TorchDispatchMode):
         options = kwargs or {}
         target = args[0] if args else None
         if function._schema.is_mutable and isinstance(target, torch.Tensor):
-            name = self.names.get(target.untyped_storage()._cdata)
-            if name:
-                self.record(name, function, target, args[1:], options)
+            self.record(function, *args, **options)
         return function(*args, **options)
 
-    def record(self, name, function, target, args, options) -> None:
+    def record(self, function, target, *args, **options) -> None:
+        name = self.names.get(target.untyped_storage()._cdata)
+        if not name:
+            return
         on_meta = any(torch.is_tensor(value) and value.is_meta for value in args)
-        by_element = kind_of(function) in FILLS | CHANGES and not on_meta
-        what = f"--init random: the rule for {name} is not one for each element"
-        check(by_element and target.is_contiguous(), f"{what} (fix: {FIX})")
-        arguments = []
-        for value in args:
-            if torch.is_tensor(value):
-                value = value.expand(target.shape).flatten()
-            arguments.append(value)
+        check(
+            kind_of(function) in FILLS | CHANGES and not on_meta and target.is_contiguous(),
+            f"--init random: the rule for {name} is not one for each element (fix: {FIX})",
+        )
+        flat = tree_map_only(torch.Tensor, lambda value: value.expand(target.shape).flatten(), args)
         begin = target.storage_offset()
-        self.steps[name].append(Step(function, begin, begin + target.numel(), arguments, options))
+        self.steps[name].append(Step(function, begin, begin + target.numel(), flat, options))
 
 
 def kind_of(function) -> str:
@@ -104,7 +104,7 @@ def plan_weights(
     Raises ConfigError for a family whose rules do not fill every tensor, or cannot be applied block by block.
     """
     state = model.state_dict(keep_vars=True)
-    names: dict[int, str] = {}
+    names = {}
     for name, tensor in state.items():
         names.setdefault(tensor.untyped_storage()._cdata, name)  # tied ones once
     for module in model.modules():
@@ -117,15 +117,17 @@ def plan_weights(
         fills = {step[1:3] for step in steps if kind_of(step.function) in FILLS}
         if sum(end - begin for begin, end in fills) < state[name].numel():
             unfilled.append(name)
-    what = (
+    check(
+        not unfilled,
         f"--init random: the rules of {model.config.model_type} do not fill {first_five(unfilled)}"
+        f" (fix: {FIX})",
     )
-    check(not unfilled, f"{what} (fix: {FIX})")
     saved = revert_weight_conversion(model, {name: state[name].detach() for name in names.values()})
     weights = {}
     for name, tensor in saved.items():
-        own = dtype if tensor.is_floating_point() else tensor.dtype
-        weights[name] = TensorInfo(None, own, tuple(tensor.shape), 0)
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        weights[name] = whole(name, tensor).info
     return weights, recorder.steps
 
 
@@ -157,9 +159,7 @@ def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> 
         if start >= end:
             continue
         own = slice(start - step.begin, end - step.begin)
-        arguments = []
-        for value in step.arguments:
-            arguments.append(value[own] if torch.is_tensor(value) else value)
+        arguments = tree_map_only(torch.Tensor, itemgetter(own), step.arguments)
         options = dict(step.options)
         if any(argument.name == "generator" for argument in step.function._schema.arguments):
             options["generator"] = generator

@@ -63,8 +63,7 @@ def fill_score(model: nn.Module, pieces: list[Piece], seed: int) -> str:
     if piece.info.file:
         return f"from {piece.info.file.name}"
     values = torch.empty(piece.shape)
-    generator = torch.Generator().manual_seed(seed)
-    values.normal_(std=piece.shape[1] ** -0.5, generator=generator)
+    values.normal_(std=piece.shape[1] ** -0.5, generator=torch.Generator().manual_seed(seed))
     for name, parameter in model.named_parameters():
         if plain_name(name) == SCORE:  # with adapters there are two
             rows = local(parameter)
@@ -105,11 +104,12 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
     names = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():
         if parameter in of_text:
-            names["language"].append(name)
+            part = "language"
         elif parameter in of_tower and not PROJECTOR.search(name):
-            names["vision"].append(name)
+            part = "vision"
         else:
-            names["projector"].append(name)
+            part = "projector"
+        names[part].append(name)
     return names
 
 

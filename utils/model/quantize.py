@@ -85,10 +85,10 @@ class QuantizedLinear(nn.Module):
         ConfigError if a row is too large or not finite.
         """
         codes, scale = self.quantize(rows)
-        fix = "a checkpoint with smaller or finite weights, or no --quantization"
         check(
             scale.isfinite().all(),
-            f"{name} is too large for {self.kind} or not finite (fix: {fix})",
+            f"{name} is too large for {self.kind} or not finite"
+            " (fix: a checkpoint with smaller or finite weights, or no --quantization)",
         )
         last = first + len(rows)
         local(self.weight)[first:last].copy_(codes)
@@ -138,8 +138,9 @@ class NF4Linear(QuantizedLinear):
     @staticmethod
     def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, fp32 scales)"""
-        options = {"blocksize": BLOCK, "quant_type": "nf4", "compress_statistics": False}
-        codes, state = bnb.quantize_4bit(rows.contiguous(), **options)
+        codes, state = bnb.quantize_4bit(
+            rows.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=False
+        )
         return codes.view(len(rows), -1), state.absmax.view(len(rows), -1)
 
 
@@ -154,8 +155,9 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
         out = torch.empty_like(codes, dtype=dtype)
         return torch.mul(codes, scale[:, None].mul(1.0 / 127.0), out=out)
     shape = (len(codes), codes.shape[1] * 2)
-    options = (BLOCK, "nf4", shape, dtype)
-    return torch.ops.bitsandbytes.dequantize_4bit(codes.view(-1, 1), scale.view(-1), *options)
+    return torch.ops.bitsandbytes.dequantize_4bit(
+        codes.view(-1, 1), scale.view(-1), BLOCK, "nf4", shape, dtype
+    )
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -183,8 +185,9 @@ def _llm_int8(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias) -
     x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(
         flat.to(torch.float16).contiguous(), threshold=OUTLIER
     )
-    product = torch.ops.bitsandbytes.int8_mixed_scaled_mm
-    out, _ = product(flat, x_codes, codes, x_scale, scale, outliers, bias)
+    out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
+        flat, x_codes, codes, x_scale, scale, outliers, bias
+    )
     return out.reshape(*x.shape[:-1], len(codes))
 
 
@@ -204,8 +207,9 @@ class Quantized:
         """The line that the plan prints."""
         left = [f"{count} x {what}" for what, count in self.left.items()]
         if self.expert_bytes:
-            gib = self.expert_bytes / GIB
-            left.append(f"all experts, {gib:.3f} GiB or {self.expert_share:.0%} of the weights")
+            left.append(
+                f"all experts, {self.expert_bytes / GIB:.3f} GiB or {self.expert_share:.0%} of the weights"
+            )
         rest = f"; in 16 bit: {'; '.join(left)}" if left else ""
         return f"{self.kind} for {self.layers} linear layers{rest}"
 
@@ -223,9 +227,10 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
     frozen = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
     experts = sum(size for name, size in frozen.items() if ".experts." in name)
     head = model.get_output_embeddings()
-    tied = head.weight is model.get_input_embeddings().weight
-    stays = "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)"
-    check(not (quant.quantize_head and tied), stays)
+    check(
+        not (quant.quantize_head and head.weight is model.get_input_embeddings().weight),
+        "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)",
+    )
     stays_whole = set() if quant.quantize_head else set(head.modules())
     layers, left = 0, Counter()
     for name, old in list(model.named_modules()):
@@ -240,8 +245,11 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
             new.copy_rows(0, old.weight, f"{plain}.weight")
         model.set_submodule(name, new)
         layers += 1
-    why = f"{type(model).__name__} has no linear layer that can be: {'; '.join(left)}"
-    check(layers, f"--quantization {kind}: {why} (fix: --quantization none)")
+    check(
+        layers,
+        f"--quantization {kind}: {type(model).__name__} has no linear layer that can be: {'; '.join(left)}"
+        " (fix: --quantization none)",
+    )
     return Quantized(kind, layers, left, 2 * experts, experts / sum(frozen.values()))
 
 
@@ -249,12 +257,12 @@ def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
     """Raise ConfigError if experts that stay in 16 bit are more than half of the weights, unless
     keep_experts_16bit.
     """
-    what = f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
-    how_much = (
-        f"{quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
+    check(
+        keep_experts_16bit or quantized.expert_share <= 0.5,
+        f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
+        f" {quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
+        " (fix: --keep_experts_16bit to go on like that, or --quantization none)",
     )
-    fix = "--keep_experts_16bit to go on like that, or --quantization none"
-    check(keep_experts_16bit or quantized.expert_share <= 0.5, f"{what} {how_much} (fix: {fix})")
 
 
 def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
