@@ -124,16 +124,14 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     names = read_json(file_inside(folder, INDEX)).get("weight_map")
     check(names, f"{index}: no weight_map from names of tensors to names of files {AGAIN}")
     shards = sorted(set(names.values()))
-    both = SINGLE not in shards and os.path.lexists(single)
     check(
-        not both,
+        SINGLE in shards or not os.path.lexists(single),
         f"{folder}: {SINGLE} and {INDEX} are two models (fix: remove the one that is not meant)",
     )
     # all paths are checked before the first file is opened
     files = [file_inside(folder, shard) for shard in shards]
 
-    found: dict[str, TensorInfo] = {}
-    twice: list[str] = []
+    found, twice = {}, []
     for file in files:
         header = read_header(file)
         twice += found.keys() & header.keys()
@@ -152,8 +150,10 @@ def read_json(file: Path) -> dict:
     except (ValueError, RecursionError) as error:
         reason = impostor(text) or f"not JSON: {error}"
         raise ConfigError(f"{file}: {reason} {AGAIN}") from None
-    found = f"got a {type(value).__name__} {AGAIN}"
-    check(isinstance(value, dict), f"{file}: expected a JSON object, {found}")
+    check(
+        isinstance(value, dict),
+        f"{file}: expected a JSON object, got a {type(value).__name__} {AGAIN}",
+    )
     return value
 
 
@@ -162,33 +162,42 @@ def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
 
     Call it before transformers reads the folder. Raises ConfigError naming the file and the field.
     """
-    is_model = (folder / "config.json").exists() or not (folder / "adapter_config.json").exists()
-    fix = "(fix: its base as --model, and it as --adapter; that of reward.py merged with peft)"
-    check(is_model, f"{folder} is an adapter {fix}")
+    check(
+        (folder / "config.json").exists() or not (folder / "adapter_config.json").exists(),
+        f"{folder} is an adapter"
+        " (fix: its base as --model, and it as --adapter; that of reward.py merged with peft)",
+    )
     file = file_inside(folder, "config.json")
     config = read_json(file)
     for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):
         for field in RUNS_CODE if not trust_remote_code else ():
-            fix = "--trust_remote_code if you have read it, or remove the field if transformers has the model"
             check(
                 not section.get(field),
-                f"{file}: {field}: the folder would run its code (fix: {fix})",
+                f"{file}: {field}: the folder would run its code (fix: --trust_remote_code if you have read"
+                " it, or remove the field if transformers has the model)",
             )
         for field in ("quantization_config", "compression_config"):
             how = section.get(field)
             how = how.get("quant_method", "unnamed") if isinstance(how, dict) else how
-            fix = "the model before quantization"
-            check(not how, f"{file}: {field}: {how} weights cannot be trained (fix: {fix})")
-        both = section.get("use_bidirectional_attention") in (True, "all")
-        why = f"{file}: with use_bidirectional_attention tokens see what they are to predict"
-        check(not both, f"{why} (fix: another --model, or false there)")
+            check(
+                not how,
+                f"{file}: {field}: {how} weights cannot be trained (fix: the model before quantization)",
+            )
+        check(
+            section.get("use_bidirectional_attention") not in (True, "all"),
+            f"{file}: with use_bidirectional_attention tokens see what they are to predict"
+            " (fix: another --model, or false there)",
+        )
 
 
 def check_family(kind: str) -> None:
     """Raise ConfigError for a model type of NOT_CAUSAL."""
-    fix = "another --model, a causal language model such as llama or qwen3"
     for reason, kinds in NOT_CAUSAL.items():
-        check(kind not in kinds, f"--model: {kind} is {reason} (fix: {fix})")
+        check(
+            kind not in kinds,
+            f"--model: {kind} is {reason}"
+            " (fix: another --model, a causal language model such as llama or qwen3)",
+        )
 
 
 def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
@@ -202,12 +211,11 @@ def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
     for name, info in sorted(weights.items()):
         size = math.prod(info.shape) * info.dtype.itemsize
         digest.update(f"{name} {info.dtype} {info.shape}".encode())
-        if not info.file:
-            continue
-        with open(info.file, "rb", buffering=0) as file:
-            digest.update(
-                os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2)
-            )
+        if info.file:
+            with open(info.file, "rb", buffering=0) as file:
+                digest.update(
+                    os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2)
+                )
     fields = json.loads(json.dumps(config.to_dict(), default=str))
     fields = {
         f"config.{k}": v for k, v in fields.items() if k not in COSMETIC and not k.startswith("_")
@@ -219,8 +227,11 @@ def check_vocab(tokens: int, vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer has more tokens than the embedding has rows. Fewer tokens are fine:
     the rows of an embedding are often padded.
     """
-    fix = "(fix: the tokenizer that came with the model)"
-    check(tokens <= vocab_size, f"the tokenizer has {tokens} tokens, the model {vocab_size} {fix}")
+    check(
+        tokens <= vocab_size,
+        f"the tokenizer has {tokens} tokens, the model {vocab_size}"
+        " (fix: the tokenizer that came with the model)",
+    )
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
@@ -228,8 +239,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> transformers.P
     check_model_config(folder, trust_remote_code)
     file = folder / "config.json"
     with others_code(str(file), "the config.json of a model that this transformers knows"):
-        how = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        return transformers.AutoConfig.from_pretrained(folder, **how)
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -85,12 +85,11 @@ def local_box(parameter: torch.Tensor, piece: Piece) -> tuple[Box, Box] | None:
     shard_shape = parameter.shape
     shard_at = (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
         placements = parameter.placements
         plain = all(type(placement) in (Shard, Replicate) for placement in placements)
         assert plain, f"{piece.param}: a shard by {placements} is not a box of the whole"
         shard_shape, shard_at = compute_local_shape_and_global_offset(
-            parameter.shape, mesh, placements
+            parameter.shape, parameter.device_mesh, placements
         )
     in_shard, in_piece = [], []
     dims = zip(shard_at, shard_shape, piece.at, piece.shape, strict=True)
@@ -129,15 +128,17 @@ def lay_out(
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_file_bytes,
     ).filename_to_tensors
-    places: dict[str, Place] = {}
-    headers: dict[str, bytes] = {}
+    places, headers = {}, {}
     for file, names in files.items():
         entries, end = {}, 0
         for name in names:
             tensor = tensors[name]
             begin, end = end, end + tensor.nbytes
-            code, shape = codes[tensor.dtype], list(tensor.shape)
-            entries[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+            entries[name] = {
+                "dtype": codes[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": [begin, end],
+            }
         text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
         text += b" " * (-len(text) % 8)
         header = headers[file] = len(text).to_bytes(8, "little") + text
@@ -319,8 +320,11 @@ def plan_pieces(
         "repeat": repeated,
     }
     problems = [f"{verb} {first_five(names)}" for verb, names in wrong.items() if names]
-    fix = "weights and config.json of one and the same model"
-    check(not problems, f"{folder}: the weights {'; '.join(problems)} (fix: {fix})")
+    check(
+        not problems,
+        f"{folder}: the weights {'; '.join(problems)}"
+        " (fix: weights and config.json of one and the same model)",
+    )
     return pieces
 
 
@@ -345,13 +349,12 @@ def _converted_box(
     expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
     if operations not in KNOWN or expert is None or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in operations)
-        fix = "load it with transformers, then save_pretrained(..., save_original_format=False)"
         raise ConfigError(
-            f"{folder}: {name} is stored in a layout that is not read in slices: {steps} (fix: {fix})"
+            f"{folder}: {name} is stored in a layout that is not read in slices: {steps}"
+            " (fix: load it with transformers, then save_pretrained(..., save_original_format=False))"
         )
     first_row = converter.source_patterns.index(pattern) * info.shape[0]
-    at = (int(expert[1]), first_row, 0)
-    return at, (1, *info.shape)
+    return (int(expert[1]), first_row, 0), (1, *info.shape)
 
 
 def _fits(piece: Piece, parameter: torch.Tensor) -> bool:
@@ -398,9 +401,8 @@ def load_pieces(
                     else:
                         _load_piece(file, piece, state[name], filled, staging)
     _fill_buffers(model, state.values())
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.to(device)
 
 
 def _load_piece(
@@ -460,9 +462,12 @@ def _fill_buffers(model: nn.Module, loaded: Iterable[torch.Tensor]) -> None:
     model.is_custom_code = family_of(model).is_custom_code
     model.initialize_weights()
     unfilled = [name for name, values in computed.items() if (values == 255).all()]
-    reason = "no checkpoint holds them, and the model's own _init_weights does not fill them"
-    fix = "a model whose _init_weights fills all of its buffers, or --low_cpu_fsdp false"
-    check(not unfilled, f"{type(model).__name__}: {first_five(unfilled)}: {reason} (fix: {fix})")
+    check(
+        not unfilled,
+        f"{type(model).__name__}: {first_five(unfilled)}: no checkpoint holds them, and the model's own"
+        " _init_weights does not fill them"
+        " (fix: a model whose _init_weights fills all of its buffers, or --low_cpu_fsdp false)",
+    )
 
 
 def _is_loaded(tensor: torch.Tensor) -> bool:

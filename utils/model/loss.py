@@ -203,8 +203,9 @@ def _model_forward(
         loss = self.get_output_embeddings()(hidden, targets, per_token, chunked)
         balance = None
         if self.router_loss:
-            sizes = (self.num_experts, self.num_experts_per_tok)
-            balance = self.router_loss(output.router_logits, *sizes, attention_mask)
+            balance = self.router_loss(
+                output.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
+            )
     # Return new tensors, not the head's own output: FSDP2 puts a hook on the output of each unit.
     if chunked:
         return places, -loss
@@ -241,8 +242,16 @@ def _head_forward(self, hidden, targets=None, per_token=None, chunked=None):
     if targets is None:
         return type(self).forward(self, hidden)
     chunks = chunk_slices(len(hidden), self.chunk_tokens)
-    options = (self.logits_to_loss, per_token, chunks, torch.is_grad_enabled())
-    return (chunked or _ChunkedLoss).apply(hidden, self.weight, self.bias, targets, *options)
+    return (chunked or _ChunkedLoss).apply(
+        hidden,
+        self.weight,
+        self.bias,
+        targets,
+        self.logits_to_loss,
+        per_token,
+        chunks,
+        torch.is_grad_enabled(),
+    )
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -282,8 +291,9 @@ def chunk_by_chunk(
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
     for chunk in chunks:
         h = hidden[chunk]  # (c, D)
-        options = (targets[chunk], transform, per_token, grad)
-        losses[chunk], d_logits = _losses_of_chunk(F.linear(h, weight, bias), *options)
+        losses[chunk], d_logits = _losses_of_chunk(
+            F.linear(h, weight, bias), targets[chunk], transform, per_token, grad
+        )
         if factors is not None:
             d_logits *= factors[chunk]
         if needed[0]:
