@@ -65,8 +65,14 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
     for path in [*files, *sorted(Path(__file__).parent.glob("*.py")), *processor]:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    words = [rows, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
-    words += [tokenizer.special_tokens_map, transformers.__version__, tokenizers.__version__]
+    words = [
+        rows,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        transformers.__version__,
+        tokenizers.__version__,
+    ]
     digest.update(json.dumps(words, default=str).encode())
     return digest.hexdigest()[:32]
 
@@ -109,8 +115,9 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
     """
     count = len(os.sched_getaffinity(0))
     # Not fork: torch and gloo have threads, and a fork would copy their locks in an unknown state.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, _start, (function, os.getpid()))
+    pool = ProcessPoolExecutor(
+        count, multiprocessing.get_context("spawn"), _start, (function, os.getpid())
+    )
     waiting = deque()
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -195,7 +195,6 @@ def turn_of(
     if text.endswith(tail):  # else the template ends tool calls differently from text
         last = len(text) - len(tail)
         text = text[:last] + end
-    content = messages[i]["content"].strip()
     problem = ""
     exact = text.startswith(prompt)
     first = len(prompt)
@@ -211,7 +210,7 @@ def turn_of(
         first = min(first, len(commonprefix((other_answer, text))))
         if spans:  # between {% generation %} marks
             first = spans[-1][0]
-    if content not in text[first:last]:
+    if messages[i]["content"].strip() not in text[first:last]:
         notes[SHORTENED] = 1
     return Chat(text, [(first, len(text), exact)], problem)
 
@@ -247,7 +246,7 @@ def divided(text: str, turns: list[Chat]) -> list[Chat]:
     text: the whole conversation; turns: from turn_of. A turn is trained within a longer sequence if that
     sequence begins with the turn's text.
     """
-    chats: list[Chat] = []
+    chats = []
     problem = next((turn.problem for turn in turns if turn.problem), "")
     for turn in reversed(turns):
         longer = [chat for chat in chats if chat.text.startswith(turn.text)]

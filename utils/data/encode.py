@@ -164,7 +164,7 @@ def encode_rows(found: list, tokenizer, rows: Rows) -> Part:
     columns = parse_columns(rows.columns)
     for where, value in found:
         part.rows += 1
-        notes: Counter = Counter()
+        notes = Counter()
         try:
             row = as_object(value)
             part.columns |= row.keys() & columns.values()

@@ -40,9 +40,8 @@ class PackedBatches(GlobalBatches):
     def packs(self, epoch: int) -> list[Pack]:
         """All packs of an epoch."""
         order = permutation(len(self.examples), f"{self.key} {epoch}")
-        documents = order.tolist()
         packs = pack(self.examples.lengths[order], self.size)
-        return [[documents[i] for i in indices] for indices in packs]
+        return [order[indices].tolist() for indices in packs]
 
     def rows_of(self, step: int) -> list[Pack]:
         """The documents of each pack of global batch `step`."""
@@ -55,8 +54,7 @@ class PackedBatches(GlobalBatches):
         """The attention cost of each pack: the sum of the squared lengths of its documents. The number of
         tokens is about the same in all packs.
         """
-        lengths = self.examples.lengths
-        return torch.stack([lengths[documents].square().sum() for documents in rows])
+        return torch.stack([self.examples.lengths[documents].square().sum() for documents in rows])
 
     def batch(self, rows: list[Pack]) -> Batch:
         packs = [self.items(documents) for documents in rows] or [[self.filler()]]
@@ -69,19 +67,17 @@ class PackedBatches(GlobalBatches):
                 row[end:] = torch.arange(length - end)
         if not self.flat:
             return replace(batch, where=where, positions=positions)
-        tensors = [t.view(1, -1) for t in (batch.ids, batch.labels, batch.mask, positions)]
-        begins = (positions.flatten() == 0).nonzero().flatten()
+        padded = (batch.ids, batch.labels, batch.mask, positions)
+        ids, labels, mask, positions = (tensor.view(1, -1) for tensor in padded)  # (1, B * T)
+        begins = (positions[0] == 0).nonzero().flatten()
         begins = F.pad(begins, (0, 1), value=positions.numel()).int()
-        longest = int(begins.diff().max())
-        ids, labels, mask, positions = tensors  # (1, B * T)
-        return Batch(ids, labels, mask, where, positions, begins, longest)
+        return Batch(ids, labels, mask, where, positions, begins, int(begins.diff().max()))
 
     def summary(self) -> str:
         """The text that the plan prints, with how full the packs are."""
         tokens = int(self.examples.lengths.sum())
         packs = self.rows()
-        fill = f"{packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
-        return f"{super().summary()}; {fill}"
+        return f"{super().summary()}; {packs:,} packs of {self.size}, {tokens / packs / self.size:.1%} full"
 
 
 def joined(examples: list[Example]) -> Example:
@@ -103,7 +99,7 @@ def pack(lengths: Tensor, size: int) -> list[Pack]:
     Of equally long documents, the earlier one is placed first. So shuffled documents give shuffled packs.
     """
     order = lengths.argsort(descending=True, stable=True)
-    packs: list[Pack] = []
+    packs = []
     # free tokens -> the packs with exactly that room
     packs_of: dict[int, list[int]] = defaultdict(list)
     rooms: list[int] = []  # the keys of packs_of that have packs, ascending

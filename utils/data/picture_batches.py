@@ -9,7 +9,6 @@ trained token attends to it.
 import json
 import os
 import signal
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,7 +61,7 @@ class PictureBatches(GlobalBatches):
             self.counts = [len(self.sources(row)) for row in range(len(self.patches))]
         self.separates = len({*self.counts}) > 1
         self.next_step = -1
-        self.made: Iterator = iter(())
+        self.made = iter(())
 
     def __getitem__(self, work: Work) -> Batch | ConfigError:
         """Make one micro-batch, in a worker process. An error is returned as a value."""
@@ -73,8 +72,7 @@ class PictureBatches(GlobalBatches):
 
     def summary(self) -> str:
         """The text that the plan prints, with the number of rows with pictures and of patches."""
-        pictured = int((self.patches > 0).sum())
-        patches = int(self.patches.sum())
+        pictured, patches = (self.patches > 0).sum(), self.patches.sum()
         return f"{super().summary()}; {pictured:,} with pictures of {patches:,} patches of 14 x 14 pixels"
 
     def largest(self, rows: int) -> Batch:
@@ -85,7 +83,7 @@ class PictureBatches(GlobalBatches):
         return super().costs(rows) + self.patches[rows]
 
     def shares(self, step: int) -> list[list[list]]:
-        shares: list[list[list]] = [[] for _ in range(self.ranks)]
+        shares = [[] for _ in range(self.ranks)]
         rows = self.rows_of(step)
         for number in sorted({self.counts[row] for row in rows}):
             alike = self.dealt([row for row in rows if self.counts[row] == number])
@@ -178,8 +176,9 @@ def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
 
 def picture_inputs(processor, prompts: list[Prompt], ids: Tensor, rows: Rows) -> dict:
     """The model's further inputs for prompts with ids (B, T), all with the same number of pictures."""
-    pictures = [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
-    return inputs_of(processor, ids, pictures)
+    return inputs_of(
+        processor, ids, [decoded_of(prompt.pictures, prompt.where, rows) for prompt in prompts]
+    )
 
 
 @lru_cache(maxsize=4)
@@ -194,8 +193,7 @@ def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict[str, Tensor]
     extra = process(processor, pictured) if pictured else {}
     extra.pop("input_ids", None)
     for name in TYPES & blank.keys():
-        typed = blank["input_ids"][blank[name] == 1]
-        extra[name] = torch.isin(ids, typed).long()
+        extra[name] = torch.isin(ids, blank["input_ids"][blank[name] == 1]).long()
     if "aspect_ratio_mask" in extra:
         extra["cross_attention_mask"] = cross_attention(processor.image_token_id, ids, extra)
     return extra

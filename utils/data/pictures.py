@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -103,9 +103,8 @@ def process(processor, rows: list[list[Image.Image]]) -> dict:
     """
     mark = processor.tokenizer.eos_token
     texts = [mark + (processor.image_token + mark) * len(pictures) for pictures in rows]
-    options = {"padding": len(rows) > 1, "return_tensors": "pt"}
     try:
-        made = dict(processor(text=texts, images=rows, **options))
+        made = dict(processor(text=texts, images=rows, padding=len(rows) > 1, return_tensors="pt"))
     except Exception as error:  # unusual sizes may raise anything
         raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
     del made["attention_mask"]
@@ -215,8 +214,8 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
                 spans.append((moved(begin), moved(start), exact))
                 begin, exact = start + len(place), False
         spans.append((moved(begin), moved(end), exact))
-    pieces = chat.text.split(place)
-    whole = "".join(chain(*zip(pieces, [*texts, ""], strict=True)))
+    replacements = iter(texts)
+    whole = re.sub(re.escape(place), lambda _: next(replacements), chat.text)
     return chat._replace(text=whole, spans=spans), moved(starts[-1] + len(place))
 
 
@@ -276,7 +275,7 @@ def read_pictured(
     an <image> come before the first user turn.
     """
     row = dict(row)
-    given: list = []
+    given = []
     for key in ("image", "images"):
         value = row.pop(key, None)
         if value is not None:
@@ -284,7 +283,7 @@ def read_pictured(
     if not form and isinstance(row.get("texts"), list):
         row |= alpaca_of(row.pop("texts"))
         form = "alpaca"
-    sources: list = []  # one per part; None: the next one of `given`
+    sources = []  # one per part; None: the next one of `given`
     for key in ("messages", "conversations", "prompt", "completion"):
         if isinstance(row.get(key), list):
             row[key] = [without_parts(turn, sources) for turn in row[key]]

@@ -100,8 +100,10 @@ class StreamBatches(PackedBatches):
         """(PERIOD,) int64: the index of the stream that each row of a period is read from."""
         ends = torch.tensor([0.0, *(self.weights or [1.0])], dtype=torch.float64).cumsum(0)
         counts = (ends / ends[-1] * PERIOD).round().long().diff()
-        least = f"--dataset: a source has less than 1 of {PERIOD:,} rows (fix: a larger weight)"
-        check(counts.all(), least)
+        check(
+            counts.all(),
+            f"--dataset: a source has less than 1 of {PERIOD:,} rows (fix: a larger weight)",
+        )
         order = permutation(PERIOD, f"{self.key} sources")
         return torch.arange(len(counts)).repeat_interleave(counts)[order]
 
@@ -126,7 +128,7 @@ class StreamBatches(PackedBatches):
             is_own = self.pattern == self.pattern[at]
             stream = self.streams[self.pattern[at]]
             # the index of the row among the rows of its stream
-            number = period * int(is_own.sum()) + int(is_own[:at].sum())
+            number = int(period * is_own.sum() + is_own[:at].sum())
             first = number * (self.size - 1)
             last = first + self.size
             parts = stream.read(first, min(last, stream.tokens) if self.held_out else last)
