@@ -111,8 +111,7 @@ def plan_memory(
     smallest change that fits, unless `force`.
     """
     room = room_here(world)
-    chosen: dict[str, object] = {}
-    lines = []
+    chosen, lines = {}, []
     if fit and not fitted:
         from .search import fit_levers
 

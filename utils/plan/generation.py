@@ -51,8 +51,9 @@ def estimate_generation(
     activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
     layer_cache = 2 * rows * (prompt + new) * keys * size
     if shards > 1:
-        setting = Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
-        rest, embedding, blocks, head, towers = units_of(model, setting)
+        rest, embedding, blocks, head, towers = units_of(
+            model, Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
+        )
         # One block is in use while the next one arrives.
         moving = 2 * max(unit.gathered for unit in [*blocks, *towers])
         # Before the blocks: the embedding and its all-gather buffer, but no activations.
@@ -78,11 +79,11 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
     print0(f"memory    {sum_of(parts)} on the fullest rank")
     print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
     part, size = max(parts.items(), key=lambda part: part[1])
-    why = f"a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB"
-    fix = "a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try"
     check(
         force or must <= room.device,
-        f"this does not fit: {why}; there is {room.text} (fix: {fix})",
+        f"this does not fit: a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB;"
+        f" there is {room.text}"
+        " (fix: a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try)",
     )
 
 
@@ -134,9 +135,11 @@ def plan_rollout(
     whole = size == gathered
     how = "gathered once" if whole else "gathered in each forward"
     text = f"{plan.text}\nrollout   {sum_of(parts)} on the fullest rank, with layers {how}"
-    fix = "(fix: a smaller --generate_batch_size or --max_new_tokens; or --force to try)"
-    short = f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
-    check(force or needed <= room.device, f"{short} {fix}")
+    check(
+        force or needed <= room.device,
+        f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
+        " (fix: a smaller --generate_batch_size or --max_new_tokens; or --force to try)",
+    )
     if not generate_ranks:
         acts = plan.planned["acts"]
         acts["train"] = max(acts["train"], alive)

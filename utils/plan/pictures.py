@@ -43,7 +43,7 @@ class Pictures:
     """
 
     rows_of: Callable
-    known: dict[tuple, list] = field(default_factory=dict)
+    known: dict[tuple, tuple] = field(default_factory=dict)
     towers = staticmethod(tower_layers)
 
     def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -65,20 +65,18 @@ class Pictures:
         """(the mode that logs the language model's operations, what comes before the language model). The
         latter grows linearly with the rows, so it is traced for two small micro-batches only.
         """
-        of_towers = nn.ModuleList(tower_layers(model)).parameters()
-        trains = any(p.requires_grad for p in of_towers)
+        trains = any(p.requires_grad for p in nn.ModuleList(tower_layers(model)).parameters())
         key = (model, dtype, trains and recompute)
         if key not in self.known:
             tokens = self.rows_of(1).ids.shape[1]
-            found = [tokens]
-            for shape in ((1, tokens), (2, tokens + MORE)):
-                traced = PictureTrace(model, dtype)
-                found.append(traced.come_to_language(*self.batch(*shape)))
-            self.known[key] = found
+            one, two = (
+                PictureTrace(model, dtype).come_to_language(*self.batch(*shape))
+                for shape in ((1, tokens), (2, tokens + MORE))
+            )
+            self.known[key] = (tokens, one, two)
         tokens, one, two = self.known[key]
         if len(one.calls) != len(two.calls):  # one call for each picture
-            calls = one.calls * rows
-            one, two = (before._replace(calls=calls) for before in (one, two))
+            one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
         resize = partial(
             resized,
             tokens=tokens,
@@ -193,7 +191,7 @@ class PictureTrace:
         """model: on meta, in training mode."""
         self.model, self.dtype = model, dtype
         self.layers = tower_layers(model)
-        self.calls: list[Call] = []
+        self.calls = []
         self.known: dict[tuple, tuple] = {}  # equal calls are traced once
         self.graphs = []  # keeps alive what the backward of the real parts needs
         self.embedding = model.get_input_embeddings()
@@ -239,16 +237,14 @@ class PictureTrace:
                 (read,) = reached.args
         kept = sum(live.sizes.values()) + sum(value.nbytes for value in extra.values())
         if read.get("inputs_embeds") is not None:  # counted with the language model
-            key = read["inputs_embeds"].untyped_storage()._cdata
-            kept -= live.sizes.get(key, 0)
+            kept -= live.sizes.get(read["inputs_embeds"].untyped_storage()._cdata, 0)
         return Before(self.model, self.calls, kept, read)
 
     def run(self, module: nn.Module, *args, **kwargs):
         """Stands in for the forward of a large module: trace the call, and return zeros like its outputs."""
         values, structure = tree_flatten((args, kwargs))
-        self.graphs += [value for value in values if getattr(value, "requires_grad", False)]
-        shapes = map(description, [*values, *module.parameters()])
-        key = (type(module), str(structure), *shapes)
+        self.graphs += [tensor for tensor in tensors_in(values) if tensor.requires_grad]
+        key = (type(module), str(structure), *map(description, [*values, *module.parameters()]))
         with _disable_current_modes():
             if key not in self.known:
                 self.known[key] = self.trace_call(module, args, kwargs)
@@ -270,8 +266,8 @@ class PictureTrace:
                 live.log.append("forward")
             shapes = tree_map_only(torch.Tensor, meta_like, outputs)
             with live:
-                trained = [t for t in tree_leaves(outputs) if getattr(t, "requires_grad", False)]
-                grads = [torch.empty_like(t) for t in trained]
+                trained = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+                grads = [torch.empty_like(tensor) for tensor in trained]
                 live.log.append("gradients")
                 if trained:
                     torch.autograd.backward(trained, grads)

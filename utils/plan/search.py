@@ -59,7 +59,7 @@ def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
     """The first setting that fits. If none does, the first that fits tightly, else the first
     that may not fit.
     """
-    second_best: dict[str, Setting] = {}
+    second_best = {}
     for setting in settings:
         need = need_of(setting)
         answer = answer_of(setting, need, room) if need.peak else TOO_LARGE
@@ -99,10 +99,11 @@ def methods(setting: Setting) -> list[Setting]:
     if not setting.may_adapt:
         return [setting]
     lora = setting.lora or replace(setting.lora, lora_rank=16)
-    found = [setting]
-    for kind in ("none", "8bit", "4bit"):
-        found.append(replace(setting, lora=lora, quant=replace(setting.quant, quantization=kind)))
-    return list(dict.fromkeys(found))
+    adapted = (
+        replace(setting, lora=lora, quant=replace(setting.quant, quantization=kind))
+        for kind in ("none", "8bit", "4bit")
+    )
+    return list(dict.fromkeys([setting, *adapted]))
 
 
 def fastest(
@@ -182,11 +183,15 @@ def fit_levers(
     best = fastest(setting, room, any_method)
     if not best:
         wider = "" if any_method else ", --fit any"
-        fix = f"{more_memory(setting)}{wider}, a smaller --seq_len"
-        raise ConfigError(f"--fit: nothing fits in {room.text} (fix: {fix})")
+        raise ConfigError(
+            f"--fit: nothing fits in {room.text} (fix: {more_memory(setting)}{wider}, a smaller --seq_len)"
+        )
     rows = best.batch_size * best.grad_accum
-    chosen = changes(setting, best) | {"batch_size": best.batch_size, "grad_accum": 0}
-    chosen["global_batch_size"] = rows * setting.shards * setting.replicate
+    chosen = changes(setting, best) | {
+        "batch_size": best.batch_size,
+        "grad_accum": 0,
+        "global_batch_size": rows * setting.shards * setting.replicate,
+    }
     return best, chosen, f"fitted    {flags_between(setting, best) or 'nothing had to change'}"
 
 
