@@ -77,7 +77,7 @@ class Reference:
         missing = all_reduce_sum(missing, self.world)
         if missing:
             print0(f"reference of {missing:,.0f} answers is computed, once", ready=True)
-        found: dict[int, float] = {}
+        found = {}
         self.model.eval()
         for batch in batches():
             values = log_probs_of(self.model, batch.to(self.world.device))
@@ -88,9 +88,11 @@ class Reference:
         with together(self.world):
             for key in found.keys() & known.keys():
                 value = found[key]
-                agrees = abs(known[key] - value) <= AGREE * max(1, abs(value))
-                text = f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
-                check(agrees, f"{text} (fix: remove the file)")
+                check(
+                    abs(known[key] - value) <= AGREE * max(1, abs(value)),
+                    f"{file}: an answer has {known[key]:.3f} nats there, {value:.3f} here"
+                    " (fix: remove the file)",
+                )
         for of_rank in gather(self.world, found):
             known |= of_rank
         self.known = known

@@ -53,11 +53,10 @@ class CheckpointSaver:
         self, folder: Path, keep: int, world: World, background: bool = False, timeout: float = 1800
     ):
         self.folder, self.keep, self.world = folder, keep, world
-        wait = timedelta(seconds=timeout)
         self.group = dist.new_group(
             dist.get_process_group_ranks(world.group),
             backend="gloo",
-            timeout=wait,
+            timeout=timedelta(seconds=timeout),
             use_local_synchronization=world.group is not None,
             group_desc="saver",
         )
@@ -124,9 +123,11 @@ class CheckpointSaver:
         try:
             done()
         except dcp.api.CheckpointException as error:  # on all ranks
-            fix = "(fix: make room, or another --output_dir)"
-            text = f"{self.writer.final} cannot be written: {reason_of(error)} {fix}"
-            raise ConfigError(text, agreed=True) from error
+            raise ConfigError(
+                f"{self.writer.final} cannot be written: {reason_of(error)}"
+                " (fix: make room, or another --output_dir)",
+                agreed=True,
+            ) from error
         finally:
             if self.world.rank == 0:
                 shutil.rmtree(self.writer.path, ignore_errors=True)
@@ -252,10 +253,12 @@ def _warn_of_grace(writer: _Writer) -> None:
     grace = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     seconds = writer.step_seconds + writer.seconds
     if seconds > grace:
-        times = f"a step of {writer.step_seconds:.0f} s and a save of {writer.seconds:.0f} s"
-        leaves = f"more than the {grace} s that a SIGTERM leaves; then the checkpoint before stands"
-        fix = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the scheduler"
-        print0(f"warning: {times} are {leaves} (fix: {fix})")
+        print0(
+            f"warning: a step of {writer.step_seconds:.0f} s and a save of {writer.seconds:.0f} s are more"
+            f" than the {grace} s that a SIGTERM leaves; then the checkpoint before stands"
+            f" (fix: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * round(seconds)}, and as long in the"
+            " scheduler)"
+        )
 
 
 def _retire(final: Path, keep: int) -> None:

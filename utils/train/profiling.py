@@ -43,8 +43,11 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
 
     if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
-    schedule = torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True)
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1),
+        on_trace_ready=write,
+        record_shapes=True,
+    )
     profiler.start()
     return profiler
 
@@ -98,10 +101,11 @@ def start_recording(
 ) -> tuple[torch.profiler.profile | None, list[Tracker]]:
     """Start the profiler and, on rank 0, the trackers that are asked for. done: the step resumed from."""
     trackers = []
-    if tensorboard and world.rank == 0:
-        trackers.append(Tracker("TensorBoard", start_tensorboard, out, done))
-    if wandb and world.rank == 0:
-        trackers.append(Tracker("Weights & Biases", start_wandb, out, done))
+    if world.rank == 0:
+        if tensorboard:
+            trackers.append(Tracker("TensorBoard", start_tensorboard, out, done))
+        if wandb:
+            trackers.append(Tracker("Weights & Biases", start_wandb, out, done))
     return start_profiler(out / "profile", world, done, steps) if profile else None, trackers
 
 
@@ -138,8 +142,7 @@ def matmul_parameters(model: nn.Module) -> int:
     """
     visits = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    # a tied embedding table is also the head
-    tables.discard(model.get_output_embeddings().weight)
+    tables -= {model.get_output_embeddings().weight}  # a tied embedding table is also the head
     matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in tables]
     return sum(p.numel() * visits // len(p) if p.ndim == 3 else p.numel() for p in matrices)
 

@@ -67,8 +67,11 @@ def continue_run(
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
             saved = asdict(cfg) | read_yaml(type(cfg), newest)  # which may lack newer settings
             changed = differences(saved, asdict(cfg), but=("output_dir", "resume", "log_every"))
-            text = f"{out} holds a finished run with other settings: {changed}"
-            check(not changed, f"{text} (fix: another --output_dir)")
+            check(
+                not changed,
+                f"{out} holds a finished run with other settings: {changed}"
+                " (fix: another --output_dir)",
+            )
     checkpoint = None if finished else find_checkpoint(resume, out, world)
     if not checkpoint:
         return Resumed(finished=finished)
@@ -78,17 +81,19 @@ def continue_run(
             print0(f"changed   since the checkpoint: {changed}")
         newer = [p for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
         if newer:
-            text = (
+            raise ConfigError(
                 f"{out} goes on to {newer[-1].name}, which a run from {checkpoint.name} would redo"
+                " (fix: another --output_dir)"
             )
-            raise ConfigError(f"{text} (fix: another --output_dir)")
     return Resumed(checkpoint, state)
 
 
 def way_on(out: Path, given: str, world: World) -> str:
     """The command that continues the run in `out`. given: the --output_dir of this start."""
     words = ["torchrun", f"--nproc_per_node={world.local_size}"] if world.size > 1 else ["python"]
-    words += [*sys.argv, *([] if given else ["--output_dir", str(out)])]
+    words += sys.argv
+    if not given:
+        words += ["--output_dir", str(out)]
     return shlex.join(words)
 
 
@@ -104,8 +109,10 @@ def named_checkpoint(flag: str, name: str, world: World) -> Path:
             fix = (
                 f"--model {result}" if result.is_dir() else "OUT, or OUT/checkpoints/step_00000500"
             )
-            complete = (path / "manifest.json").is_file()
-            check(complete, f"{flag} {name}: there is no complete checkpoint (fix: {fix})")
+            check(
+                (path / "manifest.json").is_file(),
+                f"{flag} {name}: there is no complete checkpoint (fix: {fix})",
+            )
     return broadcast(world, path)
 
 
@@ -129,10 +136,12 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
             break
         damaged[checkpoint] = "; ".join(said)
     else:
-        fix = "another checkpoint for --resume; another --output_dir starts anew"
-        every = "; ".join(damaged.values())
         if damaged:
-            raise ConfigError(f"no sound checkpoint: {every} (fix: {fix})", agreed=True)
+            raise ConfigError(
+                f"no sound checkpoint: {'; '.join(damaged.values())}"
+                " (fix: another checkpoint for --resume; another --output_dir starts anew)",
+                agreed=True,
+            )
         return None
     for path, what in damaged.items():
         aside = path.with_name(f"damaged_{path.name}_{secrets.token_hex(4)}")
@@ -170,8 +179,11 @@ def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool) -> 
     """
     known = {name: fact for name, fact in facts.items() if name in state}
     changed = differences(state, known, but=("data",) if allow_new_data else ())
-    fix = "the same flags and data, or another --output_dir"
-    check(not changed, f"the checkpoint is of another run: {changed} (fix: {fix})")
+    check(
+        not changed,
+        f"the checkpoint is of another run: {changed}"
+        " (fix: the same flags and data, or another --output_dir)",
+    )
 
 
 def read_state(path: Path) -> dict:
@@ -201,12 +213,15 @@ def check_tensors(
     from checkpoint_tensors. If they have no optimizer state, that of the checkpoint is not compared.
     """
     kinds = {name.partition(".")[0] for name in tensors}
-    old, new = {}, {}
-    for name, entry in Reader(path).read_metadata().state_dict_metadata.items():
-        if name.partition(".")[0] in kinds:
-            old[name] = f"{entry.properties.dtype if dtypes else ''}{list(entry.size)}"
-    for name, tensor in tensors.items():
-        new[name] = f"{tensor.dtype if dtypes else ''}{list(tensor.shape)}"
+    old = {
+        name: f"{entry.properties.dtype if dtypes else ''}{list(entry.size)}"
+        for name, entry in Reader(path).read_metadata().state_dict_metadata.items()
+        if name.partition(".")[0] in kinds
+    }
+    new = {
+        name: f"{tensor.dtype if dtypes else ''}{list(tensor.shape)}"
+        for name, tensor in tensors.items()
+    }
     absent = dict.fromkeys(old | new, "absent")
     changed = differences(absent | old, absent | new)
     check(not changed, f"{path} is of another model, then -> now: {changed} (fix: {fix})")
@@ -215,8 +230,7 @@ def check_tensors(
 def read_tensors(path: Path, tensors: dict[str, torch.Tensor], world: World | None = None) -> None:
     """Read a checkpoint into `tensors`, in place and in any sharding. Every rank calls it."""
     try:
-        group = world.group if world else None
-        dcp.load(tensors, storage_reader=Reader(path), process_group=group)
+        dcp.load(tensors, storage_reader=Reader(path), process_group=world.group if world else None)
     except CheckpointException as error:  # DCP raises it on all ranks
         exists = (path / "manifest.json").is_file()
         why = f"cannot be read: {reason_of(error)}" if exists else "was removed while it was read"
