@@ -42,9 +42,10 @@ def file_inside(folder: Path, name: str) -> Path:
     real = Path(os.path.realpath(root / name))
     cached = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
     written = not os.path.isabs(name) and Path(os.path.normpath(root / name)).is_relative_to(root)
-    inside = written and (cached or real.is_relative_to(root))
-    fix = "(fix: a copy inside it)"
-    check(inside, f"{folder}: {name!r} leads out of the folder, and was not opened {fix}")
+    check(
+        written and (cached or real.is_relative_to(root)),
+        f"{folder}: {name!r} leads out of the folder, and was not opened (fix: a copy inside it)",
+    )
     check(real.is_file(), f"{folder}: {name} is missing, or not a regular file {AGAIN}")
     return folder / name
 
@@ -116,5 +117,7 @@ def check_replaceable(out: Path, source: Path | None) -> None:
     is_source = source is not None and os.path.realpath(source) in written
     check(not is_source, f"{source} is the folder that the model is read from (fix: {fix})")
     empty = out.is_dir() and not any(out.iterdir())
-    replaceable = not os.path.lexists(out) or empty or (out / "config.json").exists()
-    check(replaceable, f"{out} is no model folder, and a save would replace it (fix: {fix})")
+    check(
+        not os.path.lexists(out) or empty or (out / "config.json").exists(),
+        f"{out} is no model folder, and a save would replace it (fix: {fix})",
+    )

@@ -68,9 +68,11 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
 def check_seen(out: Path, who: str) -> None:
     """Raise ConfigError unless this rank sees the folder that `who` has locked."""
     lock = out / ".lock"
-    seen = lock.exists() and lock.read_text(errors="replace") == who
-    fix = "(fix: an --output_dir that all machines share)"
-    check(seen, f"{out} on {host_name()} is not the folder that rank 0 sees {fix}")
+    check(
+        lock.exists() and lock.read_text(errors="replace") == who,
+        f"{out} on {host_name()} is not the folder that rank 0 sees"
+        " (fix: an --output_dir that all machines share)",
+    )
 
 
 def releases_output(main):
@@ -130,10 +132,12 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE) -> None:
     disk = shutil.disk_usage(folder)
     # Some network file systems do not report their free space.
     free_bytes = broadcast(world, disk.free if disk.total else math.inf)
-    sizes = f"need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB"
-    text = f"no space left: {sizes} at {folder} (fix: another --output_dir, or make room)"
     if needed_bytes > free_bytes:
-        raise ConfigError(text, agreed=world.size > 1)
+        raise ConfigError(
+            f"no space left: need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB at {folder}"
+            " (fix: another --output_dir, or make room)",
+            agreed=world.size > 1,
+        )
 
 
 def _claim(out: Path | None, stem: str) -> tuple[Path, str]:

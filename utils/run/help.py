@@ -6,14 +6,13 @@ to the field; they come before the comment at the end of its line.
 
 import dataclasses
 import inspect
-import sys
 import typing
 
 
 def help_text(cls: type, kinds: dict[str, tuple[type, str | None]]) -> str:
     """The recipe's docstring, then its flags by group: values, meaning, default. kinds: see settings.py."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    lines = [(sys.modules[cls.__module__].__doc__ or "").strip()]
+    lines = [(inspect.getmodule(cls).__doc__ or "").strip()]
     for group, comments in described(cls).items():
         lines.append(f"\n{group}")
         for name, comment in comments.items():
@@ -25,17 +24,18 @@ def help_text(cls: type, kinds: dict[str, tuple[type, str | None]]) -> str:
                 default = str(default).lower()
             flag = f"--{name} [{values}]" if bare else f"--{name} {values}"
             lines.append(f"  {flag:34}  {comment} (default: {default})")
-    meaning = "flat YAML; its keys are these flags, and flags win over it"
-    lines.append(f"\n  {'--config FILE':34}  {meaning}\n")
+    lines.append(
+        f"\n  {'--config FILE':34}  flat YAML; its keys are these flags, and flags win over it\n"
+    )
     return "\n".join(lines)
 
 
 def described(cls: type) -> dict[str, dict[str, str]]:
     """{group: {field: comment}} of the fields that `cls` declares itself, read from its source."""
     names = {field.name for field in dataclasses.fields(cls)}
-    groups: dict[str, dict[str, str]] = {}
+    groups = {}
     group = "Flags"
-    above: list[str] = []
+    above = []
     previous = ""
     for line in inspect.getsource(cls).splitlines():
         line = line.strip()

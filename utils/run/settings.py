@@ -57,8 +57,7 @@ def parse_cli(
     without_effect = [f"--{name}" for name in others if texts.pop(name, None) is not None]
     if without_effect:
         print0(f"without effect here: {', '.join(without_effect)}")
-    implied: dict[str, str] = {}
-    renamed: dict[str, str] = {}
+    implied, renamed = {}, {}
     if aliases and texts.keys() - kinds.keys():
         with suppress(ModuleNotFoundError):  # a copy of utils may lack it
             table = importlib.import_module(f".{aliases}", __package__)
@@ -86,7 +85,7 @@ def split_words(argv: list[str]) -> dict[str, str]:
     form = "every setting is written --name value"
     for word in argv:
         check(word not in ("-", "--"), f"a lone {word} has no meaning: {form}")
-    texts: dict[str, str] = {}
+    texts = {}
 
     @SetParseFn(str)  # otherwise fire converts 1e5, a,b and foo#bar
     def collect(*stray: str, **flags: str) -> None:
