@@ -73,7 +73,6 @@ from utils.plan.generation import plan_rollout, share_bytes
 from utils.plan.need import Setting
 from utils.run.distributed import (
     agree,
-    all_reduce_sum,
     build_mesh,
     init_distributed,
     mesh_axes,
@@ -134,7 +133,7 @@ class Config:
     format: Literal["auto", "completion"] = "auto"  # completion: texts are not chat turns
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
-    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
     eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
@@ -528,7 +527,7 @@ def main(cfg: Config) -> Path:
     if roles:
         weights = plan_weights(model, roles)
         if not learns:
-            serve(draw, model, weights, roles, cfg.timeout)
+            serve(draw, model, weights, roles)
             return out
         draw = partial(ask, model=model, weights=weights, roles=roles)
 
@@ -645,7 +644,6 @@ def main(cfg: Config) -> Path:
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             done = step + 1
-            tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
             unread.add(
                 sums[0] / cfg.epochs_per_rollout,
                 torch.stack(norms).max(),
@@ -661,7 +659,7 @@ def main(cfg: Config) -> Path:
                 trained_tokens=sum(len(rollout.ids) for rollout in rollouts),
                 seconds_drawing=drawn_at - begun_at,
                 seconds_rewarding=rewarded_at - drawn_at,
-                tokens=int(tokens),
+                tokens=sum(len(r.prompt) + len(r.ids) for r in rollouts),
                 peak_memory_gib=peak_bytes / GIB,
             )
             stop = stop_asked(world.group)
@@ -682,6 +680,7 @@ def main(cfg: Config) -> Path:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves:
                 state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
+                state["template"] = tokenizer.template_name
                 state["scaler"] = scaler.state_dict()
                 path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
             if stop:

@@ -80,7 +80,7 @@ class Config:
     # loss of prefer.py: rows are pairs, or answers with labels (kto); empty: rows of finetune.py
     loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto"] = ""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
-    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
     eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash

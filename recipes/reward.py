@@ -107,7 +107,7 @@ class Config:
     format: Literal["auto", "completion"] = "auto"  # completion: texts are not chat turns
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
-    chat_template: str = ""  # FILE, chatml or alpaca; empty: the tokenizer's own
+    chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
     eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
@@ -515,6 +515,7 @@ def main(cfg: Config) -> Path:
                 set_timeout(cfg.timeout)  # the first step may compile
             if saves:
                 state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
+                state["template"] = tokenizer.template_name
                 state |= {"global_batch_size": global_batch, "scaler": scaler.state_dict()}
                 path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
             if stop:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.batches import collate
 from utils.data.questions import harness_of, scored, windows
+from utils.data.tokens import load_tokenizer
 from utils.model.loss import add_chunked_loss
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
@@ -323,6 +324,30 @@ def test_a_run_of_all_weights_gives_what_its_model_gives(folder, tmp_path):
     by_run, _ = evaluated(tmp_path / "1", **asked, checkpoint=str(out))
     by_model, _ = evaluated(tmp_path / "2", **asked, model=str(out / "model"))
     assert by_run == by_model
+
+
+@pytest.mark.parametrize("rows", ["texts", "turns"])
+def test_a_text_is_a_turn_if_the_run_has_trained_turns_however_it_is_opened(rows, folder, tmp_path):
+    """Where the tokenizer of the base has no template, one is saved only with a model that has used it."""
+    base = shutil.copytree(folder, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = None
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(base)
+    data = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"messages": turns} if rows == "turns" else {"prompt": "a", "completion": "b"}
+    data.write_text(json.dumps(row) + "\n")
+    flags = {"model": str(base), "dataset": str(data), "output_dir": str(tmp_path / "run")}
+    out = finetune.main(finetune.Config(**flags, steps=1, save_every=1))
+    asked = {"dataset": questions(tmp_path / "asked.jsonl"), "max_new_tokens": NEW}
+    by_run, items = evaluated(tmp_path / "1", **asked, checkpoint=str(out))
+    by_model, same = evaluated(tmp_path / "2", **asked, model=str(out / "model"))
+    assert (by_run, items) == (by_model, same)
+    saved = load_tokenizer(out / "model")
+    assert bool(saved.template_name) == (rows == "turns")
+    _, plain = evaluated(tmp_path / "3", **asked, model=str(out / "model"), format="completion")
+    assert (plain == same) == (rows == "texts")
 
 
 def test_an_adapter_is_part_of_what_the_answers_follow_from(folder, tmp_path):

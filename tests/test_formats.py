@@ -375,6 +375,10 @@ BAD = [
         {"prompt": "a", "completion": "b", "tools": TOOLS},
         "tools: a prompt and a completion of plain text",
     ),
+    (
+        {"prompt": "a", "completion": "b", "system": "be short"},
+        "system: a prompt and a completion of plain text",
+    ),
     # ShareGPT.
     ({"conversations": None}, "conversations: expected list, got null"),
     ({"conversations": {}}, "conversations: expected list, got object"),

@@ -54,6 +54,14 @@ ROUNDED = {  # (flags, relative rounding of the losses)
     "bf16": ({"dtype": "bf16"}, 2e-2),
     "pure_bf16": ({"dtype": "bf16", "param_dtype": "bf16"}, 3e-2),
     "bf16_offload": ({"dtype": "bf16", "cpu_offload": True}, 2e-2),
+    # over fp32 weights, so that FSDP2 copies them as on several GPUs
+    "bf16_micro_batches": ({"dtype": "bf16", "batch_size": 2}, 2e-2),
+    "bf16_recompute": ({"dtype": "bf16", "activation_checkpointing": "full"}, 2e-2),
+    "bf16_inputs_on_the_host": (
+        {"dtype": "bf16", "activation_checkpointing": "full", "activation_offload": True},
+        2e-2,
+    ),
+    "bf16_compiled": ({"dtype": "bf16", "compile": True}, 2e-2),
 }
 
 
@@ -279,14 +287,50 @@ def test_lora_over_a_quantized_base_learns(setting, tmp_path, kind):
     assert ours[-1][0] < ours[0][0]
 
 
+@pytest.mark.parametrize("param_dtype", ["bf16", "fp32"])  # fp32: FSDP2 copies, in its streams
 @pytest.mark.parametrize("how", [{"optimizer_in_backward": True, "clip_norm": 0}, {}])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "paged_adamw_8bit"])
-def test_every_optimizer_learns_after_the_backward_and_within_it(setting, tmp_path, optimizer, how):
+def test_every_optimizer_learns_after_the_backward_and_within_it(
+    setting, tmp_path, optimizer, how, param_dtype
+):
     if optimizer != "adamw":
         pytest.importorskip("bitsandbytes")
-    flags = {"dtype": "bf16", "param_dtype": "bf16", "optimizer": optimizer, **how}
+    flags = {"dtype": "bf16", "param_dtype": param_dtype, "optimizer": optimizer, **how}
     curve, _ = trained(setting, tmp_path, **flags)
     assert curve[-1][0] < curve[0][0]
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_a_parameter_that_is_large_enough_to_be_paged_steps_unless_the_loss_is_not_finite(bad):
+    pytest.importorskip("bitsandbytes")
+    layer = torch.nn.Linear(512, 512, bias=False, device=DEVICE)  # bitsandbytes pages from 1e5 on
+    optimizer = build_optimizer(layer, 1e-2, 0.0, name="paged_adamw_8bit")
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.found_inf = torch.tensor(bad, device=DEVICE)
+    optimizer.step()
+    assert torch.equal(layer.weight, before) == bool(bad)
+
+
+def test_an_8_bit_step_on_another_stream_waits_for_its_gradient_and_is_waited_for():
+    """As in FSDP2's hooks. The kernels of bitsandbytes run on the default stream."""
+    pytest.importorskip("bitsandbytes")
+    layers = [torch.nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    wanted = torch.randn_like(layers[0].weight)
+    for layer, stream in zip(
+        layers, (torch.cuda.default_stream(), torch.cuda.Stream()), strict=True
+    ):
+        optimizer = build_optimizer(layer, 1e-2, 0.0, name="adamw_8bit")
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2**28)
+            layer.weight.grad.copy_(wanted)
+            optimizer.step()
+            layer.weight.detach().mul_(2)
+        torch.cuda.synchronize()
+    assert torch.equal(layers[0].weight, layers[1].weight)
 
 
 def test_the_held_out_loss_is_that_of_the_cpu(setting, tmp_path):

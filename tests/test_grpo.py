@@ -27,7 +27,7 @@ from transformers import (
 
 from utils.data.batches import GlobalBatches
 from utils.data.examples import Rows
-from utils.data.questions import load_questions
+from utils.data.questions import Question, load_questions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.loss import add_chunked_loss
 from utils.plan.generation import plan_rollout
@@ -382,7 +382,15 @@ def kinds_of_parameters(world, folder):
     found.model = frozen_copy(
         found.model, found.pieces, mesh, torch.float32, world.device, cpu_offload=False
     )
-    assert len(found.scores(2, world, ["a", "b", "c"], ["d", "e f", ""])) == 3
+    asked = [Question([], content, {}, "") for content in ("a", "b", "c")]
+    assert len(found.scores(2, world, asked, ["d", "e f", ""])) == 3
+    tools = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
+    with_tools = found.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "d"}],
+        tools=tools,
+        return_dict=True,
+    )
+    assert found.ids_of(asked[0]._replace(tools=tools), "d") == with_tools["input_ids"]
     return {type(p.data).__name__ for p in found.model.parameters()}
 
 

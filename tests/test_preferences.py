@@ -239,6 +239,7 @@ WRONG = [
     ({**TEXTS, "rejected": None}, "rejected: expected text, got null"),
     ({**TEXTS, "chosen": [3]}, "prompt + chosen[1]: expected object, got number"),
     ({**TEXTS, "prompt": 5}, "prompt: expected list, got number"),
+    ({**TEXTS, "prompt": ""}, "prompt: empty"),
     ({"prompt": [ASK, GOOD], "chosen": [GOOD], "rejected": [BAD]}, "prompt + chosen[2].role"),
     ({**TEXTS, "images": ["a.png"]}, "vision.py also pictures"),
     ({**TEXTS, "weight": 0.5}, "weight: 0.5: whole rows cannot be weighted"),

@@ -85,7 +85,7 @@ def test_ids_are_those_of_the_template_with_its_generation_prompt(folder, tmp_pa
 
 def test_text_stays_plain_without_a_template_or_with_format_completion(folder, tokenizer, tmp_path):
     plain = load_tokenizer(folder)
-    plain.template_name = "built-in plain"
+    plain.template_name = ""
     rows, ids = [{"prompt": "one </s>"}], [*tokenizer("one ")["input_ids"]]
     for found in (
         load(plain, tmp_path / "rows.jsonl", rows),

@@ -184,6 +184,24 @@ def test_rewards_may_be_called_reward_and_text(rules):
     assert [one["rewards/text"] for one in found] == [None, 4]
 
 
+def test_a_function_of_the_name_model_has_a_metric_of_its_own(rules):
+    rules.write_text("def model(completions, **columns):\n    return [1.0]\n")
+    rewards = parse_rewards(f"{rules}:model")
+    asked, completions = [Question([], "p", {}, "rows.jsonl:1")], [Completion([5], [])]
+    judge = lambda asked, texts: [0.5]  # noqa: E731
+    (found,) = reward_all(rewards, asked, completions, 1, tiny_tokenizer(), ALONE, judge, 2.0)
+    assert found["rewards/model_0"] == 1
+    assert found["rewards/model"] == 0.5
+    assert found["reward"] == 2
+
+
+def test_a_function_that_ends_the_process_is_named(rules):
+    rules.write_text("def leave(completions, **columns):\n    raise SystemExit(3)\n")
+    rewards, asked = parse_rewards(f"{rules}:leave"), [Question([], "p", {}, "rows.jsonl:1")]
+    with pytest.raises(ConfigError, match=r"leave: SystemExit.*rows.jsonl:1"):
+        score(rewards, asked, ["a"], [[5]])
+
+
 def test_messages_are_compared_by_their_text():
     prompt = [[{"role": "user", "content": "?"}]]
     for flag in ("exact", "number", "regex:(.*)"):
@@ -283,8 +301,8 @@ def test_an_answer_without_a_number_is_a_fault_of_its_row_before_anything_runs(t
 
 
 def test_a_prompt_that_the_reward_model_cannot_read_is_named(tmp_path):
-    def ids_of(prompt, text):
-        raise ValueError(f"{prompt} is not supported")
+    def ids_of(question, text):
+        raise ValueError(f"{question.content} is not supported")
 
     questions = asked_of(tmp_path, [{"prompt": "q"}])
     with pytest.raises(ConfigError, match=r"--reward_model: .*rows.jsonl:1: ValueError: q is not"):

@@ -234,6 +234,8 @@ def on_ranks(world, *folder):
     with Calls() as in_lockstep:
         lockstep = generate(model, prompts, keys, SAMPLING, world, lockstep=True)
     assert [(type(p), p.requires_grad) for p in model.parameters()] == kinds
+    order = model._get_fsdp_state()._comm_ctx.post_forward_order
+    assert not order or torch.__version__ < "2.13"  # forwards without a backward would fill it
     after = gradients(model, batch)
     fresh_model, _ = adapted(world, *folder) if folder else llama(world)
     untouched = gradients(fresh_model, batch)

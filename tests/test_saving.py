@@ -5,6 +5,7 @@ plain from_pretrained.
 """
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,7 @@ from utils.model.loading import Piece, lay_out, local_box
 from utils.model.saving import GENERATION, generation_config, save_model, write_json
 from utils.plan import fit
 from utils.plan.fit import room_here
-from utils.run.distributed import together
+from utils.run.distributed import set_timeout, together
 from utils.run.errors import ConfigError
 from utils.run.folder import check_seen, check_space, claim_output, releases_output
 
@@ -225,15 +227,24 @@ def test_bytes_are_those_that_safetensors_itself_would_accept(tmp_path):
         assert set(file.keys()) == set(header)
 
 
-def count_writes(world, out):
-    """How many bytes this rank wrote of an HSDP 2x2 model."""
+def count_writes(world, out, seconds=0):
+    """How many bytes this rank wrote of an HSDP 2x2 model. seconds: for which the first copy writes."""
     written = []
     original = saving.write_chunks
-    saving.write_chunks = lambda *args: written.append(original(*args)) or written[-1]
+
+    def write(*args):
+        time.sleep(seconds if world.rank < 2 else 0)
+        written.append(original(*args))
+        return written[-1]
+
+    saving.write_chunks = write
+    if seconds:
+        set_timeout(seconds / 2)
     try:
         error = saved(world, out, replicate=2)
     finally:
         saving.write_chunks = original
+    set_timeout()
     return error, sum(written)
 
 
@@ -245,6 +256,33 @@ def test_hsdp_writes_each_byte_once(tmp_path):
     written = [count for _, count in results]
     assert written[2:] == [0, 0]  # the second replica
     assert sum(written) == (tmp_path / "model" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.slow
+def test_the_copies_of_hsdp_that_write_nothing_wait_for_the_one_that_writes(tmp_path):
+    results = run_ranks(count_writes, 4, tmp_path / "model", 8)
+    assert [error for error, _ in results] == [None] * 4
+
+
+def test_a_file_is_written_without_being_opened_for_reading(tmp_path):
+    """NFS would write whole pages, with the old bytes of other machines."""
+    (tmp_path / "part").write_bytes(bytes(8))
+    modes = []
+
+    def chunks():
+        for at in (0, 2):
+            yield "part", at, torch.full((2,), 7, dtype=torch.uint8), ""
+            (file,) = (link for link in Path("/proc/self/fd").iterdir() if opens(link, "part"))
+            modes.append(fcntl.fcntl(int(file.name), fcntl.F_GETFL) & os.O_ACCMODE)
+
+    assert saving.write_chunks(tmp_path, chunks()) == 4
+    assert modes == [os.O_WRONLY] * 2
+    assert (tmp_path / "part").read_bytes() == bytes([7] * 4 + [0] * 4)
+
+
+def opens(link: Path, name: str) -> bool:
+    """Whether an entry of /proc/self/fd is of a file with this name."""
+    return os.path.basename(os.path.realpath(link)) == name
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "mixtral"), (4, "qwen3_moe")])

@@ -266,7 +266,7 @@ def test_taught_is_each_answer_and_its_end_token(tokenizer, name):
 def test_built_in_templates_teach_answers_and_render_bos_once(tokenizer, tmp_path, name):
     plain = name == "plain"
     loaded = load_tokenizer(saved(tokenizer, tmp_path), chat_template="" if plain else name)
-    assert loaded.template_name == f"built-in {name}"
+    assert loaded.template_name == ("" if plain else f"built-in {name}")
     ids, loss_mask = encode(loaded, TALK)
     assert loaded.decode(ids) == loaded.apply_chat_template(TALK, tokenize=False)
     check_prompts(loaded, TALK, [(ids, loss_mask)])
@@ -410,7 +410,7 @@ def test_a_template_file_is_used_and_a_broken_one_refused(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match="mine.jinja"):
             load_tokenizer(folder, chat_template=str(file))
-    with pytest.raises(ConfigError, match="no_such.*give a file, chatml or alpaca"):
+    with pytest.raises(ConfigError, match="no_such.*give a file, chatml, alpaca or plain"):
         load_tokenizer(folder, chat_template="no_such")
 
 

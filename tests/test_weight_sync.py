@@ -50,12 +50,15 @@ from utils.train.rollout import gathered, generate
 from utils.train.trained_run import compute_alone, shard_model
 from utils.train.weight_sync import (
     Weight,
+    ask,
     divide_world,
+    generators_end,
     load_weights,
     move_rows,
     plan_weights,
     receive_weights,
     send_weights,
+    serve,
 )
 
 divided = cache(divide_world)  # DTensor keeps the groups of the first mesh of some ranks
@@ -404,6 +407,33 @@ def wait_long(world):
 def test_a_generator_waits_as_long_as_set_timeout_says():
     sent, received = run_ranks(wait_long, 2)
     assert sent == received
+
+
+def draw_long(world):
+    """A rollout takes longer than ranks wait in a step; so does what the learners do between two."""
+    roles = divided(world, 1)
+    model = tiny_model("llama", seed=world.rank)
+    weights = plan_weights(model, roles)
+    set_timeout(2)
+
+    def draw(number):
+        time.sleep(4)
+        return number + 1
+
+    found = 0
+    if roles.learns:
+        with generators_end(roles):
+            time.sleep(4)
+            found = ask(5, model=model, weights=weights, roles=roles)
+    else:
+        serve(draw, model, weights, roles)
+    set_timeout()
+    return found
+
+
+@pytest.mark.slow
+def test_learners_and_generators_wait_for_each_other_longer_than_ranks_do_in_a_step():
+    assert run_ranks(draw_long, 2) == [6, 0]
 
 
 def wait_for(world, kind):

@@ -69,6 +69,7 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
         rows,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
+        not tokenizer.template_name,
         tokenizer.special_tokens_map,
         transformers.__version__,
         tokenizers.__version__,

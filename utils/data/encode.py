@@ -190,7 +190,7 @@ def add_conversation(
     for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
         part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
         part.say_problem(chat.problem, where)
-    return form
+    return "chat" if form == "completion" else form
 
 
 def chunks(found: Iterable) -> Iterator[list]:

@@ -24,7 +24,7 @@ from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
 from ..run.units import IGNORE, seed_of
 from .encode import TWICE, Part, Rows, chunks, encode_rows
-from .formats import FORMS, IGNORED
+from .formats import FORMS, IGNORED, PLAIN
 from .rows import Source, find_sources
 
 # Data of up to so many bytes is tokenized again at each start. The tokens of larger data are cached on
@@ -91,8 +91,8 @@ class Examples:
     # follows the chosen one. labels (KTO): the length of row i if it is desirable, else 0. documents: the
     # bytes of the text. Rows with pictures: the number of patches, or 0. Other rows: None, or empty.
     row_sizes: Tensor | None = None
-    # JSON of each row. Rows with pictures: [[source, width, height], ...]. prompts: [content, columns]. Other
-    # rows: None, or empty.
+    # JSON of each row. Rows with pictures: [[source, width, height], ...]. prompts: [content, columns,
+    # tools]. Other rows: None, or empty.
     details: Texts | None = None
     unit: str = "rows"  # the word for a row in the summary
     origins: Sequence[Origin] = ()
@@ -245,8 +245,13 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
 def load_data(
     rows: Rows, tokenizer, progress: bool, load=load_examples
 ) -> tuple[Examples, Examples | None]:
-    """(examples, held-out examples or None). load: load_examples, or another function in its place."""
+    """(examples, held-out examples or None). load: load_examples, or another function in its place. A
+    tokenizer without a template of its own keeps "plain" if any row has turns: it is saved with the model.
+    """
     examples = load(rows, tokenizer, progress)
+    forms = {form for origin in examples.origins for form in origin.forms}
+    if not tokenizer.template_name and forms - PLAIN:  # turns were rendered with it
+        tokenizer.template_name = "built-in plain"
     if rows.eval_share or rows.eval_dataset:
         from .held_out import hold_out
 

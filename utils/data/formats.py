@@ -29,6 +29,8 @@ FORMS = {  # key -> form; in this order, the first key that a row has decides
     "text": "text",
     "input_ids": "tokens",
 }
+# Forms of rows without turns; the last one: of prompts, alone or with answers.
+PLAIN = {"completion", "text", "tokens", "plain text"}
 KNOWN = (
     "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text,"
     " input_ids (tokens)"
@@ -80,7 +82,14 @@ FOREIGN = set(
     """loss_weight training masked train_detail training_detail mask loss_mask trainable loss
     function_call""".split()
 )
-JSON_NAMES = {str: "text", list: "list", dict: "object", bool: "true or false", type(None): "null"}
+JSON_NAMES = {
+    str: "text",
+    list: "list",
+    dict: "object",
+    bool: "true or false",
+    bytes: "bytes",
+    type(None): "null",
+}
 
 
 def form_of(row: dict) -> str:
@@ -176,8 +185,9 @@ def read_completion(row: dict, notes: Counter) -> Read:
         for turn in typed(row, "prompt", list):
             turns.append(turn | {"weight": 0} if isinstance(turn, dict) else turn)
         return conversation(row | {"turns": turns + row["completion"]}, notes)
-    if row.get("tools"):
-        raise ValueError("tools: a prompt and a completion of plain text have no place for them")
+    for key in ("tools", "system"):
+        if row.get(key):
+            raise ValueError(f"{key}: a prompt and a completion of plain text have no place for it")
     return [
         {"role": "text", "content": typed(row, "prompt", str), "weight": 0},
         {"role": "text", "content": text_of(row, "completion"), "weight": 1},

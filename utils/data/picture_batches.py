@@ -162,6 +162,7 @@ def begin_worker(_: int) -> None:
     for number in CAUGHT:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.set_wakeup_fd(-1)  # it leads to the parent
     die_with_parent()
 
 

@@ -91,7 +91,7 @@ def load_processor(folder: Path | str, tokenizer):
             [parts[name] for name in kind.get_attributes()], words
         )
     template = words.get("chat_template")
-    if template and tokenizer.template_name in (f"of {folder}", "built-in plain"):
+    if template and tokenizer.template_name in (f"of {folder}", ""):
         tokenizer.chat_template = template
         tokenizer.template_name = f"of {folder}"
     return processor

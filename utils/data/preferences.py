@@ -50,7 +50,7 @@ SAID = re.compile(r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):
 
 
 def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
-    """Add the pair or the labelled answers of a row to `part`. Returns the key of the row's prompt. part: an
+    """Add the pair or the labelled answers of a row to `part`. Returns its form. part: an
     encode.Part; rows: an encode.Rows.
 
     rows.task pairs: adds one row whose ids are the chosen sequence, then the rejected one; row_sizes gets the
@@ -60,9 +60,10 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     what is wrong with the row.
     """
     prompt_key = next(filter(row.get, PROMPTS), "")
+    form = prompt_key or "conversation"
     labels = labels_of(row, prompt_key, rows.task)
     check_one_answer({key: row[key] for key in row.keys() - PREFERENCES}, "chat")
-    is_plain = rows.format == "completion" or tokenizer.template_name == "built-in plain"
+    is_plain = rows.format == "completion" or not tokenizer.template_name
     read = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
     start = begin_of_answers(row, prompt_key, [messages for messages, _ in read])
     cuts, prompts = [], []
@@ -72,6 +73,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
         messages[:start] = [message | {"weight": 0} for message in messages[:start]]
         if messages[0]["role"] == "text":
             ids, mask = encode_plain(tokenizer, messages, notes)
+            form = "plain text"
         else:
             chat, *more = render_chats(tokenizer, messages, tools, "assistant", notes)
             if more:
@@ -91,7 +93,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
         )
     add_cuts(part, cuts, labels, where, rows.task)
     notes &= Counter({*notes})  # both sides count once
-    return prompt_key or "conversation"
+    return form
 
 
 def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
@@ -127,8 +129,10 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
         if is_plain and isinstance(row[key], str):
             return read_completion(row | {"completion": row[key]}, notes)
         row = row | {prompt_key: [{"role": "user", "content": prompt}]}
+    if not prompt_key:
+        text_of(row, "prompt")  # raises: it is missing or empty
     name = f"{prompt_key} + {key}"
-    both = typed(row, prompt_key or "prompt", list) + turns
+    both = typed(row, prompt_key, list) + turns
     return conversation(row | {name: both}, notes, name)
 
 

@@ -97,18 +97,20 @@ def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
 
 def is_plain(content: str | list[dict], tokenizer, rows) -> bool:
     """Whether a prompt is plain text, used without a chat template. rows: an encode.Rows."""
-    chats = rows.format != "completion" and tokenizer.template_name != "built-in plain"
-    return isinstance(content, str) and not chats
+    plain = rows.format == "completion" or not tokenizer.template_name
+    return isinstance(content, str) and plain
 
 
 def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
-    """Add the prompt of a row to `part`, an encode.Part. Returns its form, "prompts". rows: an encode.Rows.
+    """Add the prompt of a row to `part`, an encode.Part. Returns its form. rows: an encode.Rows.
     ValueError names what is wrong with the row.
     """
     if not PROMPTS & row.keys():
         raise ValueError(f"no prompt to answer; {FORMS} (fix: --columns prompt=THEIRS)")
     content, tools, answer = turns_of(row)
+    form = "prompts"
     if is_plain(content, tokenizer, rows):
+        form = "plain text"
         bos = [tokenizer.bos_token_id] * adds_bos(tokenizer)
         ids = bos + encode(tokenizer, hidden(tokenizer, content)).ids
     else:
@@ -118,12 +120,12 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     if len(ids) > rows.seq_len:
         if rows.too_long == "drop":
             part.dropped["longer than a prompt may be"] += 1
-            return "prompts"
+            return form
         limit = f"a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
         raise ValueError(f"{len(ids):,} tokens, and {limit}")
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
     if answer is not None:
         columns.setdefault("answer", answer)
     part.add(ids, bytes(len(ids)), where)
-    part.details.append(json.dumps([content, columns], default=str))
-    return "prompts"
+    part.details.append(json.dumps([content, columns, tools], default=str))
+    return form

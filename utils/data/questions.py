@@ -32,6 +32,7 @@ class Question(NamedTuple):
     content: str | list[dict]  # a text, or messages, as the row has it
     columns: dict[str, object]  # the same keys for all rows; None: this row does not have it
     where: str
+    tools: list | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +43,14 @@ class Questions(Examples):
 
     def __getitem__(self, i: int) -> Question:
         ids, _, where = super().__getitem__(i)
-        content, columns = json.loads(self.details[self.numbers[i]])
-        return Question(ids.tolist(), content, dict.fromkeys(self.names) | columns, where)
+        content, columns, tools = json.loads(self.details[self.numbers[i]])
+        return Question(ids.tolist(), content, dict.fromkeys(self.names) | columns, where, tools)
 
     @cached_property
     def names(self) -> set[str]:
         """The names of all columns."""
         rows = (json.loads(self.details[row]) for row in range(len(self.keys)))
-        return {name for _, columns in rows for name in columns}
+        return {name for _, columns, _ in rows for name in columns}
 
 
 def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
@@ -78,7 +79,8 @@ def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, 
     seq_len tokens; stride < seq_len. Each token but the first is scored once, with a context of at least
     seq_len - stride tokens, or all tokens before it if there are fewer.
 
-    The same as https://huggingface.co/docs/transformers/perplexity and lm-eval's rolling windows.
+    As in https://huggingface.co/docs/transformers/perplexity, but the last window is as long as the others,
+    as in lm-eval.
     """
     end = min(seq_len, tokens)
     yield 0, 1, end

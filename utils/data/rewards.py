@@ -68,7 +68,7 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
             function = files[file].get(name)
             usable = callable(function) and not inspect.iscoroutinefunction(function)
             check(usable, f"{given}: no function {name}, or an async one; {FORMS}")
-        if name in {reward.name for reward in rewards}:
+        if name in {"model"} | {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
         rewards.append(Reward(name, function, float(weight or 1), flag))
     return rewards
@@ -95,7 +95,7 @@ def check_columns(
     names = questions.names
     for question in questions if ids_of else ():
         with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
-            ids_of(question.content, "")
+            ids_of(question, "")
     for reward in rewards:
         given = {"prompts", "completions", "completion_ids"} | names
         try:
@@ -148,13 +148,13 @@ def reward_all(
     gets all of them.
 
     asked: the question of each completion; the group_size completions of a question are adjacent. Each rank
-    scores a share of the questions, with one call per question. scores: (prompts, texts) -> scores of a
+    scores a share of the questions, with one call per question. scores: (questions, texts) -> scores of a
     reward model, which all ranks compute together. weight: the weight of that score in the sum.
     """
     ids = [completion.ids for completion in completions]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     own: dict[int, dict] = {}
-    with together(world):
+    with together(world, patient=True):  # functions of the user may take long
         starts = range(0, len(asked), group_size)
         for start in starts[world.rank :: world.size]:
             part = slice(start, start + group_size)
@@ -167,7 +167,7 @@ def reward_all(
         total = sum(one.weight * (own[i][one.name] or 0) for one in rewards)
         found.append({"text": text, **values, "reward": total})
     if scores:
-        for one, value in zip(found, scores([q.content for q in asked], texts), strict=True):
+        for one, value in zip(found, scores(asked, texts), strict=True):
             one |= {"rewards/model": value, "reward": one["reward"] + weight * value}
     return found
 
@@ -175,7 +175,7 @@ def reward_all(
 def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
     """The mean of each reward over the completions to which it applies. found: from reward_all."""
     means = {}
-    for name in found[0].keys() - {"text"}:
+    for name in [name for name in found[0] if name != "text"]:
         values = [one[name] for one in found if one[name] is not None]
         if values:
             means[prefix + name] = sum(values) / len(values)
@@ -187,7 +187,7 @@ def write_samples(
 ) -> None:
     """Append the first `count` completions of a step to OUT/samples.jsonl."""
     file = out / "samples.jsonl"
-    with disk_errors(file), open(file, "a") as samples:
+    with disk_errors(file), open(file, "a", encoding="utf-8") as samples:
         for question, one in zip(asked[:count], found, strict=False):
             row = {"step": step, "where": question.where, "prompt": question.content, **one}
             samples.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -199,7 +199,7 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
         values = [v if v is None else float(v) for v in reward.function(**given)]
         if not all(value is None or math.isfinite(value) for value in values):
             raise ValueError(f"not finite: {values}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if len(where) > 1:
             for i, row in enumerate(where):  # raises for the completion that fails
                 values_of(reward, {name: given[name][i : i + 1] for name in given}, [row])

@@ -19,14 +19,8 @@ from ..run.errors import check, others_code, print0
 from .formats import Messages
 
 # A folder without any of these has no tokenizer.
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "*.model",
-    "vocab.*",
-    "*.tiktoken",
-    "tekken.json",
-    "tokenizer_config.json",
-)
+VOCABULARY_FILES = """tokenizer.json *.model vocab.* *.tiktoken tekken.json
+    tokenizer_config.json""".split()
 MARK = "\ue0f0{}\ue0f1"  # a placeholder for a text, to see whether and where a template writes it
 PLACE = "\ue0f2"  # stands for a picture in the content of a message
 SCHEMA = [
@@ -138,9 +132,10 @@ Rendered = tuple[str, list[tuple[int, int]]]
 def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_code: bool = False):
     """The tokenizer of a model folder, with a chat template that works.
 
-    chat_template: "" for the tokenizer's own, "chatml" or "alpaca" for a built-in one, else a file. The
-    tokenizer gets the attribute `template_name`, which is "built-in plain" if it had no template of its own.
-    ConfigError names the folder, the file or the template that is wrong.
+    chat_template: "" for the tokenizer's own, "chatml", "alpaca" or "plain" for a built-in one, else a file.
+    The tokenizer gets the attribute `template_name`. It is "" if the tokenizer has none of its own: turns are
+    rendered with "plain" then, and texts are no turns. ConfigError names the folder, the file or the template
+    that is wrong.
     """
     folder = Path(folder)
     files = [path for pattern in VOCABULARY_FILES for path in sorted(folder.glob(pattern))]
@@ -149,17 +144,18 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
         files,
         f"{folder}: no tokenizer here; name a folder that holds tokenizer.json or tokenizer.model",
     )
-    what = f"{folder}: {', '.join(file.name for file in files)} cannot be read"
     # Imported here because it imports torch, which the tokenizing processes do not need.
     from transformers import AutoTokenizer
 
-    with others_code(what, "fetch it again; --trust_remote_code, if it is code that you have read"):
+    with others_code(
+        f"{folder}: {', '.join(file.name for file in files)} cannot be read",
+        "fetch it again; --trust_remote_code, if it is code that you have read",
+    ):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        usable = tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder)
     check(
-        usable,
+        tokenizer.is_fast and len(tokenizer) > len(tokenizer.added_tokens_decoder),
         f"{folder}: its tokenizer has no vocabulary or no offsets; it needs a tokenizer.json",
     )
     # Ranks and tokenizing processes already use all cores.
@@ -167,8 +163,11 @@ def load_tokenizer(folder: Path | str, chat_template: str = "", trust_remote_cod
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.template_name = f"of {folder}"
-    if chat_template or not tokenizer.chat_template:
-        set_template(tokenizer, chat_template or "plain")
+    if chat_template:
+        set_template(tokenizer, chat_template)
+    elif not tokenizer.chat_template:
+        set_template(tokenizer, "plain")
+        tokenizer.template_name = ""
     with others_code(str(folder), "another --chat_template"):
         end_of_turn_ids(tokenizer)  # renders a conversation
     return tokenizer
@@ -189,7 +188,7 @@ def set_template(tokenizer, name: str) -> None:
         tokenizer.chat_template = MACROS + bos + BUILT_IN[name]
         tokenizer.template_name = f"built-in {name}"
     else:
-        with others_code(f"--chat_template {name}", "give a file, chatml or alpaca"):
+        with others_code(f"--chat_template {name}", "give a file, chatml, alpaca or plain"):
             tokenizer.chat_template = Path(name).read_text("utf-8")
         tokenizer.template_name = name
 
@@ -274,8 +273,7 @@ def turn_end(
     words = added_words(tokenizer)
 
     def after_answer(messages: Messages, prompt: bool = False) -> str:
-        text, _ = sketch(tokenizer, messages, tools, prompt)
-        return text.rpartition(mark)[2]
+        return sketch(tokenizer, messages, tools, prompt)[0].rpartition(mark)[2]
 
     mark = messages[-1]["content"]
     tail = after_answer(messages)
@@ -327,7 +325,6 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
     always = takes_parts(tokenizer, template)
     messages = [in_parts(m) if always or PLACE in m["content"] else m for m in messages]
     has_marks = not prompt and GENERATION_MARK.search(template) is not None
-    special_tokens = tokenizer.special_tokens_map  # bos_token, eos_token ...
     try:
         texts, spans = render_jinja_template(
             [messages],
@@ -337,7 +334,7 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
             has_marks,
             add_generation_prompt=prompt,
             date_string=TODAY,
-            **special_tokens,
+            **tokenizer.special_tokens_map,  # bos_token, eos_token ...
         )
     except Exception as error:  # a template is foreign code, which may raise anything
         roles = [message["role"] for message in messages]
@@ -350,7 +347,7 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
 
 
 def template_name(tokenizer) -> str:
-    return f"chat template {getattr(tokenizer, 'template_name', 'of the tokenizer')}"
+    return f"chat template {getattr(tokenizer, 'template_name', '') or 'of the tokenizer'}"
 
 
 def in_parts(message: dict) -> dict:

@@ -40,7 +40,7 @@ from .folder import TensorInfo, read_header, read_json
 from .loading import Piece, lay_out, local, local_box, read_elements, whole
 from .options import Lora, Quant, changed_flags
 from .quantize import ROUTER, Quantized, check_experts, is_plain, quantize_linears
-from .saving import Part, local_parts, save_folder, write_json
+from .saving import Part, local_parts, save_folder, save_tokenizer, write_json
 from .sharding import plain_name, reads_text
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -312,8 +312,7 @@ def save_adapter(
             f"{out} is no adapter, and a save would replace it (fix: another --output_dir)",
         )
         config.save_pretrained(temp)
-        if tokenizer is not None:  # with the chat template that the adapter was trained in
-            tokenizer.save_pretrained(temp)
+        save_tokenizer(tokenizer, temp)
 
     layout = lay_out(pieces, max_file_bytes=math.inf, stem="adapter_model")
     save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)

@@ -26,15 +26,9 @@ from ..run.folder import check_space
 from .folder import INDEX, read_json
 from .loading import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
 
-# Files beside the weights that a save copies from the source.
-COMPANIONS = (
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-    "*processor_config.json",
-    "chat_template.json",  # of processors, before chat_template.jinja
-)
+# Files beside the weights that a save copies from the source. chat_template.json: of older processors.
+COMPANIONS = """*.py LICENSE* NOTICE* USE_POLICY* *processor_config.json
+    chat_template.json""".split()
 
 GENERATION = "generation_config.json"
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
@@ -75,8 +69,7 @@ def save_model(
         # Not save_pretrained, which validates the config and may refuse it, after the training.
         config.to_json_file(temp / "config.json")
         write_json(temp / GENERATION, generation_config(model, source, eos_ids))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temp)
+        save_tokenizer(tokenizer, temp)
         for pattern in COMPANIONS:
             for path in source.glob(pattern):
                 target = temp / path.name
@@ -117,12 +110,13 @@ def save_folder(
                 temp.mkdir(parents=True)
                 prepare(temp)
                 expected_bytes = create_files(temp, places)
-        with together(world), disk_errors(out):
+        # Of the copies of HSDP only one writes, and the others wait for it.
+        with together(world, patient=True), disk_errors(out):
             written_bytes = write_chunks(temp, chunks_of(pieces, parts, places, headers))
         written_bytes = all_reduce_sum(written_bytes, world)
         complete = world.rank or expected_bytes == written_bytes
         assert complete, f"{written_bytes} bytes were written of {expected_bytes}"
-        with together(world), disk_errors(out):
+        with together(world, patient=True), disk_errors(out):
             verify_chunks(temp, chunks_of(pieces, parts, places, headers))
         with together(world), disk_errors(out):
             if world.rank == 0:
@@ -164,7 +158,7 @@ def chunks_of(
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
     """Write chunks at their places and sync them to the disk. Returns the number of bytes."""
     written_bytes = 0
-    for file, at, data, _ in _opened(folder, chunks, "r+b"):
+    for file, at, data, _ in _opened(folder, chunks, "wb"):
         written_bytes += transfer(os.pwritev, file, at, data)
     return written_bytes
 
@@ -182,9 +176,19 @@ def verify_chunks(folder: Path, chunks: Iterable[Chunk]) -> None:
 
 
 def _opened(folder: Path, chunks: Iterable[Chunk], mode: str) -> Iterator[tuple]:
-    """The chunks, with an open file in place of its name. Each file is synced before it is closed."""
+    """The chunks, with an open file in place of its name. Each file is synced before it is closed.
+
+    A file is not open for reading and writing at once: NFS would then write whole pages, with old bytes
+    where another machine writes.
+    """
+
     for name, group in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
-        with open(folder / name, mode, buffering=0) as file:
+        with open(
+            folder / name,
+            mode,
+            buffering=0,
+            opener=lambda path, flags: os.open(path, flags & ~os.O_TRUNC),
+        ) as file:
             for _, at, data, tensor in group:
                 yield file, at, data, tensor
             os.fsync(file)
@@ -223,6 +227,14 @@ def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[in
     own = settings.get("eos_token_id")
     own = own if isinstance(own, list) else [own]
     return settings | {"eos_token_id": sorted({*own, *eos_ids} - {None}) or None}
+
+
+def save_tokenizer(tokenizer, folder: Path) -> None:
+    """Save a tokenizer, if there is one, with the chat template that the model was trained in, if any."""
+    if tokenizer is not None:
+        if not getattr(tokenizer, "template_name", True):  # no row has used its stand-in
+            tokenizer.chat_template = None
+        tokenizer.save_pretrained(folder)
 
 
 def write_json(file: Path, value: dict) -> None:

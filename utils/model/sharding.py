@@ -185,11 +185,13 @@ def family_of(model: nn.Module) -> type:
 
 def reshard(model: nn.Module) -> None:
     """Free parameters that a forward without a backward left gathered. Until then parameters() does not
-    give the shards.
+    give the shards. FSDP2 also forgets the order of such forwards, which only a backward clears.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    if hasattr(model, "reset_iter_state"):  # not in torch 2.11
+        model.reset_iter_state()
 
 
 def reads_text(model: nn.Module) -> nn.Module:
@@ -216,15 +218,17 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     """
     if mode == "none":
         return model
-    refused = f"--activation_checkpointing {mode}: {type(model).__name__} does not support it"
-    check(model.supports_gradient_checkpointing, refused)
+    check(
+        model.supports_gradient_checkpointing,
+        f"--activation_checkpointing {mode}: {type(model).__name__} does not support it",
+    )
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, worth_keeping)
-    if hasattr(model, "activation_checkpointing_enable"):  # the older name warns
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    newer = hasattr(model, "activation_checkpointing_enable")  # the older name warns
+    (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)(
+        options
+    )
     if hasattr(model, "_require_grads_hook"):
         model.disable_input_require_grads()  # only use_reentrant needs them
     return model

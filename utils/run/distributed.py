@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -19,14 +19,13 @@ from socket import gethostname as host_name
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
 
 from .errors import ConfigError, check, differences, print0
 from .signals import die_with_parent
 
 FIX = "(fix: start with torchrun, or unset it)"
 START_SECONDS = 600  # how long ranks wait for each other
-# The same while another machine tokenizes data that this one has in its cache.
+# The same while another rank may work for hours, such as on data that this one has in its cache.
 PATIENT_SECONDS = 7 * 24 * 3600
 # The variables that torch reads at its first allocation on a GPU; the first one that is set counts
 # (c10/cuda/CUDAAllocatorConfig.h of torch 2.13; before 2.9 only the second).
@@ -171,6 +170,15 @@ def _set_timeouts(seconds: float) -> None:
             c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+@contextmanager
+def patience() -> Iterator[None]:
+    """Within it this rank waits for the others for days, after it as long as before."""
+    before = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    _set_timeouts(PATIENT_SECONDS)
+    yield
+    _set_timeouts(before.total_seconds())
+
+
 def gather(world: World, value: object) -> list:
     """Every rank's `value`, in the order of ranks, on every rank."""
     values = [value] * world.size
@@ -196,8 +204,10 @@ def all_reduce_sum(value: torch.Tensor | float, world: World) -> float:
 
 def sum_on_device(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Sum of a () tensor over a mesh, in double precision, on its device: the host does not wait for it."""
-    parts = DTensor.from_local(value.double(), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return parts.full_tensor()
+    total = value.to(torch.float64, copy=True)
+    for group in mesh.get_all_groups():
+        dist.all_reduce(total, group=group)
+    return total
 
 
 @contextmanager
@@ -214,13 +224,11 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     except ConfigError as error:
         mine = error.lines
     said: dict[str, list[str]] = {}
-    if patient:
-        _set_timeouts(PATIENT_SECONDS)
-    for rank, lines in enumerate(gather(world, mine)):
+    with patience() if patient and world.size > 1 else nullcontext():
+        of_ranks = gather(world, mine)
+    for rank, lines in enumerate(of_ranks):
         for line in lines or []:
             said.setdefault(line, []).append(str(rank))
-    if patient:
-        _set_timeouts(START_SECONDS)
     if said:
         lines = [
             line if len(ranks) == world.size else f"rank {','.join(ranks)}: {line}"

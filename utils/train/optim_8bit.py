@@ -59,17 +59,27 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         on_gpu = parts[0].device.type == "cuda"
         if paged and not on_gpu:
             print0("optimizer the state is in host memory anyway, so nothing is paged")
-        self.kernels = bitsandbytes.optim.AdamW(parts, min_8bit_size=0, is_paged=paged and on_gpu)
+        self.on_gpu, self.paged = on_gpu, paged and on_gpu
+        self.kernels = bitsandbytes.optim.AdamW(parts, min_8bit_size=0, is_paged=self.paged)
         for parameter in self.parts:
             self._add_state(parameter)
 
     @torch.no_grad()
     def step(self) -> None:
         """One step at the current learning rates of the groups, for parameters with a gradient."""
+        if self.paged and self.found_inf:
+            return  # the host waits for it, since the device cannot undo a step of paged moments
+        if self.on_gpu:
+            # The kernels run on the default stream, whichever is current, and FSDP2 calls the hooks of a
+            # backward on another one (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2050).
+            current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+            default.wait_stream(current)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, group)
+        if self.on_gpu:
+            current.wait_stream(default)
 
     def _step(self, parameter: nn.Parameter, group: dict) -> None:
         state = self.state[parameter]
@@ -85,7 +95,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         # The kernels ignore found_inf, and reading it here would make the host wait for the device. So the
         # old values are kept, and put back on the device if it is 1.
         written = []
-        if self.found_inf is not None:
+        if self.found_inf is not None and not self.paged:
             written.append(part)
             for name in state.keys() - {"step"}:
                 written.append(local(state[name]))

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from ..model.log_probs import token_log_probs
 from ..model.sharding import Unit, reshard
-from ..run.distributed import World, all_reduce_sum, broadcast, gather, together
+from ..run.distributed import World, all_reduce_sum, broadcast, gather, patience, together
 from ..run.files import disk_errors, replace_file
 from ..run.units import IGNORE, seed_of
 
@@ -113,6 +113,7 @@ def generate(
         filler = torch.tensor([[sampling.pad_id]], device=world.device)
         while all_reduce_sum(0, world):
             model(filler, use_cache=False)
+    if found or lockstep:  # it has run a forward
         reshard(model)
     model.train(was_training)
     return found
@@ -132,7 +133,9 @@ def draw_all(
     """
     with gathered(found, reshard_after_forward):
         drawn = generate(model, prompts, keys, sampling, world, lockstep=not found)
-    for of_rank in gather(world, drawn):
+    with patience():  # another rank may draw longer completions
+        of_ranks = gather(world, drawn)
+    for of_rank in of_ranks:
         drawn |= of_rank
     return [drawn[i] for i in range(len(prompts))]
 

@@ -66,13 +66,16 @@ def open_trained(
     model: the base; "": the one that the adapter or the run names. dtype: of the parameters; "": that of the
     run. Every rank calls it. Raises ConfigError if something is missing or does not fit together.
     """
-    path, run = None, {}
+    path, run, template = None, {}, ""
     if checkpoint:
         path = named_checkpoint("--checkpoint", checkpoint, world)
         with together(world):
             damaged = damage(path, world.rank, world.size)
             check(not damaged, f"{damaged} {REMOVED}")
-            run = read_state(path).get("config", {})
+            state = read_state(path)
+            run = state.get("config", {})
+            # The base may have no template, and the run's own tokenizer one.
+            template = "plain" if state.get("template") == "built-in plain" else ""
     tokenizer_name = run.get("tokenizer", "")
     adapter = adapter or run.get("adapter", "")
     with together(world):
@@ -106,7 +109,7 @@ def open_trained(
         if path:
             fix = "the --model it was trained from"
             check_tensors(path, checkpoint_tensors(built), fix, dtypes=False)
-    tokenizer = (tokenizer_folder, run.get("chat_template", ""), trust_remote_code)
+    tokenizer = (tokenizer_folder, run.get("chat_template") or template, trust_remote_code)
     return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names)
 
 
@@ -233,8 +236,8 @@ class RewardModel:
     digest: str
 
     @torch.no_grad()
-    def scores(self, batch_size: int, world: World, prompts: list, texts: list[str]) -> list[float]:
-        """The score of each text as the answer to its prompt, which is a text or messages. All ranks make the
+    def scores(self, batch_size: int, world: World, asked: list, texts: list[str]) -> list[float]:
+        """The score of each text as the answer to a question, see questions.Question. All ranks make the
         same call and get all scores. Each rank computes a share of them, batch_size at a time.
         """
         count = len(texts)
@@ -243,7 +246,7 @@ class RewardModel:
         own: dict[int, float] = {}
         for start in range(0, turns, batch_size):
             part = share[start : start + batch_size]
-            rows = [torch.tensor(self.ids_of(prompts[i], texts[i])) for i in part]
+            rows = [torch.tensor(self.ids_of(asked[i], texts[i])) for i in part]
             ids = pad_sequence(rows, batch_first=True)  # (B, T), on the right: causal attention
             places = [k * ids.shape[1] + len(row) - 1 for k, row in enumerate(rows)]
             ends = torch.tensor(places, device=world.device)
@@ -254,13 +257,15 @@ class RewardModel:
             own |= of_rank
         return [own[i] for i in range(count)]
 
-    def ids_of(self, prompt: str | list[dict], text: str) -> list[int]:
-        """The ids of the conversation with its answer, in the form the model was trained on. Only the last
+    def ids_of(self, question, text: str) -> list[int]:
+        """The ids of the conversation with its answer, in the model's chat template. Only the last
         tokens are kept, as many as the model has positions.
         """
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        asked = question.content
+        asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         turns = [*asked, {"role": "assistant", "content": text}]
-        ids = self.tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        render = self.tokenizer.apply_chat_template
+        ids = render(turns, tools=question.tools, return_dict=True)["input_ids"]
         return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]
 
 
@@ -279,7 +284,8 @@ def open_reward_model(
             source.config, dtype, trust_remote_code=trust_remote_code, kind="scores"
         )
         pieces = plan_pieces(model, source.weights, source.folder)
-        with others_code(f"--reward_model {name}: its tokenizer", fix):
+        of_turns = "train it on turns, or with reward.py --chat_template plain"
+        with others_code(f"--reward_model {name}: its tokenizer", of_turns):
             tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
             tokenizer.get_chat_template()
         digest = run_facts(source.config, source.weights, "")["weights"]

@@ -24,11 +24,11 @@ from torch import nn
 from ..model.loading import is_writer, local, local_box, whole
 from ..run.distributed import (
     BACKENDS,
-    START_SECONDS,
     World,
     all_reduce_sum,
     broadcast,
     gather,
+    patience,
     set_timeout,
 )
 from ..run.errors import ConfigError, check
@@ -171,7 +171,8 @@ def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list
     """
     broadcast(roles.joint, request)
     send_weights(model, weights, roles)
-    return broadcast(roles.joint, None, source=roles.learners)
+    with patience():
+        return broadcast(roles.joint, None, source=roles.learners)
 
 
 @contextmanager
@@ -188,15 +189,13 @@ def generators_end(roles: Roles) -> Iterator[None]:
     broadcast(roles.joint, None)
 
 
-def serve(
-    draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles, timeout: float
-) -> None:
+def serve(draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles) -> None:
     """On a generator: sample what the learners request, with their weights, until they end. draw: draw_all
-    for this model. timeout: maximum seconds of a step of the learners; the first step may take longer.
+    for this model.
     """
-    set_timeout(max(timeout, START_SECONDS), roles.own.group)
     while True:
-        request = broadcast(roles.joint, None)
+        with patience():  # the learners may also save
+            request = broadcast(roles.joint, None)
         stop_after_step()  # from now on a signal stops the learners, which then end the generators
         if request is None:
             return
