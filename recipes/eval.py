@@ -117,7 +117,8 @@ class Config:
             name = field.name
             is_given = getattr(self, name) != field.default
             wrong = is_given and name in " ".join(HAS.values()).split() and name not in own
-            check(not wrong, f"--{name} has no effect on --task {self.task} (fix: leave it out)")
+            fix = "--task lm_eval" if name == "tasks" else "leave it out"
+            check(not wrong, f"--{name} has no effect on --task {self.task} (fix: {fix})")
         if "max_new_tokens" in own and not self.max_new_tokens:
             self.max_new_tokens = 256 if self.dataset or self.tasks else 48
         check(

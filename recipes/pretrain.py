@@ -396,7 +396,7 @@ def main(cfg: Config) -> Path:
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
     started = time.monotonic()
-    with together(world):
+    with together(world, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload)
         elif plain:

@@ -293,8 +293,7 @@ def added_words(tokenizer) -> str:
 
 def any_of(words: set[str]) -> str:
     """A regular expression that matches any of these words, longest first. Without words: matches nothing."""
-    longest_first = sorted(words - {""}, key=len, reverse=True)
-    return "|".join(re.escape(word) for word in longest_first) or "(?!)"
+    return "|".join(map(re.escape, sorted(words - {""}, key=len, reverse=True))) or "(?!)"
 
 
 # --- messages -> text
