@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 import torch.distributed as dist
-from tiny import build_optimizer, tiny_config
+from tiny import build_optimizer, make_states, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,18 +98,15 @@ def peak(case: dict) -> int:
         optimizer = build_optimizer(model, 1e-3, 0.0)
         ids = torch.zeros(plan.batch_size, case["seq_len"], dtype=torch.int64)
 
-        def step(tracker=None) -> None:
+        def step() -> None:
             for i in range(plan.grad_accum):
-                if tracker:
-                    tracker.reset_mod_stats()
+                tracker.reset_mod_stats()
                 model.set_requires_gradient_sync(
                     plan.sync_each_microbatch or i == plan.grad_accum - 1
                 )
                 model(ids, labels=None if plan.kind == "scores" else ids).backward()
 
-        step()
-        optimizer.step()  # its state is there from now on; tracked, it would be counted wrongly
-        optimizer.zero_grad()
+        make_states(optimizer)  # tracked, they would be counted wrongly
         if plan.optimizer_in_backward:
             optimizer.step = lambda: None  # fused, it needs nothing more
             StepInBackward(optimizer, mesh)
@@ -120,7 +117,7 @@ def peak(case: dict) -> int:
         with tracker:
             if plan.activation_offload:  # an input on its way to the host, or back
                 way = torch.empty(*ids.shape, model.config.hidden_size, dtype=plan.dtype)  # noqa: F841
-            step(tracker)
+            step()
         found = tracker.get_tracker_snapshot("peak")
     dist.destroy_process_group()
     return max(parts["Total"] for parts in found.values())

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch
 import torch.distributed as dist
 from PIL import Image
-from tiny import build_optimizer
+from tiny import build_optimizer, make_states
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -85,17 +85,11 @@ def peaks(folder: Path, parts: str, recompute: str, dtype: torch.dtype) -> tuple
     optimizer = build_optimizer(model, 1e-3, 0.0)
     ids, extra = pictures.batch(ROWS, SEQ_LEN)
     labels = ids.clamp(max=setting.config.get_text_config().vocab_size - 1)
-
-    def step() -> None:
-        model(ids, labels=labels, **extra).backward()
-
-    step()
-    optimizer.step()
-    optimizer.zero_grad()
+    make_states(optimizer)
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((ids, *extra.values()))
     with tracker:
-        step()
+        model(ids, labels=labels, **extra).backward()
     found = tracker.get_tracker_snapshot("peak")
     return need.peak.total, max(kinds["Total"] for kinds in found.values())
 

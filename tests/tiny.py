@@ -143,3 +143,12 @@ def build_optimizer(model, lr: float, weight_decay: float, name: str = "adamw"):
     from utils.train.optim_8bit import ShardedAdamW8bit
 
     return ShardedAdamW8bit(groups, lr, (0.9, 0.95), paged=name.startswith("paged"))
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """The states that an optimizer has after its first step, without a step of the model."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
