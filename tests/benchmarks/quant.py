@@ -90,7 +90,9 @@ def contend(worker: Worker) -> dict[str, float]:
     read = [all_reduce_sum(numbers[key], world) for key in ("read_call_bytes", "disk_bytes")]
     numbers["read_of_checkpoint"] = max(read) / (2 * load.ELEMENTS[True])
     if kind in KINDS:
-        numbers["quantize_of_share"] = share_of_time(KINDS[kind].quantize, world.size)
+        numbers["quantize_of_share"] = share_of_time(
+            KINDS[kind].quantize, world.size, 1 if worker.small else 3
+        )
 
     optimizer = build_optimizer(model, 1e-4, 0.0)
     torch.manual_seed(world.rank)
@@ -119,15 +121,15 @@ def contend(worker: Worker) -> dict[str, float]:
     return numbers | {"reduced_of_adapters": wire.reduced / adapters}
 
 
-def share_of_time(quantize, ranks: int) -> float:
+def share_of_time(quantize, ranks: int, repeats: int) -> float:
     """Time to quantize a rank's rows of a matrix, over 1/N of the time for the whole matrix; each
-    the best of three.
+    the best of its repeats.
     """
     rows = torch.randn(2048, 4096).to(torch.bfloat16)
 
     def fastest(part: torch.Tensor) -> float:
         times = []
-        for _ in range(3):
+        for _ in range(repeats):
             started = time.process_time()
             quantize(part)
             times.append(time.process_time() - started)

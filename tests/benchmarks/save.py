@@ -87,10 +87,12 @@ BOUNDS = (
 )
 RANKS = (2,)
 LIBC = ctypes.CDLL(None)
-SAVES, STEPS = 10, 6  # saves in the background; micro-batches between them
-REPEATS = {False: 19, True: 5}  # checkpoints in the foreground, by --small
+SAVES = 10  # in the background
+# micro-batches between them, and at most so many within one, by --small
+STEPS, WITHIN = {False: 6, True: 2}, {False: 10**6, True: 2}
+REPEATS = {False: 19, True: 2}  # checkpoints in the foreground
 # by --small: vocabulary, width, inner width, tokens
-TRAINED = {False: (8192, 1024, 2816, 32), True: (2048, 512, 1408, 32)}
+TRAINED = {False: (8192, 1024, 2816, 32), True: (2048, 512, 1408, 8)}
 
 
 def needs(small: bool, ranks: int) -> tuple[int, int]:
@@ -192,9 +194,10 @@ def write_raw(tensors: list[torch.Tensor], path: Path) -> None:
         digest.update(part)
 
 
-def save_in_training(training: Training, saver: CheckpointSaver) -> dict[str, float]:
+def save_in_training(training: Training, saver: CheckpointSaver, small: bool) -> dict[str, float]:
     """How the saves after the first one affect the training."""
     times, level = {key: [] for key in ("copy", "blocked", "seconds", "step", "step_in_save")}, []
+    gc.freeze()  # else each collection passes over all imports
 
     def clock(key: str, do: Callable, *args) -> None:
         dist.barrier()
@@ -203,25 +206,25 @@ def save_in_training(training: Training, saver: CheckpointSaver) -> dict[str, fl
         times[key].append(time.perf_counter() - started)
 
     for number in range(2, SAVES + 1):
-        times["step"] += training.step(lambda done: done < STEPS)
+        times["step"] += training.step(lambda done: done < STEPS[small])
         clock("copy", training.copy)
         clock("blocked", saver.save, number, training.model, training.optimizer, {})
-        within = training.step(lambda _: not saver.pending.done())
+        within = training.step(lambda done: done < WITHIN[small] and not saver.pending.done())
         times["step_in_save"] += within[:-1]  # the save ended during the last one
         saver.wait()
         times["seconds"].append(broadcast(saver.world, saver.seconds))  # only rank 0 knows it
         gc.collect()
         LIBC.malloc_trim(0)  # returns free memory to the system
         level.append(anonymous_bytes())
-    steps = len(times["step_in_save"]) / len(level)
+    steps_in_save = len(times["step_in_save"]) / len(level)
     times = {key: median(values) for key, values in times.items() if values}
-    if steps:
+    if steps_in_save:
         times["slowed"] = times["step_in_save"] / times["step"]
     blocked = times["blocked"] / times["copy"]
     return times | {
         "blocked_of_copy": blocked,
         "growth": level[-1] / level[0],
-        "steps_in_save": steps,
+        "steps_in_save": steps_in_save,
     }
 
 
@@ -247,7 +250,7 @@ def contend_checkpoint(worker: Worker) -> dict[str, float]:
         saver.wait()  # until the previous checkpoint is removed; in a run this happens during steps
     numbers["peak_of_saved"] = numbers["peak_bytes"] / saved
     if background:
-        numbers |= save_in_training(training, saver)
+        numbers |= save_in_training(training, saver, worker.small)
     else:
         numbers |= {
             "seconds": median(times),
