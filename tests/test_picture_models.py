@@ -4,13 +4,11 @@ python -m pytest tests/test_picture_models.py
 """
 
 import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from launch import forked
 from picture_families import NAMES, family_folder
 from picture_tracker import pictures_of
 from ranks import run_ranks
@@ -173,9 +171,8 @@ def test_a_model_with_code_of_its_own_is_refused_with_what_to_take_instead(tmp_p
 
 @pytest.mark.slow
 def test_the_planned_peak_is_within_five_percent_of_torchs_tracker(folders):
-    script = Path(__file__).with_name("picture_tracker.py")
-    command = [sys.executable, str(script), *(str(folders(name)) for name in NAMES)]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    paths = " ".join(str(folders(name)) for name in NAMES)
+    ended = forked(f"python tests/picture_tracker.py {paths}", seconds=600, apart=True)
     assert ended.returncode == 0, ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
     assert len(found) == 8 * len(NAMES)
