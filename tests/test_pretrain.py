@@ -11,11 +11,11 @@ import pretrain
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import Forked
+from launch import Forked, forked
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT, shell
+from shell import ROOT
 from test_stream import texts_of, write
 from tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -281,8 +281,8 @@ def test_what_cannot_work_is_one_line_before_weights_are_read(files, tmp_path, c
 @slow
 def test_the_bare_command_learns_the_language_of_the_stories_from_nothing(tmp_path):
     """recipes/pretrain.py, in three of its six epochs."""
-    done = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/pretrain.py --epochs 3", tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forked(f"torchrun --nproc_per_node 2 {ROOT}/recipes/pretrain.py --epochs 3", tmp_path)
+    assert done.returncode == 0, done.stdout
     metrics = read_metrics(tmp_path / "output" / "pretrain-001" / "metrics.jsonl")
     before, after = (n["eval_bits_per_byte"] for n in metrics if "eval_loss" in n)
     assert before > 2

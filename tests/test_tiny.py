@@ -143,8 +143,8 @@ def test_the_demo_teaches_it(template, tmp_path):
 @pytest.mark.slow
 def test_pairs_teach_it_too(tmp_path):
     """recipes/prefer.py with no other flag, and the score of what it saved by transformers alone."""
-    trained = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/prefer.py", tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    trained = forked(f"torchrun --nproc_per_node 2 {ROOT}/recipes/prefer.py", tmp_path)
+    assert trained.returncode == 0, trained.stdout
     command = f"python {TINY}/score.py {TINY} output/prefer-001/model"
     score = forked(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
     assert score.returncode == 0, score.stdout
@@ -164,8 +164,8 @@ def test_pairs_teach_it_too(tmp_path):
 def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
     """Of recipes/reward.py, in three of the demo's five epochs, on one rank; score.py asks for 90 %."""
     command = f"python {ROOT}/recipes/reward.py --batch_size 32 --epochs 3"
-    trained = shell(command, tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    trained = forked(command, tmp_path)
+    assert trained.returncode == 0, trained.stdout
     command = f"python {TINY}/score.py {TINY} output/reward-001/model"
     score = forked(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
     assert score.returncode == 0, score.stdout
@@ -175,8 +175,8 @@ def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
 @pytest.mark.slow
 def test_rewards_alone_teach_a_model_that_has_seen_little_of_the_task(tmp_path):
     """recipes/grpo.py with no other flag, and the score of what it saved by transformers alone."""
-    trained = shell(f"torchrun --nproc_per_node 2 {ROOT}/recipes/grpo.py", tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    trained = forked(f"torchrun --nproc_per_node 2 {ROOT}/recipes/grpo.py", tmp_path)
+    assert trained.returncode == 0, trained.stdout
     score = forked(f"python {TINY}/score.py {TINY}/started output/grpo-001/model", tmp_path)
     before, after = (
         int(line.split(":")[1].split()[0])

@@ -23,7 +23,7 @@ from picture_families import NAMES, family_folder
 from PIL import Image
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT, shell
+from shell import ROOT
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageTextToText
 
@@ -435,8 +435,8 @@ def test_the_task_of_the_tiny_model_is_made_again_byte_for_byte(tmp_path):
 def test_the_demo_teaches_it(tmp_path):
     """Exact match by transformers alone on pictures that no training row has, after 8 of its 14 epochs."""
     command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/vision.py --epochs 8"
-    demo = shell(command, tmp_path, seconds=400)
-    assert demo.returncode == 0, demo.stderr
+    demo = forked(command, tmp_path, seconds=400)
+    assert demo.returncode == 0, demo.stdout
     tiny = ROOT / "recipes" / "tiny"
     folders = f"{tiny}/vision {tmp_path}/output/vision-001/model"
     questions = f"--questions {tiny}/vision/heldout.jsonl"
