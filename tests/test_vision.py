@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,18 @@ def test_adapters_learn_what_pefts_learn(name, folder_of, rows, tmp_path):
     assert not [n for n in trains if "vision" in n or "projector" in n]
 
 
+@pytest.fixture(scope="module")
+def alone(folder_of, rows, tmp_path_factory):
+    """(curve, weights) of a family that one rank trains, made when it is first asked for."""
+    flags = {"train": ALL, "global_batch_size": 8, "batch_size": 8}
+
+    @cache
+    def alone_of(name):
+        return trained(1, tmp_path_factory.mktemp("one") / name, folder_of(name), rows, **flags)[1:]
+
+    return alone_of
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -247,10 +260,9 @@ def test_adapters_learn_what_pefts_learn(name, folder_of, rows, tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("name", ["mllama", pytest.param("qwen3_vl", marks=slow)])
-def test_any_ranks_and_micro_batches_learn_the_same(name, how, folder_of, rows, tmp_path):
+def test_any_ranks_and_micro_batches_learn_the_same(name, how, alone, folder_of, rows, tmp_path):
     how = {"train": ALL, "global_batch_size": 8} | how
-    alone = {"train": ALL, "global_batch_size": 8, "batch_size": 8}
-    _, one, expected = trained(1, tmp_path / "one", folder_of(name), rows, **alone)
+    one, expected = alone(name)
     _, many, weights = trained(how.pop("ranks"), tmp_path / "many", folder_of(name), rows, **how)
     assert_alike((many, one), weights, expected)
 
