@@ -210,9 +210,10 @@ def stopped(flags, out, send, torchrun="", code=None, launch=Launch) -> int:
     return step
 
 
-def test_sigterm_to_torchrun_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_path):
+def test_sigterm_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_path):
+    """To all ranks, as torchrun hands it on."""
     out = tmp_path / "run"
-    step = stopped(flags, out, lambda run: run.process.send_signal(signal.SIGTERM))
+    step = stopped(flags, out, lambda run: run.signal(signal.SIGTERM), code=0, launch=Forked)
     longer = {**flags, **ENDLESS, "steps": step + 3}
     train(2, longer, out)
     assert results(out) == results(train(2, longer, tmp_path / "undisturbed"))
@@ -225,6 +226,7 @@ def everyone(run):
 
 
 SIGNALS = {
+    "SIGTERM to torchrun": (lambda run: run.process.send_signal(signal.SIGTERM), "", None),
     "SIGTERM to rank 1": (lambda run: os.kill(run.pids[1], signal.SIGTERM), "", 0, Forked),
     "Ctrl-C to torchrun": (lambda run: run.process.send_signal(signal.SIGINT), "", None),
     "Ctrl-C to all": (everyone, "", None),

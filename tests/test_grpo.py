@@ -218,7 +218,9 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
     "how",
     [
         {"ranks": 2, "generate_ranks": 1},
-        {"ranks": 3, "generate_ranks": 1, "kl_beta": 0.05, "epochs_per_rollout": 2},
+        pytest.param(
+            {"ranks": 3, "generate_ranks": 1, "kl_beta": 0.05, "epochs_per_rollout": 2}, marks=slow
+        ),
         pytest.param(
             {"ranks": 3, "generate_ranks": 2, "lora_rank": 4, "quantization": "8bit"}, marks=slow
         ),

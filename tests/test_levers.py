@@ -243,7 +243,7 @@ def finetuned(world, flags):
             {"ranks": 2, "replicate": 2, "activation_checkpointing": "full"}, marks=pytest.mark.slow
         ),
         pytest.param({"ranks": 2, "optimizer": "adamw_8bit"}, marks=pytest.mark.slow),
-        {"ranks": 2, "lora_rank": 4},
+        pytest.param({"ranks": 2, "lora_rank": 4}, marks=pytest.mark.slow),
     ],
     ids=lambda how: "-".join(map(str, how)),
 )

@@ -338,7 +338,8 @@ def test_without_a_picture_the_language_model_alone_trains(folder_of, rows, tmp_
     assert not [name for name in changed if "vision_tower" in name or "projector" in name]
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("8bit", marks=slow), "4bit"])
+@slow
+@pytest.mark.parametrize("quantization", ["8bit", "4bit"])
 def test_adapters_on_quantized_weights_learn_on_two_ranks_as_on_one(
     quantization, folder_of, rows, tmp_path
 ):
