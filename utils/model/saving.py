@@ -181,7 +181,6 @@ def _opened(folder: Path, chunks: Iterable[Chunk], mode: str) -> Iterator[tuple]
     A file is not open for reading and writing at once: NFS would then write whole pages, with old bytes
     where another machine writes.
     """
-
     for name, group in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
         with open(
             folder / name,

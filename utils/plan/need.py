@@ -603,8 +603,8 @@ def need_of(setting: Setting) -> Need:
     on_device = States(0, 0, 0) if setting.cpu_offload else states
     load = on_device.weights + LOAD_BYTES + stored * on_host
     head = model.get_output_embeddings()
-    no_check = setting.kind == "scores" or hasattr(head, "base_layer")  # of the chunked loss
-    if not no_check and head.weight.is_floating_point():
+    checks_loss = setting.kind != "scores" and not hasattr(head, "base_layer")
+    if checks_loss and head.weight.is_floating_point():
         load = max(load, check_peak(units, states, setting))
     steady = on_device.weights + on_device.optimizer
     train = (peak or on_device).total + copy * on_host
