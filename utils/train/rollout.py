@@ -102,12 +102,11 @@ def generate(
     model.eval()
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
     starts = range(0, len(order), sampling.batch_size)
-    found: dict[int, Completion] = {}
+    found = {}
     for start in starts[world.rank :: world.size]:
         batch = order[start : start + sampling.batch_size]
-        drawn = draw_batch(
-            model, [prompts[i] for i in batch], [keys[i] for i in batch], sampling, world, lockstep
-        )
+        rows = [(prompts[i], keys[i]) for i in batch]
+        drawn = _draw_batch(model, rows, sampling, world, lockstep)
         found |= zip(batch, drawn, strict=True)
     if lockstep:
         filler = torch.tensor([[sampling.pad_id]], device=world.device)
@@ -140,17 +139,11 @@ def draw_all(
     return [drawn[i] for i in range(len(prompts))]
 
 
-def draw_batch(
-    model: nn.Module,
-    prompts: list[list[int]],
-    keys: list[tuple[int, ...]],
-    sampling: Sampling,
-    world: World,
-    lockstep: bool,
-) -> list[Completion]:
-    """Sample the completions of one batch. Prompts are padded on the left. A completion that has ended leaves
-    the batch.
+def _draw_batch(model, rows, sampling, world, lockstep) -> list[Completion]:
+    """Sample the completions of one batch: rows, (prompt, key) of each; see generate for the others. Prompts
+    are padded on the left. A completion that has ended leaves the batch.
     """
+    prompts, keys = zip(*rows, strict=True)
     ids, mask = (tensor.to(world.device) for tensor in pad_left(prompts, sampling.pad_id))
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
     randoms = [random_numbers(key, sampling.max_new_tokens) for key in keys]
@@ -288,13 +281,17 @@ class Asker:
         of them is the most likely token).
         """
 
-        def answers(batches: list[list[int]], own: list[int]) -> list:
+        @torch.no_grad()
+        def answers(batches, own):
             sequences = []
             for i in own:
                 sequences += groups[i]
-            batch = self.batch_of(sequences)
-            batch = batch.to(self.world.device)
-            scores = iter(score_batch(self.model, batch))
+            batch = self.batch_of(sequences).to(self.world.device)
+            values = token_log_probs(self.model, batch, per_token=signed_cross_entropy).double()
+            tokens = (batch.labels != IGNORE).sum(1)
+            likeliest = (values <= 0).all(1)
+            sums = -values.abs().sum(1)  # (B,), from values (B, T)
+            scores = zip(sums.tolist(), tokens.tolist(), likeliest.tolist(), strict=True)
             return [[next(scores) for _ in groups[i]] for i in own]
 
         return self.ask(groups, answers, judge)
@@ -304,7 +301,7 @@ class Asker:
         tokens). A prompt is an Example.
         """
 
-        def answers(batches: list[list[int]], own: list[int]) -> list:
+        def answers(batches, own):
             ids = [prompts[i].ids.tolist() for batch in batches for i in batch]
             found = generate(
                 self.model,
@@ -368,8 +365,7 @@ class Asker:
         if self.file and self.world.rank == 0:
             with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
                 for row in rows:
-                    line = json.dumps(row, ensure_ascii=False)
-                    file.write(line + "\n")
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def answered(self) -> dict[int, dict]:
         """The rows of the file, by number. A last line that a kill left incomplete is removed from it."""
@@ -380,16 +376,6 @@ class Asker:
             replace_file(self.file, text)
         rows = map(json.loads, broadcast(self.world, lines))
         return {row["number"]: row for row in rows}
-
-
-@torch.no_grad()
-def score_batch(model: nn.Module, batch) -> list[tuple[float, int, bool]]:
-    """The scores of each sequence, see Asker.score. batch: on the device. All ranks call it."""
-    values = token_log_probs(model, batch, per_token=signed_cross_entropy).double()  # (B, T)
-    tokens = (batch.labels != IGNORE).sum(1)
-    likeliest = (values <= 0).all(1)
-    sums = -values.abs().sum(1)
-    return list(zip(sums.tolist(), tokens.tolist(), likeliest.tolist(), strict=True))
 
 
 def signed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
