@@ -170,25 +170,21 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, codes, scale, bias, mode):
         ctx.save_for_backward(codes, scale)
-        if mode == "llm_int8":
-            return _llm_int8(x, codes, scale.view(torch.float32), bias)
-        return F.linear(x, dequantize(codes, scale, x.dtype), bias)
+        if mode != "llm_int8":
+            return F.linear(x, dequantize(codes, scale, x.dtype), bias)
+        flat = x.reshape(-1, x.shape[-1])
+        x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(
+            flat.to(torch.float16).contiguous(), threshold=OUTLIER
+        )
+        out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
+            flat, x_codes, codes, x_scale, scale.view(torch.float32), outliers, bias
+        )
+        return out.reshape(*x.shape[:-1], len(codes))
 
     @staticmethod
     def backward(ctx, grad):
         codes, scale = ctx.saved_tensors
         return grad @ dequantize(codes, scale, grad.dtype), None, None, None, None
-
-
-def _llm_int8(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias) -> torch.Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(
-        flat.to(torch.float16).contiguous(), threshold=OUTLIER
-    )
-    out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
-        flat, x_codes, codes, x_scale, scale, outliers, bias
-    )
-    return out.reshape(*x.shape[:-1], len(codes))
 
 
 @dataclass(frozen=True)
