@@ -38,7 +38,7 @@ class Step(NamedTuple):
     function: torch._ops.OpOverload
     begin: int
     end: int
-    arguments: tuple  # numbers; or values of these elements, (end - begin,)
+    arguments: list  # numbers; or values of these elements, (end - begin,)
     options: dict
 
 
@@ -48,27 +48,26 @@ class Recorder(TorchDispatchMode):
     def __init__(self, names: dict[int, str]):
         super().__init__()
         self.names = names
-        self.steps: dict[str, list[Step]] = {name: [] for name in names.values()}
+        self.steps = {name: [] for name in names.values()}  # the list[Step] of each tensor
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         options = kwargs or {}
-        target = args[0] if args else None
-        if function._schema.is_mutable and isinstance(target, torch.Tensor):
-            self.record(function, *args, **options)
+        name = None
+        if function._schema.is_mutable and torch.is_tensor(args[0]):
+            target, *others = args
+            name = self.names.get(target.untyped_storage()._cdata)
+        if name:
+            on_meta = any(torch.is_tensor(value) and value.is_meta for value in others)
+            check(
+                kind_of(function) in FILLS | CHANGES and not on_meta and target.is_contiguous(),
+                f"--init random: the rule for {name} is not one for each element (fix: {FIX})",
+            )
+            flat = tree_map_only(
+                torch.Tensor, lambda value: value.expand(target.shape).flatten(), others
+            )
+            begin = target.storage_offset()
+            self.steps[name].append(Step(function, begin, begin + target.numel(), flat, options))
         return function(*args, **options)
-
-    def record(self, function, target, *args, **options) -> None:
-        name = self.names.get(target.untyped_storage()._cdata)
-        if not name:
-            return
-        on_meta = any(torch.is_tensor(value) and value.is_meta for value in args)
-        check(
-            kind_of(function) in FILLS | CHANGES and not on_meta and target.is_contiguous(),
-            f"--init random: the rule for {name} is not one for each element (fix: {FIX})",
-        )
-        flat = tree_map_only(torch.Tensor, lambda value: value.expand(target.shape).flatten(), args)
-        begin = target.storage_offset()
-        self.steps[name].append(Step(function, begin, begin + target.numel(), flat, options))
 
 
 def kind_of(function) -> str:
