@@ -100,8 +100,17 @@ def save_folder(
     unique = broadcast(world, secrets.token_hex(4))
     temp = out.with_name(f".tmp_{out.name}_{unique}")
     places, headers = layout
-    if world.rank:
-        headers = {}
+
+    def chunks() -> Iterator[Chunk]:
+        """This rank's part of the files, converted to the dtypes of their places, file by file."""
+        for file, header in headers.items() if world.rank == 0 else ():
+            yield file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8), "the header"
+        for piece in sorted(pieces, key=lambda piece: places[piece.name].file):
+            place = places[piece.name]
+            for first, values in parts(piece):
+                data = values.to(place.dtype).cpu().contiguous().view(torch.uint8)
+                yield place.file, place.begin + first * place.dtype.itemsize, data, piece.name
+
     expected_bytes = 0
     try:
         with together(world), disk_errors(out):
@@ -112,12 +121,12 @@ def save_folder(
                 expected_bytes = create_files(temp, places)
         # Of the copies of HSDP only one writes, and the others wait for it.
         with together(world, patient=True), disk_errors(out):
-            written_bytes = write_chunks(temp, chunks_of(pieces, parts, places, headers))
+            written_bytes = write_chunks(temp, chunks())
         written_bytes = all_reduce_sum(written_bytes, world)
         complete = world.rank or expected_bytes == written_bytes
         assert complete, f"{written_bytes} bytes were written of {expected_bytes}"
         with together(world, patient=True), disk_errors(out):
-            verify_chunks(temp, chunks_of(pieces, parts, places, headers))
+            verify_chunks(temp, chunks())
         with together(world), disk_errors(out):
             if world.rank == 0:
                 publish(temp, out)
@@ -137,22 +146,6 @@ def local_parts(state: dict[str, torch.Tensor], world: World, piece: Piece) -> I
     if piece.transposed:
         rows, shape = rows.mT.contiguous(), piece.info.shape
     yield from runs(rows, in_piece, shape, CHUNK)
-
-
-def chunks_of(
-    pieces: list[Piece],
-    parts: Callable[[Piece], Iterable[Part]],
-    places: dict[str, Place],
-    headers: dict[str, bytes],
-) -> Iterator[Chunk]:
-    """This rank's part of the files, converted to the dtypes of their places, file by file."""
-    for file, header in headers.items():
-        yield file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8), "the header"
-    for piece in sorted(pieces, key=lambda piece: places[piece.name].file):
-        place = places[piece.name]
-        for first, values in parts(piece):
-            data = values.to(place.dtype).cpu().contiguous().view(torch.uint8)
-            yield place.file, place.begin + first * place.dtype.itemsize, data, piece.name
 
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
