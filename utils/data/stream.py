@@ -7,7 +7,7 @@ rows are full. The position of a run is one number, the row; it means the same t
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -27,21 +27,17 @@ class TokenStream:
 
     def __init__(self, examples: Examples, documents: Tensor, key: str):
         self.examples, self.documents, self.key = examples, documents, key
-        self.kept = (-1,)
+        self.epoch = lru_cache(1)(self.epoch)  # only a row that crosses the end of one needs two
         self.lengths = examples.bounds.diff()[documents]
         self.tokens = int(self.lengths.sum())
         self.size_bytes = int(examples.row_sizes[documents].sum())  # UTF-8 bytes of the text
 
     def epoch(self, number: int) -> tuple[Tensor, Tensor]:
-        """(documents in the order of this epoch, where each ends), both (n,) int64. One epoch is cached; only
-        a row that crosses the end of an epoch needs two.
-        """
-        if self.kept[0] != number:
-            order = torch.arange(len(self.documents))
-            if self.key:
-                order = permutation.__wrapped__(len(order), f"{self.key} {number}")
-            self.kept = (number, self.documents[order], self.lengths[order].cumsum(0))
-        return self.kept[1:]
+        """(documents in the order of this epoch, where each ends), both (n,) int64. One epoch is cached."""
+        order = torch.arange(len(self.documents))
+        if self.key:
+            order = permutation.__wrapped__(len(order), f"{self.key} {number}")
+        return self.documents[order], self.lengths[order].cumsum(0)
 
     def read(self, first: int, last: int) -> list[Example]:
         """Tokens [first, last) of the stream, as one example per document. The first and the last example may
