@@ -203,20 +203,21 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     """
     starts = [found.start() for found in re.finditer(re.escape(place), chat.text)]
 
-    def moved(at: int) -> int:
-        before = zip(starts, texts, strict=True)
-        return at + sum(len(text) - len(place) for start, text in before if start < at)
+    def filled(end: int) -> str:
+        """The text up to a character, with its placeholders replaced."""
+        replacements = iter(texts)
+        return re.sub(re.escape(place), lambda _: next(replacements), chat.text[:end])
 
     spans = []
     for begin, end, exact in chat.spans:
         for start in starts:
             if begin <= start < end:
-                spans.append((moved(begin), moved(start), exact))
+                spans.append((begin, start, exact))
                 begin, exact = start + len(place), False
-        spans.append((moved(begin), moved(end), exact))
-    replacements = iter(texts)
-    whole = re.sub(re.escape(place), lambda _: next(replacements), chat.text)
-    return chat._replace(text=whole, spans=spans), moved(starts[-1] + len(place))
+        spans.append((begin, end, exact))
+    spans = [(len(filled(begin)), len(filled(end)), exact) for begin, end, exact in spans]
+    whole = filled(len(chat.text))
+    return chat._replace(text=whole, spans=spans), len(filled(starts[-1] + len(place)))
 
 
 def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]) -> None:
@@ -358,7 +359,7 @@ def folder_of(where: str, rows) -> str:
     return rows.image_dir or os.path.dirname(re.sub(r"(:| row )\d+$", "", where)) or "."
 
 
-def file_of(source: str, folder: str) -> str | io.BytesIO:
+def file_of(source: str, folder: str) -> Path | io.BytesIO:
     """The path of a picture, or the content of a data: URL. ValueError if the path leads out of the folder or
     to the network, or if the file is missing.
     """
@@ -370,10 +371,9 @@ def file_of(source: str, folder: str) -> str | io.BytesIO:
         raise ValueError(
             f"{url.scheme}: is not fetched while a model trains (fix: download the pictures)"
         )
-    path = unquote(url.path) if url.scheme else source
-    root = os.path.realpath(folder)
-    file = os.path.realpath(os.path.join(root, path))
-    if os.path.commonpath([root, file]) != root:
+    root = Path(folder).resolve()
+    file = (root / (unquote(url.path) if url.scheme else source)).resolve()
+    if not file.is_relative_to(root):
         raise ValueError(f"it leads out of {folder} (fix: --image_dir)")
     if not os.path.isfile(file):
         raise ValueError(f"no such file in {folder} (fix: --image_dir)")
