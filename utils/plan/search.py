@@ -50,8 +50,7 @@ def flags_between(before: Setting, after: Setting) -> str:
     """The flags that lead from one setting to another, as they are typed."""
     words = []
     for name, value in changes(before, after).items():
-        text = str(value).lower() if isinstance(value, bool) else value
-        words.append(f"--{name}" if value is True else f"--{name} {text}")
+        words.append(f"--{name}" if value is True else f"--{name} {value}".lower())
     return " ".join(words)
 
 
