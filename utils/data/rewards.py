@@ -51,7 +51,7 @@ class Reward(NamedTuple):
 
 def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
     """Parse the rewards of a flag. Executes the files that it names. ConfigError names the wrong part."""
-    rewards: list[Reward] = []
+    rewards = []
     files = {None: BUILT_IN}
     for part in NEXT.split(text) if text else ():
         given = f"{flag} {part}"
@@ -153,7 +153,7 @@ def reward_all(
     """
     ids = [completion.ids for completion in completions]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    own: dict[int, dict] = {}
+    own = {}  # number of a completion -> its values
     with together(world, patient=True):  # functions of the user may take long
         starts = range(0, len(asked), group_size)
         for start in starts[world.rank :: world.size]:
@@ -232,11 +232,6 @@ def is_same(text: str, known: str) -> bool:
     return text.strip() == known.strip()
 
 
-def is_same_number(text: str, known: str) -> bool:
-    """Whether both texts have the same number, as in GSM8K."""
-    return number_of(text) == number_of(known)
-
-
 def number_of(text: str) -> Decimal | None:
     """The first number after the last ####; without ####, the last number. Commas are ignored."""
     _, mark, behind = text.rpartition("####")
@@ -247,7 +242,7 @@ def number_of(text: str) -> Decimal | None:
 def of_pattern(pattern: re.Pattern) -> Callable:
     """A reward: whether the pattern is found. With a group: whether the first group equals the answer."""
 
-    def is_right(text: str, known: str) -> bool:
+    def is_right(text, known):
         match = pattern.search(text)
         return bool(match) and (not pattern.groups or is_same(match[1] or "", known))
 
@@ -256,7 +251,11 @@ def of_pattern(pattern: re.Pattern) -> Callable:
     return lambda completions, **columns: compared(is_right, completions, completions)
 
 
-BUILT_IN = {"exact": partial(compared, is_same), "number": partial(compared, is_same_number)}
+BUILT_IN = {
+    "exact": partial(compared, is_same),
+    # whether both have the same number, as in GSM8K
+    "number": partial(compared, lambda text, known: number_of(text) == number_of(known)),
+}
 
 
 # --- completions and their advantages -> micro-batches
