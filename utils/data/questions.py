@@ -149,23 +149,24 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
 
-    def score(sequences: list) -> list[tuple[float, bool]]:
+    def score(sequences):
+        """[(log-probability, whether each token is the most likely one), ...]"""
         groups = [[sequence] for sequence in sequences]
         # [::2] leaves out the number of tokens.
         rows = asker.score(groups, lambda _, scores: {"score": scores[0][::2]})
         return [row["score"] for row in rows]
 
-    class Harness(base):
+    class Harness(base):  # lm_eval declares the types of these methods
         tokenizer_name = tokenizer.name_or_path
         eot_token_id = eos
         prefix_token_id = eos if bos is None else bos
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        def tok_encode(self, string, add_special_tokens=None, **_):
             if add_special_tokens is None:  # not if a chat template wrote the BOS token
                 add_special_tokens = bos is None or not string.startswith(tokenizer.bos_token)
             return tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
-        def apply_chat_template(self, chat_history: list, add_generation_prompt=True) -> str:
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
             return tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
@@ -173,14 +174,14 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 continue_final_message=not add_generation_prompt,
             )
 
-        def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests, **_):
             sequences = []
             for _, context, continuation in requests:
                 ids = (context + continuation)[-seq_len:]
                 sequences.append(scored(ids, max(1, len(ids) - len(continuation))))
             return score(sequences)
 
-        def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
+        def loglikelihood_rolling(self, requests, **_):
             sequences, numbers = [], []
             for number, request in enumerate(requests):
                 ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
@@ -192,7 +193,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 sums[number] += log_prob
             return sums
 
-        def generate_until(self, requests: list, **_) -> list[str]:
+        def generate_until(self, requests, **_):
             by_size = defaultdict(list)  # maximum new tokens -> [(request number, prompt)]
             for number, request in enumerate(requests):
                 context, options = request.args
