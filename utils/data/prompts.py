@@ -121,8 +121,9 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         if rows.too_long == "drop":
             part.dropped["longer than a prompt may be"] += 1
             return form
-        limit = f"a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
-        raise ValueError(f"{len(ids):,} tokens, and {limit}")
+        raise ValueError(
+            f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
+        )
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
     if answer is not None:
         columns.setdefault("answer", answer)
