@@ -6,7 +6,6 @@ B batch, T tokens, S sequences (answers), P pairs.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
@@ -40,7 +39,7 @@ class Reference:
 
     def __init__(self, model: nn.Module, world: World):
         self.model, self.world = model, world
-        self.known: dict[int, float] = {}  # key of an answer -> nats
+        self.known = {}  # key of an answer -> nats
 
     def of(self, batch) -> torch.Tensor:
         """log pi_ref(y|x) (S,) for a batch on the device."""
@@ -69,7 +68,7 @@ class Reference:
             known = {int(key): value for key, value in json.loads(file.read_text()).items()}
         known = broadcast(self.world, known)
 
-        def batches() -> Iterator:
+        def batches():
             for loader, steps in loaders.items():
                 yield from loader.every(steps)
 
