@@ -100,9 +100,8 @@ def pack(lengths: Tensor, size: int) -> list[Pack]:
     """
     order = lengths.argsort(descending=True, stable=True)
     packs = []
-    # free tokens -> the packs with exactly that room
-    packs_of: dict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # the keys of packs_of that have packs, ascending
+    packs_of = defaultdict(list)  # free tokens -> the packs with exactly that room
+    rooms = []  # the keys of packs_of that have packs, ascending
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         assert length <= size, "a document is longer than a pack"
         at = bisect.bisect_left(rooms, length)
