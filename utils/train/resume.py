@@ -26,12 +26,7 @@ from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, differences, print0
 from ..run.folder import Resumed
 from ..run.settings import read_yaml
-from .checkpoint import (
-    Optimizer,
-    checkpoint_tensors,
-    complete_checkpoints,
-    reason_of,
-)
+from .checkpoint import Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
 
 REMOVED = "(fix: start again, if its run goes on and has removed it; else another checkpoint)"
 SAFE_NAMES = {
@@ -45,12 +40,7 @@ SAFE_NAMES = {
 }
 
 
-def continue_run(
-    out: Path,
-    resume: str,
-    cfg: object,
-    world: World,
-) -> Resumed:
+def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
     """Find what to continue from: the run that `out` holds, or the checkpoint that `resume` names.
 
     resume: auto, none, or a path. cfg: the settings of this start, a dataclass. ConfigError on all ranks if
@@ -127,7 +117,7 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
         found = broadcast(world, complete_checkpoints(out / "checkpoints")[::-1])
     else:
         found = [named_checkpoint("--resume", resume, world)]
-    damaged: dict[Path, str] = {}
+    damaged = {}  # checkpoint -> what is wrong with it
     for checkpoint in found:
         said = sorted(
             {text for text in gather(world, damage(checkpoint, world.rank, world.size)) if text}
