@@ -66,9 +66,16 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = old.in_features, old.out_features
         self.dtype, self.mode, self.bias = dtype, mode, old.bias
+
+        def rows_like(row):
+            """A frozen parameter with a row like `row` (1, ...) for each output feature."""
+            shape = (old.out_features, *row.shape[1:])
+            rows = torch.empty(shape, dtype=row.dtype, device=old.weight.device)
+            return nn.Parameter(rows, requires_grad=False)
+
         codes, scale = self.quantize(torch.empty(1, old.in_features, device="meta"))
-        self.weight = _rows_like(codes, old)
-        self.scale = _rows_like(scale.view(torch.int32), old)
+        self.weight = rows_like(codes)
+        self.scale = rows_like(scale.view(torch.int32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _FrozenLinear.apply(x, self.weight, self.scale, self.bias, self.mode)
@@ -284,9 +291,3 @@ def is_plain(model: nn.Module, name: str, layer: nn.Module) -> bool:
     if own_words and type(layer).__name__ != "FalconLinear":
         return False
     return name.rpartition(".")[2] not in READ_PAST.get(model.config.model_type, "").split()
-
-
-def _rows_like(row: torch.Tensor, old: nn.Linear) -> nn.Parameter:
-    """A frozen parameter with a row like `row` (1, ...) for each output feature of a linear layer."""
-    rows = torch.empty(old.out_features, *row.shape[1:], dtype=row.dtype, device=old.weight.device)
-    return nn.Parameter(rows, requires_grad=False)
