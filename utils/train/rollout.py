@@ -369,7 +369,7 @@ class Asker:
 
     def answered(self) -> dict[int, dict]:
         """The rows of the file, by number. A last line that a kill left incomplete is removed from it."""
-        lines: list[str] = []
+        lines = []
         if self.file and self.world.rank == 0 and self.file.exists():
             *lines, _ = self.file.read_text("utf-8").split("\n")
             text = "".join(line + "\n" for line in lines)
