@@ -413,8 +413,10 @@ def main(cfg: Config) -> Path:
         model = build_model(*structure, attn, trust, whole=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
+        from utils.model.attention import fuse_norms
         from utils.train.profiling import flops_per_token, mfu
 
+        fuse_norms(model)
         token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
     if setting.repeats_keys:
         from utils.model.attention import repeat_grouped_keys

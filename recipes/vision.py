@@ -341,6 +341,10 @@ def main(cfg: Config) -> Path:
     act("build")
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, attn, trust, source.folder, kind="pictures")
+    if world.gpu_name:
+        from utils.model.attention import fuse_norms
+
+        fuse_norms(model)
     if setting.repeats_keys:
         from utils.model.attention import repeat_grouped_keys
 

@@ -16,6 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tiny import build_optimizer, make_states, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -28,9 +29,11 @@ from utils.model.activation_offload import hook_inputs
 from utils.model.options import Lora, Quant
 from utils.model.sharding import recompute_activations
 from utils.plan.need import Setting, _planned_model, planned_model
+from utils.plan.trace import norm_on_meta
 from utils.train.in_backward import StepInBackward
 from utils.train.trained_run import shard_model
 
+aten = torch.ops.aten
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -68,6 +71,15 @@ def loss_of_all(self, ids, labels):
     return self.get_output_embeddings()(hidden[rows, columns], labels.view(-1)).clone()
 
 
+class Tracker(FSDPMemTracker):
+    """torch's tracker. Autograd adds the two gradients of a tied weight in place, but not within a mode."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten.add.Tensor and args[0].shape == self.table:
+            func = aten.add_.Tensor
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def peak(case: dict) -> int:
     plan = setting_of(case)
     _planned_model.cache_clear()  # the one before is sharded
@@ -77,6 +89,7 @@ def peak(case: dict) -> int:
     if plan.activation_offload:
         hook_inputs(model, lambda tensor: tensor.shape, partial(torch.empty, dtype=plan.dtype))
     masking_utils.find_packed_sequence_indices = lambda positions: None  # it looks at values too
+    F.rms_norm = norm_on_meta  # a CPU has no kernel for it either
     axes = {"replicate": plan.replicate} if plan.replicate > 1 else {}
     axes["shard"] = plan.shards
     dist.init_process_group(
@@ -110,7 +123,8 @@ def peak(case: dict) -> int:
         if plan.optimizer_in_backward:
             optimizer.step = lambda: None  # fused, it needs nothing more
             StepInBackward(optimizer, mesh)
-        tracker = FSDPMemTracker(model, optimizer)
+        tracker = Tracker(model, optimizer)
+        tracker.table = model.get_input_embeddings().weight.shape
         # Of the parameters it finds those that FSDP2 manages.
         plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
         tracker.track_inputs((ids, *plain))

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from tiny import tiny_model
 from transformers.integrations import sdpa_attention
 
-from utils.model.attention import repeat_grouped_keys
+from utils.model.attention import fuse_norms, repeat_grouped_keys
 from utils.model.sharding import lacks_grouped_kernels
 from utils.run import distributed
 from utils.run.distributed import (
@@ -79,6 +79,32 @@ def test_ranks_may_each_see_one_gpu_but_not_the_same():
     assert run_ranks(said_of_gpus, 2, ["", ""]) == ["", ""]  # all are seen, and taken by number
     for said in run_ranks(said_of_gpus, 2, ["GPU-1", "GPU-1"]):
         assert said == "ranks 0 and 1 have one GPU, GPU-1 (fix: fewer --nproc_per_node)"
+
+
+def logits_and_gradients(model):
+    logits = model(torch.arange(24).reshape(2, 12), use_cache=False).logits
+    return [logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"), [("llama", 7), ("qwen3_moe", 13), ("gemma2", 0), ("gpt2", 0)]
+)
+def test_fused_norms_are_bit_for_bit_those_of_transformers_in_fp32(kind, fused):
+    """Norms with another formula keep their code."""
+    model = tiny_model(kind)
+    own = logits_and_gradients(model)
+    fuse_norms(model)
+    assert sum("forward" in vars(module) for module in model.modules()) == fused
+    assert all(map(torch.equal, logits_and_gradients(model), own))
+
+
+def test_a_norm_that_is_kept_in_fp32_has_an_fp32_result_as_with_transformers():
+    model = tiny_model("llama")
+    norm, hidden = model.model.norm, torch.randn(3, model.config.hidden_size).bfloat16()
+    own = norm(hidden)
+    fuse_norms(model)
+    assert own.dtype == torch.float32
+    assert torch.equal(norm(hidden), own)
 
 
 @pytest.fixture

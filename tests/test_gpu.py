@@ -16,10 +16,12 @@ from shell import shell
 from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
 from tiny import build_optimizer, in_chunks, tiny_config, tiny_model_folder
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from utils.data.batches import Batch, GlobalBatches, copy_stream
 from utils.data.examples import Rows, load_data
 from utils.data.tokens import load_tokenizer
+from utils.model.attention import fuse_norms
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
@@ -202,6 +204,44 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dt
         assert (
             ours.grad - theirs.grad
         ).float().norm() <= 10 * rounding * theirs.grad.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fused_norm_keeps_only_its_input_and_rounds_as_little_as_transformers(dtype):
+    torch.manual_seed(0)
+    own = LlamaRMSNorm(256).to(DEVICE, dtype)
+    own.weight.data.uniform_(0.5, 2.0)
+    fused, exact = copy.deepcopy(own), copy.deepcopy(own).to("cpu", torch.float64)
+    fuse_norms(fused)
+    hidden = torch.randn(3, 50, 256).to(DEVICE, dtype)
+    errors, kept = {}, {}
+    wanted = exact_norm(exact, hidden.cpu().double().requires_grad_())
+    for name, norm in (("own", own), ("fused", fused)):
+        sizes = kept[name] = []
+
+        def keep(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        given = hidden.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = norm(given)
+        result.square().sum().backward()
+        found = (result.detach(), given.grad, norm.weight.grad)
+        errors[name] = [
+            float((a.double().cpu() - b).norm() / b.norm())
+            for a, b in zip(found, wanted, strict=True)
+        ]
+    assert all(f < 1.2 * o + 1e-7 for f, o in zip(errors["fused"], errors["own"], strict=True))
+    assert sorted(kept["fused"]) == [150, 256, hidden.numel()]
+    assert sum(kept["own"]) > 2 * hidden.numel()
+
+
+def exact_norm(norm, hidden):
+    """(the norm's result in fp64, the gradients of the sum of its squares by input and weight)."""
+    scale = (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    result = norm.weight * hidden * scale
+    return (result, *torch.autograd.grad(result.square().sum(), (hidden, norm.weight)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,7 @@ import re
 import sys
 import weakref
 from dataclasses import replace
+from unittest.mock import patch
 
 import fit_trials
 import pytest
@@ -28,7 +29,7 @@ from utils.model.options import Lora, Quant
 from utils.model.sharding import decoder_layers
 from utils.plan.need import FITS, Room, Setting, answer_of, need_of, planned_model, trace_of
 from utils.plan.search import fastest, flags_between, levers_of, refusal, smallest_change
-from utils.plan.trace import attention_on_meta, record_step
+from utils.plan.trace import attention_on_meta, norm_on_meta, record_step
 from utils.run.errors import ConfigError
 from utils.run.settings import parse_cli, save_config
 from utils.run.units import GIB
@@ -178,9 +179,10 @@ def test_selective_recomputing_needs_less_than_none_beside_adapters_too(quantiza
     peaks = []
     for mode in ("none", "selective", "full"):
         levers = LORA | {"quantization": quantization, "activation_checkpointing": mode}
-        peaks.append(need_of(setting_of(case(**levers))).peak.total)
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[1] < 0.9 * peaks[0]
+        peaks.append(need_of(setting_of(case(**levers))).peak)
+    totals = [peak.total for peak in peaks]
+    assert totals == sorted(totals, reverse=True)
+    assert peaks[1].parts["activations"] < 0.7 * peaks[0].parts["activations"]
 
 
 ARCHITECTURES = [
@@ -246,6 +248,7 @@ SAVED = [
     (kind, {}) for kind in ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "glm4", "mixtral")
 ]
 SAVED += [
+    ("llama", {"gpu": False}),
     ("llama", LORA),
     ("llama", {**LORA, "quantization": "8bit"}),
     ("llama", {**LORA, "quantization": "4bit"}),
@@ -255,12 +258,14 @@ SAVED += [
 @pytest.mark.parametrize(("kind", "method"), SAVED)
 def test_what_is_traced_is_what_autograd_saves(kind, method):
     """Counted on a real model in fp32, whose hooks see all that is saved; beside it live what forward has in
-    its variables: embeddings, masks, and the last block's output.
+    its variables: embeddings, masks, and the last block's output. Where a GPU is planned for, its norms are
+    fused; a CPU has no kernel for that.
     """
     config = tiny_config(kind, **sizes(kind) | {"vocab_size": 1003})
     lora = Lora(lora_rank=method.get("lora_rank", 0))
     quant = Quant(method.get("quantization", "none"))
     setting = Setting(config, torch.float32, torch.float32, 256, lora=lora, quant=quant)
+    setting = replace(setting, gpu=method.get("gpu", True))
     planned, real, saved = trace_of(setting), planned_model(setting), {}
     kept, variables = [], []
     real.to_empty(device="cpu").tie_weights()
@@ -293,7 +298,10 @@ def test_what_is_traced_is_what_autograd_saves(kind, method):
     for layer in decoder_layers(real):
         layer.register_forward_pre_hook(note, with_kwargs=True)
     ids = torch.zeros(1, 256, dtype=torch.int64)
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+        patch.object(F, "rms_norm", norm_on_meta),
+    ):
         real.base_model(ids, use_cache=False)
     traced = planned.embedding.rest + sum(planned.blocks[k].rest for k in planned.kinds)
     assert abs(traced / sum(saved.values()) - 1) < 0.001

@@ -127,6 +127,7 @@ def _ours(
     """The acts of recipes/finetune.py from `build` to `train`, without files."""
     from tiny import build_optimizer
 
+    from utils.model.attention import fuse_norms
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
     from utils.model.sharding import decoder_layers, recompute_activations
@@ -149,6 +150,8 @@ def _ours(
         if kind:
             quantize_linears(model, Quant(kind), torch.bfloat16)
         freeze_base(model, Quant(), torch.bfloat16)
+    if device.type == "cuda":
+        fuse_norms(model)
     add_chunked_loss(model)
     recompute = "full" if offload else name.removeprefix("compiled_")
     if recompute in ("selective", "full"):

@@ -1,6 +1,5 @@
 """Does generation fit in memory: for generate.py and eval.py, and for the completions of grpo.py."""
 
-import math
 from dataclasses import replace
 
 import torch
@@ -40,13 +39,13 @@ def estimate_generation(
     """
     config, size = model.config.get_text_config(), dtype.itemsize
     width, heads = config.hidden_size, config.num_attention_heads
-    experts = [
-        getattr(config, name, None) or 0
-        for name in ("moe_intermediate_size", "num_experts_per_tok")
-    ]
-    inner = max(getattr(config, "intermediate_size", None) or 4 * width, math.prod(experts))
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    keys *= getattr(config, "head_dim", None) or width // heads
+
+    def of(field: str, default: int = 0) -> int:
+        return getattr(config, field, None) or default
+
+    of_experts = of("moe_intermediate_size") * of("num_experts_per_tok")
+    inner = max(of("intermediate_size", 4 * width), of_experts)
+    keys = of("num_key_value_heads", heads) * of("head_dim", width // heads)
     gathered = 0
     activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
     layer_cache = 2 * rows * (prompt + new) * keys * size

@@ -77,6 +77,10 @@ class Setting:
         return max(1, self.rows // self.batch_size)
 
 
+# The fields of a Setting on which the model depends, before it is sharded.
+OF_MODEL = "config param_dtype dtype lora quant attn trust_remote_code gpu kind parts".split()
+
+
 @dataclass(frozen=True)
 class States:
     """Bytes on one rank."""
@@ -120,20 +124,8 @@ def planned_model(setting: Setting) -> nn.Module:
     """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses
     it; it is cached.
     """
-    return _planned_model(
-        Setting(
-            config=setting.config,
-            param_dtype=setting.param_dtype,
-            dtype=setting.dtype,
-            seq_len=1,
-            lora=setting.lora,
-            quant=setting.quant,
-            attn=setting.attn,
-            trust_remote_code=setting.trust_remote_code,
-            kind=setting.kind,
-            parts=setting.parts,
-        )
-    )
+    fields = {name: getattr(setting, name) for name in OF_MODEL}
+    return _planned_model(Setting(seq_len=1, **fields))
 
 
 @lru_cache(maxsize=16)
@@ -145,6 +137,10 @@ def _planned_model(setting: Setting) -> nn.Module:
         setting.trust_remote_code,
         kind=setting.kind,
     )
+    if setting.gpu:
+        from ..model.attention import fuse_norms
+
+        fuse_norms(model)
     if setting.parts:
         from ..model.kinds import freeze_parts, parse_parts
 
@@ -627,11 +623,10 @@ def need_of(setting: Setting) -> Need:
 @lru_cache(maxsize=256)
 def pinned(model: nn.Module, states: States, shards: int) -> int:
     """Bytes on the host for offloaded states; weights and gradients are in page-locked memory."""
-    total = states.optimizer
-    for p in model.parameters():
-        share_bytes = pinned_bytes(share_numel(p, shards) * p.element_size())
-        total += share_bytes * (2 if p.requires_grad else 1)
-    return total
+    return states.optimizer + sum(
+        pinned_bytes(share_numel(p, shards) * p.element_size()) * (1 + p.requires_grad)
+        for p in model.parameters()
+    )
 
 
 def pinned_bytes(size: int) -> int:

@@ -41,17 +41,10 @@ class UnreadSteps:
         self.skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
         self.steps: list[tuple] = []
 
-    def add(
-        self,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor,
-        losses: list[torch.Tensor],
-        batches: list,
-        means: dict[str, torch.Tensor],
-        **numbers: float | None,
-    ) -> None:
-        """Add one step. loss: (), of all ranks. losses: () of each micro-batch of this rank. means: further
-        values (), still on the device. numbers: values that the host knows already.
+    def add(self, loss, grad_norm, losses, batches, means, **numbers) -> None:
+        """Add one step. loss, grad_norm: tensors (), of all ranks. losses: () of each micro-batch of this
+        rank. means: further values () by name, still on the device. numbers: values that the host knows
+        already; None: not known.
         """
         values = (loss, grad_norm, *means.values())
         on_device = torch.stack([value.to(loss) for value in values])

@@ -30,8 +30,7 @@ def is_8bit(parameter: nn.Parameter) -> bool:
 def state_bytes(parameter: nn.Parameter, elements: int) -> int:
     """Bytes of optimizer state on a rank that holds `elements` elements of a parameter."""
     moment_bytes = elements + 4 * elements // BLOCK if is_8bit(parameter) else 4 * elements
-    step_bytes = 4
-    return 2 * moment_bytes + step_bytes
+    return 2 * moment_bytes + 4  # and the count of steps
 
 
 class ShardedAdamW8bit(torch.optim.Optimizer):
@@ -51,10 +50,11 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8})
         # each parameter -> this rank's rows of it
-        self.parts: dict[nn.Parameter, torch.Tensor] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.parts[parameter] = local(parameter).detach()
+        self.parts = {
+            parameter: local(parameter).detach()
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
         parts = [*self.parts.values()]
         on_gpu = parts[0].device.type == "cuda"
         if paged and not on_gpu:
@@ -89,16 +89,13 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
             return
         part.data = local(parameter).detach()
         part.grad = local(parameter.grad)
-        steps_before = int(state["step"]) - 1  # the kernels add one
-        self.kernels.state[part]["step"] = steps_before
+        self.kernels.state[part]["step"] = int(state["step"]) - 1  # the kernels add one
         self.kernels.prefetch_state(part)
         # The kernels ignore found_inf, and reading it here would make the host wait for the device. So the
         # old values are kept, and put back on the device if it is 1.
         written = []
         if self.found_inf is not None and not self.paged:
-            written.append(part)
-            for name in state.keys() - {"step"}:
-                written.append(local(state[name]))
+            written = [part, *(local(state[name]) for name in state.keys() - {"step"})]
         before = [tensor.clone() for tensor in written]
         self.kernels.update_step(group, part, 0, 0)
         for old, new in zip(before, written, strict=True):

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
+from ..model.attention import fuse_norms
 from ..model.folder import Source, find_model, open_model, run_facts
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
@@ -184,6 +185,8 @@ def frozen_copy(
     compute_alone(model.requires_grad_(False), dtype)
     shard_model(model, mesh, dtype, cpu_offload=cpu_offload)
     load_pieces(model, pieces, device, cpu_offload)
+    if device.type == "cuda":
+        fuse_norms(model)
     if hasattr(model, "score"):
         add_scores(model, model.config.get_text_config().pad_token_id)
     else:
@@ -196,6 +199,8 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     adapter: the peft folder, as the user named it; "": none.
     """
     pieces = trained.pieces
+    if world.gpu_name:
+        fuse_norms(trained.model)
     if trained.checkpoint and not trained.adapter:  # the checkpoint has the trained parameters
         state = trained.model.state_dict(keep_vars=True)
         pieces = [piece for piece in pieces if not state[piece.param].requires_grad]
