@@ -33,8 +33,7 @@ def sequences(examples: Examples) -> Examples:
     middles = examples.bounds[:-1] + examples.row_sizes
     bounds = torch.cat([examples.bounds, middles]).sort().values
     where = [examples.where[i // 2] for i in range(len(bounds) - 1)]
-    rows = examples.numbers
-    rows = (2 * rows[:, None] + torch.arange(2)).flatten()
+    rows = (2 * examples.numbers[:, None] + torch.arange(2)).flatten()
     return replace(examples, bounds=bounds, rows=rows, where=where)
 
 

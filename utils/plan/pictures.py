@@ -25,14 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from ..model.kinds import PROJECTOR, tower_layers
 from ..model.sharding import reads_text
 from .need import Replay, Unit
-from .trace import LiveBytes, Segment, on_meta, parameters_in, segments_of, tensors_in
+from .trace import LiveBytes, Segment, aten, on_meta, parameters_in, segments_of, tensors_in
 
-INDEXED = (
-    torch.ops.aten.index,
-    torch.ops.aten.index_put,
-    torch.ops.aten.index_put_,
-)
-
+INDEXED = (aten.index, aten.index_put, aten.index_put_)
+on_tensors = partial(tree_map_only, torch.Tensor)  # (function, values): of each tensor among values
 MORE = 8  # tokens by which the rows of the second traced micro-batch are longer
 
 
@@ -51,13 +47,12 @@ class Pictures:
         found = self.rows_of(rows)
         shape = found.ids.shape
 
-        def padded(tensor: torch.Tensor) -> torch.Tensor:
+        def padded(tensor):
             if tensor.shape[:2] != shape:  # has no value for each token
                 return tensor
             return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - shape[1]))
 
-        extra = {name: padded(value) for name, value in found.extra.items()}
-        return padded(found.ids), extra
+        return tree_map(padded, (found.ids, found.extra))
 
     def trace(
         self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int, recompute: str
@@ -86,13 +81,13 @@ class Pictures:
         return PictureBytes(), tree_map(resize, one, two)
 
 
-def resized(one: object, two: object, tokens: int, rows: int, seq_len: int) -> object:
+def resized(one, two, tokens: int, rows: int, seq_len: int) -> object:
     """A number of bytes or a tensor for `rows` rows of `seq_len` tokens, from its values for
     micro-batches (1, tokens) and (2, tokens + MORE). Integer tensors of at most 2**26 elements are real,
     other tensors on meta.
     """
 
-    def of_rows(of_one: int, of_two: int) -> int:
+    def of_rows(of_one, of_two):
         return of_one + (rows - 1) * (of_two - of_one)
 
     if type(one) is int:
@@ -117,7 +112,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
     token = model.config.image_token_id
     known = inspect.signature(type(model.base_model).forward).parameters
 
-    def features(images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    def features(images) -> dict[str, torch.Tensor]:
         extra = image_processor(images=images, return_tensors="pt")
         return {name: value for name, value in extra.items() if name in known}
 
@@ -159,9 +154,9 @@ class PictureBytes(LiveBytes):
         is_true = not any(tensor.is_meta for tensor in given)
         if not given:  # it creates a tensor: integers are real, floating-point values on meta
             dtype = kwargs.get("dtype") or torch.float32
-            is_true = not dtype.is_floating_point or func.overloadpacket is torch.ops.aten.arange
+            is_true = not dtype.is_floating_point or func.overloadpacket is aten.arange
         if not is_true:
-            args, kwargs = tree_map_only(torch.Tensor, methodcaller("to", "meta"), (args, kwargs))
+            args, kwargs = on_tensors(methodcaller("to", "meta"), (args, kwargs))
         elif "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -192,10 +187,10 @@ class PictureTrace:
         self.model, self.dtype = model, dtype
         self.layers = tower_layers(model)
         self.calls = []
-        self.known: dict[tuple, tuple] = {}  # equal calls are traced once
+        self.known = {}  # equal calls are traced once
         self.graphs = []  # keeps alive what the backward of the real parts needs
         self.embedding = model.get_input_embeddings()
-        projector, inside = [], {m for layer in self.layers for m in layer.modules()}
+        projector, inside = [], {*nn.ModuleList(self.layers).modules()}
         for name, module in model.named_modules():
             is_called = not isinstance(module, nn.ModuleList)
             if PROJECTOR.search(name) and is_called and module not in inside:
@@ -253,18 +248,18 @@ class PictureTrace:
                 layer = self.layers.index(module) if module in self.layers else -1
                 trains = any(value.requires_grad for value in tree_leaves(outputs))
                 self.calls.append(Call(layer, forward, backward, trains))
-            return tree_map_only(torch.Tensor, zeros_like, outputs)
+            return on_tensors(zeros_like, outputs)
 
     def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
         """(forward, backward, outputs as meta tensors) of one call of a module."""
         live = PictureBytes()
         with on_meta(), parameters_in(self.dtype, self.model, part=called):
-            args, kwargs = tree_map_only(torch.Tensor, meta_like, (args, kwargs))
+            args, kwargs = on_tensors(meta_like, (args, kwargs))
             with live:
                 # Not called(...), because hooks of the module collect hidden states.
                 outputs = type(called).forward(called, *args, **kwargs)
                 live.log.append("forward")
-            shapes = tree_map_only(torch.Tensor, meta_like, outputs)
+            shapes = on_tensors(meta_like, outputs)
             with live:
                 trained = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
                 grads = [torch.empty_like(tensor) for tensor in trained]
@@ -292,7 +287,7 @@ class Before(NamedTuple):
         embedded = self.model.get_input_embeddings()(ids)
         trains = any(call.trains for call in self.calls)
         features = torch.empty(embedded.shape, dtype=embedded.dtype, requires_grad=trains)
-        read = tree_map_only(torch.Tensor, meta_like, self.read) | {"input_ids": None}
+        read = on_tensors(meta_like, self.read) | {"input_ids": None}
         read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
         del embedded, features
         return reads_text(self.model)(**read).last_hidden_state

@@ -48,10 +48,10 @@ def changes(before: Setting, after: Setting) -> dict[str, object]:
 
 def flags_between(before: Setting, after: Setting) -> str:
     """The flags that lead from one setting to another, as they are typed."""
-    words = []
-    for name, value in changes(before, after).items():
-        words.append(f"--{name}" if value is True else f"--{name} {value}".lower())
-    return " ".join(words)
+    return " ".join(
+        f"--{name}" if value is True else f"--{name} {value}".lower()
+        for name, value in changes(before, after).items()
+    )
 
 
 def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:

@@ -32,7 +32,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     write_trace = torch.profiler.tensorboard_trace_handler(str(folder), name, use_gzip=True)
     on_gpu = world.device.type == "cuda"
 
-    def write(profiler: torch.profiler.profile) -> None:
+    def write(profiler):
         write_trace(profiler)
         print0(f"profile   {folder}: open its traces at https://ui.perfetto.dev")
         if on_gpu:
@@ -81,7 +81,7 @@ def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
-    def log(numbers: dict[str, float], step: int) -> None:
+    def log(numbers, step):
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
 
