@@ -393,9 +393,9 @@ def read_prompts(
 
 def prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
     """The prompt of a row. Messages and tools are read as in training; a last answer is left out."""
-    is_text = isinstance(row.data.get("prompt"), str) and not {"image", "images"} & row.data.keys()
+    has_pictures = row.data.get("image") or row.data.get("images")
     try:
-        if pictured and not is_text:
+        if pictured and (has_pictures or not isinstance(row.data.get("prompt"), str)):
             return pictured(row)
         content, tools, _ = turns_of(row.data)
     except ValueError as error:

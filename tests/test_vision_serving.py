@@ -289,10 +289,11 @@ def test_the_first_round_may_have_pictures(name, folder_of, rows, tmp_path):
 
 def test_texts_alone_and_a_chat(folder_of, tmp_path):
     folder = folder_of("llava")
-    write(tmp_path / "texts.jsonl", [{"prompt": "Hello"}, {"messages": user("Hello")}])
+    without = {"prompt": "Hello", "image": None, "images": []}
+    write(tmp_path / "texts.jsonl", [{"prompt": "Hello"}, {"messages": user("Hello")}, without])
     write(tmp_path / "asked.jsonl", [chat("Hello", "So")])
     (expected,) = plain(folder, folder, tmp_path / "asked.jsonl")
-    assert answers(tmp_path / "texts.jsonl", model=str(folder)) == [expected] * 2
+    assert answers(tmp_path / "texts.jsonl", model=str(folder)) == [expected] * 3
     said = chatted(None, folder, "Hello\n", {}).partition("ends the chat\n")[2].strip()
     assert said == escaped(expected)
 
