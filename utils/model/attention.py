@@ -31,7 +31,7 @@ LONGEST = 1024  # most tokens of a document in check_packing, for speed, even if
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Compute norms that have the code of LlamaRMSNorm, as two of three in transformers, by torch's own kernel.
+    """Compute norms that have the code of LlamaRMSNorm, as two of three in transformers, with torch's kernel.
 
     It reads its input once and keeps only that and one number per token for the backward; transformers' code
     keeps two more tensors of the input's size. In 16 bit it rounds once, not twice.
