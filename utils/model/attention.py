@@ -33,8 +33,8 @@ LONGEST = 1024  # most tokens of a document in check_packing, for speed, even if
 def fuse_norms(model: nn.Module) -> None:
     """Compute norms that have the code of LlamaRMSNorm, as two of three in transformers, with torch's kernel.
 
-    It reads its input once and keeps only that and one number per token for the backward; transformers' code
-    keeps two more tensors of the input's size. In 16 bit it rounds once, not twice.
+    For the backward it keeps its input and one number per token. transformers' code keeps the input in fp32,
+    and if the weight trains also what the weight scales. In 16 bit it rounds once, not twice.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html
     """
     for module in model.modules():
