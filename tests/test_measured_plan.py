@@ -14,7 +14,7 @@ from memory import SETTINGS, planned
 from transformers import LlamaConfig, MistralConfig
 
 from utils.model import attention, sharding
-from utils.model.options import Lora
+from utils.model.options import Lora, Quant
 from utils.plan.fit import WORKSPACES
 from utils.plan.need import Setting, _planned_model, need_of, sizes_of
 from utils.run.units import GIB, MIB
@@ -86,17 +86,31 @@ ACCUMULATED = {"rows": 8, "sync_each_microbatch": True}
 RECOMPUTED = {"batch_size": 4, "activation_checkpointing": "full", **ACCUMULATED}
 
 
-def test_8_billion_parameters_need_what_an_h200_measured():
-    adapted = need_of_8b(lora=Lora(lora_rank=16), **ACCUMULATED)
-    assert adapted == pytest.approx(36.65, abs=0.02)
+LORA = Lora(lora_rank=16)
+
+
+@pytest.mark.parametrize(
+    ("measured", "levers"),
+    [
+        (83.47, {}),
+        (75.47, {"activation_checkpointing": "selective"}),
+        (36.65, {"lora": LORA}),
+        (30.16, {"lora": LORA, "quant": Quant("8bit")}),
+        (27.31, {"lora": LORA, "quant": Quant("4bit")}),
+    ],
+)
+def test_8_billion_parameters_need_what_an_h200_measured(measured, levers):
+    assert need_of_8b(**levers, **ACCUMULATED) == pytest.approx(measured, abs=0.02)
+
+
+def test_8_billion_parameters_recomputed_need_what_an_h200_measured():
     assert need_of_8b(**RECOMPUTED) == pytest.approx(67.33, rel=0.002)
 
 
 def test_8_billion_parameters_need_what_an_h100_measured_before_norms_were_fused(
     own_norms, monkeypatch
 ):
-    adapted = need_of_8b(lora=Lora(lora_rank=16), **ACCUMULATED)
-    assert adapted == pytest.approx(38.65, abs=0.02)
+    assert need_of_8b(lora=LORA, **ACCUMULATED) == pytest.approx(38.65, abs=0.02)
     assert need_of_8b(**RECOMPUTED) == pytest.approx(67.96, rel=0.002)  # by the H200
     # measured with FSDP2's copies, which this setting has not any more
     monkeypatch.setattr(sharding, "stored_as_computed", lambda *given: set())

@@ -28,8 +28,9 @@ CONTENDERS = {
     "compiled_full": "the same and --compile",
     "offload_1b": "--cpu_offload, a Llama-3.2-1B shape; 2 micro-batches of 4 rows",
     "lora": "LoRA of rank 16 on all linear layers over bf16 weights; 8 micro-batches of 1 row",
-    "lora_8bit": "the same over int8",
-    "lora_4bit": "the same over nf4",
+    "compiled_lora": "the same and --compile",
+    "lora_8bit": "lora over int8",
+    "lora_4bit": "lora over nf4",
     "hf_defaults": "transformers.Trainer, TrainingArguments(bf16=True); 8 micro-batches of 1 row",
     "hf_recompute": "hf_tuned without Liger",
     "hf_tuned": "Trainer with gradient checkpointing, pure bf16, sdpa, Liger where installed; 2 of 4 rows",
@@ -38,7 +39,7 @@ CONTENDERS = {
 FOUR_ROWS = ("full", "compiled_full", "offload_1b", "hf_recompute", "hf_tuned")
 REFERENCES = dict.fromkeys(("plain", "compiled", "selective"), "hf_defaults")
 REFERENCES |= dict.fromkeys(("full", "compiled_full", "hf_recompute"), "hf_tuned")
-REFERENCES |= dict.fromkeys(("lora_8bit", "lora_4bit"), "lora")
+REFERENCES |= dict.fromkeys(("compiled_lora", "lora_8bit", "lora_4bit"), "lora")
 METRICS = {
     "tokens_per_second": ("", min),
     "mfu": ("%", min),
@@ -135,7 +136,8 @@ def _ours(
     from utils.train.optim import clip_gradients
     from utils.train.trained_run import shard_model
 
-    device, name = worker.world.device, worker.contender
+    device = worker.world.device
+    name = worker.contender.removeprefix("compiled_")
     offload = name == "offload_1b"
     if offload:
         torch.set_num_threads(os.cpu_count())  # the optimizer's step is on the CPU
@@ -153,10 +155,10 @@ def _ours(
     if device.type == "cuda":
         fuse_norms(model)
     add_chunked_loss(model)
-    recompute = "full" if offload else name.removeprefix("compiled_")
+    recompute = "full" if offload else name
     if recompute in ("selective", "full"):
         recompute_activations(model, recompute)
-    if name.startswith("compiled"):
+    if worker.contender.startswith("compiled"):
         for layer in decoder_layers(model):
             layer.compile()
     mesh = build_mesh(worker.world)
