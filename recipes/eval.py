@@ -200,8 +200,8 @@ def main(cfg: Config) -> Path:
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
     load_trained(trained, cfg.adapter, world)
-    note = check_chunked_loss(add_chunked_loss(model), world.device)
-    print0(f"compute   {dtype} {note}")
+    check_chunked_loss(add_chunked_loss(model), world.device)
+    print0(f"compute   {dtype}")
 
     # --- evaluate ---------------------------------------------------------------------------------
     act("evaluate")

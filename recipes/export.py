@@ -36,13 +36,9 @@ from utils.run.files import file_inside
 from utils.run.folder import check_space, releases_output
 from utils.run.settings import parse_cli
 from utils.run.signals import report_errors, stop_at_once
-from utils.train.trained_run import (
-    Trained,
-    load_trained,
-    load_weights,
-    open_trained,
-    shard_model,
-)
+from utils.train.checkpoint import checkpoint_tensors
+from utils.train.resume import read_tensors
+from utils.train.trained_run import Trained, load_trained, open_trained, shard_model
 
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TOKENIZER = (
@@ -126,7 +122,7 @@ def write_adapter(trained: Trained, out: Path, world: World) -> None:
     """Write an adapter folder from the checkpoint of a LoRA run. Every rank holds the whole adapter."""
     model = trained.model
     allocate(model, [name for name, p in model.named_parameters() if p.requires_grad])
-    load_weights(trained.checkpoint, model)
+    read_tensors(trained.checkpoint, checkpoint_tensors(model))
     tokenizer = tokenizer_of(trained)
     line = save_adapter(out, model, trained.adapter, trained.name, world, tokenizer)
     print0(f"adapter   {line}")

@@ -93,10 +93,8 @@ from utils.run.folder import (
     releases_output,
     start_run,
 )
-from utils.run.memory import peak_memory_bytes
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
-from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 from utils.train.rollout import (
@@ -294,13 +292,14 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        stored = cfg.param_dtype if learns else cfg.dtype  # a generator trains nothing
-        attn, structure = cfg.attn, (source.config, DTYPES[stored])
+        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
+        stored = param_dtype if learns else dtype  # a generator trains nothing
+        attn, structure = cfg.attn, (source.config, stored)
         model = build_model(*structure, attn, trust)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
     judge, frozen = None, []  # reward model; all models that are not trained
     if cfg.reward_model:
-        judge = open_reward_model(cfg.reward_model, DTYPES[cfg.dtype], world, trust)
+        judge = open_reward_model(cfg.reward_model, dtype, world, trust)
         frozen.append(judge.model)
     if cfg.kl_beta and not from_settings(Lora, cfg):
         frozen.append(model)  # the reference: the model at the start
@@ -340,19 +339,19 @@ def main(cfg: Config) -> Path:
             Setting,
             cfg,
             config=source.config,
-            param_dtype=DTYPES[cfg.param_dtype],
-            dtype=DTYPES[cfg.dtype],
+            param_dtype=param_dtype,
+            dtype=dtype,
             seq_len=longest + cfg.max_new_tokens,
             shards=axes["shard"],
             replicate=learners // axes["shard"],
             local_ranks=world.local_size,
-            gpu=world.device.type == "cuda",
+            gpu=bool(world.gpu_name),
             rows=micro_batches * cfg.batch_size,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
-            frozen_bytes=sum(share_bytes(m, axes["shard"], DTYPES[cfg.dtype]) for m in frozen),
-            repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
+            frozen_bytes=sum(share_bytes(m, axes["shard"], dtype) for m in frozen),
+            repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
         plan = plan_memory(setting, world, force=cfg.force)
         gathers, plan = plan_rollout(
@@ -413,21 +412,19 @@ def main(cfg: Config) -> Path:
         model = build_model(*structure, attn, trust, whole=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
-        from utils.model.attention import fuse_norms
+        from utils.model.attention import fuse_norms, repeat_grouped_keys
         from utils.train.profiling import flops_per_token, mfu
 
         fuse_norms(model)
+        if setting.repeats_keys:
+            repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
-    if setting.repeats_keys:
-        from utils.model.attention import repeat_grouped_keys
-
-        repeat_grouped_keys()
     names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
+            adapters, names = adapt(model, lora, quant, dtype)
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:
@@ -447,13 +444,12 @@ def main(cfg: Config) -> Path:
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, DTYPES[cfg.dtype])
+    found = units(model, dtype)
     offload = OffloadPolicy()
     plain = set()  # parameters that are not sharded
     if cfg.cpu_offload:
-        on_gpu = world.device.type == "cuda"
-        offload = CPUOffloadPolicy(pin_memory=on_gpu)
-        if on_gpu:
+        offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
+        if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
@@ -485,20 +481,19 @@ def main(cfg: Config) -> Path:
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
-    if warning := check_chunked_loss(model, world.device):
-        print0(f"warning: {warning}")
+    check_chunked_loss(model, world.device)
     reference = None  # the model at the start; with adapters, the base serves without a copy
     freeze = partial(
         frozen_copy,
         mesh=mesh,
-        dtype=DTYPES[cfg.dtype],
+        dtype=dtype,
         device=world.device,
         cpu_offload=cfg.cpu_offload,
     )
     if judge and learns:
         judge.model = freeze(judge.model, judge.pieces)
     if cfg.kl_beta and not lora and learns:
-        reference = freeze(build_model(source.config, DTYPES[cfg.dtype], attn, trust), pieces)
+        reference = freeze(build_model(source.config, dtype, attn, trust), pieces)
     # On Hopper and later, torch prefers cuDNN, which makes a plan for each length: 23 to 37 ms in reports.
     torch.backends.cuda.enable_cudnn_sdp(False)
     sampling = Sampling(
@@ -570,8 +565,9 @@ def main(cfg: Config) -> Path:
     if cfg.profile or cfg.tensorboard or cfg.wandb:
         from utils.train.profiling import start_recording
 
-        wanted = (cfg.profile, cfg.tensorboard, cfg.wandb)
-        profiler, trackers = start_recording(out, world, first, steps, *wanted)
+        profiler, trackers = start_recording(
+            out, world, first, steps, cfg.profile, cfg.tensorboard, cfg.wandb
+        )
     stop = ""
     with (
         generators_end(roles) if roles else nullcontext(),
@@ -585,7 +581,7 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
+            set_seed(cfg.seed, step, world)  # for dropout
             begun_at = time.monotonic()
             asked = [examples[row] for row in loader.rows_of(step) for _ in range(cfg.group_size)]
             # The keys determine the random numbers of each completion: see generate.
@@ -644,7 +640,6 @@ def main(cfg: Config) -> Path:
                     norms.append(grad_norm)
             losses = [summed[0] for summed in sums]
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
-            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             done = step + 1
             unread.add(
                 sums[0] / cfg.epochs_per_rollout,
@@ -662,7 +657,6 @@ def main(cfg: Config) -> Path:
                 seconds_drawing=drawn_at - begun_at,
                 seconds_rewarding=rewarded_at - drawn_at,
                 tokens=sum(len(r.prompt) + len(r.ids) for r in rollouts),
-                peak_memory_gib=peak_bytes / GIB,
             )
             stop = stop_asked(world.group)
             last = stop or done == steps
@@ -681,10 +675,14 @@ def main(cfg: Config) -> Path:
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves:
-                state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
-                state["template"] = tokenizer.template_name
-                state["scaler"] = scaler.state_dict()
-                path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
+                state = {
+                    "epoch": done / loader.per_epoch,
+                    "config": asdict(cfg),
+                    "template": tokenizer.template_name,
+                    "scaler": scaler.state_dict(),
+                    "step_seconds": seconds,
+                }
+                path = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:

@@ -84,10 +84,8 @@ from utils.run.folder import (
     releases_output,
     start_run,
 )
-from utils.run.memory import peak_memory_bytes
 from utils.run.settings import check_least, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
-from utils.run.units import GIB
 from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.optim import UnreadSteps, check_packages, clip_gradients
 
@@ -230,7 +228,8 @@ def main(cfg: Config) -> Path:
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
-        attn, structure = cfg.attn, (source.config, DTYPES[cfg.param_dtype])
+        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
+        attn, structure = cfg.attn, (source.config, param_dtype)
         model = build_model(*structure, attn, trust, kind="pictures")  # on meta
         check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
         processor = load_processor(source.folder, tokenizer)
@@ -270,13 +269,13 @@ def main(cfg: Config) -> Path:
             Setting,
             cfg,
             config=source.config,
-            param_dtype=DTYPES[cfg.param_dtype],
-            dtype=DTYPES[cfg.dtype],
+            param_dtype=param_dtype,
+            dtype=dtype,
             seq_len=longest_row(cfg.seq_len, False, examples, held_out),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
-            gpu=world.device.type == "cuda",
+            gpu=bool(world.gpu_name),
             rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
@@ -284,7 +283,7 @@ def main(cfg: Config) -> Path:
             kind="pictures",
             parts="" if from_settings(Lora, cfg) else cfg.train,
             pictures=Pictures(pictured.largest),
-            repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
+            repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
@@ -300,14 +299,14 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
-        if earlier.checkpoint:
-            from utils.train.resume import check_facts
-
-            facts_now = facts | {"global_batch_size": wanted}
-            check_facts(earlier.state, facts_now, cfg.allow_new_data)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
+        facts["global_batch_size"] = global_batch
+        if earlier.checkpoint:
+            from utils.train.resume import check_facts
+
+            check_facts(earlier.state, facts, cfg.allow_new_data)
         shares = (cfg.batch_size, world.rank, world.size, *read)
         loader = PictureBatches(examples, cfg.seed, global_batch, *shares)
         micro_batches += loader.separates
@@ -342,21 +341,19 @@ def main(cfg: Config) -> Path:
     if not cfg.low_cpu_fsdp:
         model = build_model(*structure, attn, trust, source.folder, kind="pictures")
     if world.gpu_name:
-        from utils.model.attention import fuse_norms
+        from utils.model.attention import fuse_norms, repeat_grouped_keys
 
         fuse_norms(model)
-    if setting.repeats_keys:
-        from utils.model.attention import repeat_grouped_keys
-
-        repeat_grouped_keys()
+        if setting.repeats_keys:
+            repeat_grouped_keys()
     names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, DTYPES[cfg.dtype])
+            adapters, names = adapt(model, lora, quant, dtype)
     else:
-        freeze_parts(model, parse_parts(cfg.train), DTYPES[cfg.dtype])
+        freeze_parts(model, parse_parts(cfg.train), dtype)
     rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}
     with together(world):
         for part, members in part_names(model).items():
@@ -382,13 +379,12 @@ def main(cfg: Config) -> Path:
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, DTYPES[cfg.dtype], tower_layers(model))
+    found = units(model, dtype, tower_layers(model))
     offload = OffloadPolicy()
     plain = set()  # parameters that are not sharded
     if cfg.cpu_offload:
-        on_gpu = world.device.type == "cuda"
-        offload = CPUOffloadPolicy(pin_memory=on_gpu)
-        if on_gpu:
+        offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
+        if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
         plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
@@ -420,8 +416,7 @@ def main(cfg: Config) -> Path:
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
-    if warning := check_chunked_loss(model, world.device):
-        print0(f"warning: {warning}")
+    check_chunked_loss(model, world.device)
     # A micro-batch without pictures skips units, and FSDP2 needs each unit to have been gathered once.
     for unit in found:
         unit.modules[0].unshard()
@@ -473,8 +468,9 @@ def main(cfg: Config) -> Path:
     if cfg.profile or cfg.tensorboard or cfg.wandb:
         from utils.train.profiling import start_recording
 
-        wanted = (cfg.profile, cfg.tensorboard, cfg.wandb)
-        profiler, trackers = start_recording(out, world, first, steps, *wanted)
+        profiler, trackers = start_recording(
+            out, world, first, steps, cfg.profile, cfg.tensorboard, cfg.wandb
+        )
     stop = ""
     with (
         CheckpointSaver(
@@ -487,7 +483,7 @@ def main(cfg: Config) -> Path:
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
-            set_seed((cfg.seed * 1_000_003 + step) * world.size + world.rank)  # for dropout
+            set_seed(cfg.seed, step, world)  # for dropout
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
             done_share = max(0.0, (step - warmup) / max(1, steps - warmup))  # 0 during the warm-up
@@ -509,7 +505,6 @@ def main(cfg: Config) -> Path:
                 scaler.scale(loss * world.size / trained_tokens).backward()
                 losses.append(loss.detach())
             loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
-            peak_bytes = peak_memory_bytes()  # the highest use is in the backward
             scaler.unscale_(optimizer)
             if in_backward:  # every weight is updated already
                 grad_norm = in_backward.grad_norm()
@@ -521,7 +516,6 @@ def main(cfg: Config) -> Path:
             scaler.update()
             optimizer.zero_grad()
             done = step + 1
-            tokens = all_reduce_sum(sum(batch.tokens for batch in batches), world)
             unread.add(
                 loss,
                 grad_norm,
@@ -531,8 +525,7 @@ def main(cfg: Config) -> Path:
                 step=done,
                 lr=lr,
                 trained_tokens=int(trained_tokens),
-                tokens=int(tokens),
-                peak_memory_gib=peak_bytes / GIB,
+                tokens=int(all_reduce_sum(sum(batch.tokens for batch in batches), world)),
             )
             stop = stop_asked()
             last = stop or done == steps
@@ -547,10 +540,14 @@ def main(cfg: Config) -> Path:
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
             if saves:
-                state = facts | {"epoch": done / loader.per_epoch, "config": asdict(cfg)}
-                state["template"] = tokenizer.template_name
-                state |= {"global_batch_size": global_batch, "scaler": scaler.state_dict()}
-                path = saver.save(done, model, optimizer, state | {"step_seconds": seconds})
+                state = {
+                    "epoch": done / loader.per_epoch,
+                    "config": asdict(cfg),
+                    "template": tokenizer.template_name,
+                    "scaler": scaler.state_dict(),
+                    "step_seconds": seconds,
+                }
+                path = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:

@@ -35,10 +35,8 @@ def build(world, kind="llama", seed=0, **changes):
 
 
 def save_checkpoint(folder, step, model, optimizer, state, keep, world):
-    saver = CheckpointSaver(folder, keep, world)
-    path = saver.save(step, model, optimizer, state)
-    saver.close()
-    return path
+    with CheckpointSaver(folder, keep, world) as saver:
+        return saver.save(step, model, optimizer, state)
 
 
 def train(world, model, optimizer, first, last) -> list[float]:

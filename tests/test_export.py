@@ -304,20 +304,20 @@ def test_all_ranks_read_the_checkpoint_that_rank_0_chose_while_the_run_saves(run
 
 def export_what_is_removed(world, flags) -> str:
     """The error of an export whose checkpoint goes while it is read, as its run removes it."""
-    load = trained_run.load_weights
+    load = trained_run.read_tensors
 
-    def load_too_late(path: Path, model) -> None:
+    def load_too_late(path: Path, tensors: dict) -> None:
         if world.rank == 0:
             shutil.rmtree(path)
         dist.barrier()
-        load(path, model)
+        load(path, tensors)
 
-    trained_run.load_weights = load_too_late
+    trained_run.read_tensors = load_too_late
     try:
         with pytest.raises(ConfigError) as refused:
             on_rank(world, flags)
     finally:
-        trained_run.load_weights = load
+        trained_run.read_tensors = load
     assert refused.value.agreed
     return str(refused.value)
 

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import masking_utils
 
 from ..run.distributed import World, all_reduce_sum
+from ..run.errors import print0
 from ..run.units import GIB, IGNORE
 from .sharding import family_of, reshard
 
@@ -94,12 +95,12 @@ def _scaled(logits: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
+def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
     """Compare the chunked logits of 7 tokens with the model's own. Every rank calls it, with
     the weights loaded.
 
-    It tries the known transforms, the likeliest first, and returns "" when the logits agree. Otherwise it
-    switches the model to full logits, and returns a sentence with the reason and the memory that they cost.
+    It tries the known transforms, the likeliest first, until the logits agree. If none does, it switches the
+    model to full logits, and prints a warning with the reason and the memory that they cost.
     """
     head = model.get_output_embeddings()
     vocab_size = head.weight.shape[0]
@@ -124,12 +125,14 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> str:
         for transform in known_transforms(model):
             if (transform(plain).float() - own).abs().max() <= tolerance:
                 head.logits_to_loss = transform
-                return ""
+                return
         why = f"{type(model.base_model).__name__} changes its logits after the head"
     model.full_logits = True
-    gib = 1024 * vocab_size * 4 * 4 / GIB  # fp32 logits, softmax, and gradients
-    price = f"full logits are used, about {gib:.2f} GiB for 1,024 tokens of a micro-batch"
-    return f"{why}, which the chunked loss does not know: {price}"
+    gib = 1024 * vocab_size * 16 / GIB  # fp32 logits, softmax, and gradients
+    print0(
+        f"warning: {why}, which the chunked loss does not know: full logits are used, about {gib:.2f} GiB"
+        " for 1,024 tokens of a micro-batch"
+    )
 
 
 def summed_cross_entropy(

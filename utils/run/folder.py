@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import wraps
@@ -111,7 +111,7 @@ def start_run(out: Path, cfg: object, planned: dict) -> int:
 
     The first start writes config.yaml, later ones config_002.yaml and so on.
     """
-    run = 1 + len([*out.glob("config.yaml"), *out.glob("config_[0-9][0-9][0-9].yaml")])
+    run = 1 + len([*out.glob("config*.yaml")])
     save_config(cfg, out / ("config.yaml" if run == 1 else f"config_{run:03d}.yaml"))
     write_plan(out, planned)
     return run
@@ -205,7 +205,7 @@ LINE = {
 }
 
 
-class RunLog:
+class RunLog(AbstractContextManager):
     """Writes the numbers of a run to stdout, to folder/metrics.jsonl and to trackers.
 
     On a terminal it also shows a progress bar with the time left; a log file gets only whole lines. trackers:
@@ -263,9 +263,6 @@ class RunLog:
             # the reader of stdout is gone (`| head`, a closed terminal); the run goes on
             self.bar.disable = True
             silence()
-
-    def __enter__(self) -> "RunLog":
-        return self
 
     def __exit__(self, *_) -> None:
         """Finish the bar and the trackers."""

@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from ..run.folder import check_space
 Optimizer = torch.optim.Optimizer
 
 
-class CheckpointSaver:
+class CheckpointSaver(AbstractContextManager):
     """Writes folder/step_%08d and keeps the newest `keep` checkpoints (0: all). Every rank creates a saver
     and makes the same calls. A thread removes older checkpoints during the next steps, because freeing large
     files takes a while. After the first save, the saver warns if the time after a SIGTERM would be too short
@@ -106,18 +106,11 @@ class CheckpointSaver:
         if self.writer and self.writer.removal:
             self.writer.removal.join()
 
-    def close(self) -> None:
-        """Wait, and end the saver: it cannot save again."""
-        self.wait()
-        dist.destroy_process_group(self.group)
-
-    def __enter__(self) -> "CheckpointSaver":
-        return self
-
     def __exit__(self, kind, error, traceback) -> None:
-        """Close, but not after an error: other ranks may never reach the collectives of close."""
+        """Wait and end, but not after an error: other ranks may never reach these collectives."""
         if kind is None:
-            self.close()
+            self.wait()
+            dist.destroy_process_group(self.group)
 
     def _finish(self, done) -> None:
         try:
@@ -160,8 +153,9 @@ def checkpoint_tensors(
     return tensors
 
 
-def set_seed(seed: int) -> None:
-    """Seed every random generator. Each step has its own seed, so a resume needs no generator states."""
+def set_seed(seed: int, step: int, world: World) -> None:
+    """Seed every random generator, for a step and rank. So a resume needs no generator states."""
+    seed = (seed * 1_000_003 + step) * world.size + world.rank
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

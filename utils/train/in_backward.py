@@ -20,23 +20,24 @@ from ..run.errors import check
 
 def check_in_backward(clip_norm: float, micro_batches: int, dtype: str, offload: bool) -> None:
     """Raise ConfigError for settings that need all gradients of a step at the same time."""
-    flag = "--optimizer_in_backward"
     check(
         not clip_norm,
-        f"{flag}: the norm that --clip_norm {clip_norm:g} needs is known only after the backward"
-        " (fix: --clip_norm 0)",
+        f"--optimizer_in_backward: the norm that --clip_norm {clip_norm:g} needs is known only after the"
+        " backward (fix: --clip_norm 0)",
     )
     check(
         micro_batches == 1,
-        f"{flag}: {micro_batches} micro-batches would be as many steps (fix: a larger --batch_size,"
-        " a smaller --global_batch_size or --grad_accum 1)",
+        f"--optimizer_in_backward: {micro_batches} micro-batches would be as many steps (fix: a larger"
+        " --batch_size, a smaller --global_batch_size or --grad_accum 1)",
     )
     check(
         dtype != "fp16",
-        f"{flag}: in fp16 a step is left out where any gradient overflows (fix: --dtype bf16)",
+        "--optimizer_in_backward: in fp16 a step is left out where any gradient overflows"
+        " (fix: --dtype bf16)",
     )
     check(
-        not offload, f"{flag}: with --cpu_offload no gradient stays on a GPU (fix: leave one out)"
+        not offload,
+        "--optimizer_in_backward: with --cpu_offload no gradient stays on a GPU (fix: leave one out)",
     )
 
 

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from ..run.distributed import World, together
 from ..run.errors import ConfigError, check, first_five
 from ..run.folder import RunLog
+from ..run.memory import peak_memory_bytes
+from ..run.units import GIB
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -46,8 +48,8 @@ class UnreadSteps:
         rank. means: further values () by name, still on the device. numbers: values that the host knows
         already; None: not known.
         """
-        values = (loss, grad_norm, *means.values())
-        on_device = torch.stack([value.to(loss) for value in values])
+        on_device = torch.stack([v.to(loss) for v in (loss, grad_norm, *means.values())])
+        numbers["peak_memory_gib"] = peak_memory_bytes() / GIB
         self.steps.append((on_device, losses, [batch.where for batch in batches], means, numbers))
 
     def read(self, started: float, token_mfu: float) -> float:

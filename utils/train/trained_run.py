@@ -211,7 +211,7 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
         with together(world):
             load_adapter(trained.model, Path(adapter))
     if trained.checkpoint:
-        load_weights(trained.checkpoint, trained.model)
+        read_tensors(trained.checkpoint, checkpoint_tensors(trained.model))
     trained.model.eval()
 
 
@@ -221,11 +221,6 @@ def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         cast_to(tensor, dtypes.get(plain_name(name)))
     return model
-
-
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights into an allocated model, in any sharding; no optimizer state."""
-    read_tensors(path, checkpoint_tensors(model))
 
 
 # --- a reward model, which is sharded and never trained
@@ -283,8 +278,8 @@ def open_reward_model(
     source = open_model(name, world, trust_remote_code)
     with together(world):
         labels = source.config.num_labels
-        fix = "a folder that reward.py has made"
-        check(labels == 1, f"--reward_model {name} has {labels} labels, not one (fix: {fix})")
+        what = f"--reward_model {name} has {labels} labels, not one"
+        check(labels == 1, f"{what} (fix: a folder that reward.py has made)")
         model = build_model(
             source.config, dtype, trust_remote_code=trust_remote_code, kind="scores"
         )
