@@ -252,18 +252,21 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
+        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
             Setting,
             cfg,
             config=source.config,
             param_dtype=param_dtype,
             dtype=dtype,
-            seq_len=longest_row(cfg.seq_len, cfg.packing, examples, held_out),
+            seq_len=longest_row(cfg.seq_len, cfg.packing, multiple, examples, held_out),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -283,7 +286,6 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
@@ -303,13 +305,12 @@ def main(cfg: Config) -> Path:
 
             Batches, options = PackedBatches, (cfg.seq_len, wants_flat_packs(model))
         loader = Batches(examples, cfg.seed, global_batch, *shares, *options)
-        # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        if world.gpu_name and cfg.seq_len % 64 == 0:
-            loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else 64
+        loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else multiple
         if held_out:
             at_once = cfg.batch_size * world.size
             eval_loader = Batches(held_out, cfg.seed, at_once, *shares, *options)
             eval_loader.multiple = loader.multiple
+        length = examples.lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -337,7 +338,7 @@ def main(cfg: Config) -> Path:
         fuse_norms(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
-        token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
+        token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
     names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
@@ -506,17 +507,21 @@ def main(cfg: Config) -> Path:
             )
             stop = stop_asked()
             last = stop or done == steps
-            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
-            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            evals = cfg.eval_every and done % cfg.eval_every == 0
+            evals = held_out and not stop and (evals or done == steps)
+            saves = cfg.save_every and (last or done % cfg.save_every == 0)
             if evals or saves or last or done % cfg.log_every == 0:
                 seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
-                log.step(step=done, eval_loss=eval_loss(model, eval_loader, world))
+                held_out_loss = eval_loss(model, eval_loader, world)
+                stop = stop_asked()  # a signal ends an evaluation
+                if not stop:
+                    log.step(step=done, eval_loss=held_out_loss)
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
-            if saves:
+            if saves or stop:
                 state = {
                     "epoch": done / loader.per_epoch,
                     "config": asdict(cfg),

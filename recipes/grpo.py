@@ -333,6 +333,8 @@ def main(cfg: Config) -> Path:
             f"the longest prompt has {longest:,} tokens, and with --max_new_tokens {cfg.max_new_tokens}"
             f" more than the model's {positions:,} positions (fix: less of --max_new_tokens or --seq_len)",
         )
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
+        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         completions = cfg.global_batch_size * cfg.group_size
         micro_batches = math.ceil(math.ceil(completions / learners) / cfg.batch_size)
         setting = from_settings(
@@ -341,7 +343,7 @@ def main(cfg: Config) -> Path:
             config=source.config,
             param_dtype=param_dtype,
             dtype=dtype,
-            seq_len=longest + cfg.max_new_tokens,
+            seq_len=math.ceil((longest + cfg.max_new_tokens) / multiple) * multiple,
             shards=axes["shard"],
             replicate=learners // axes["shard"],
             local_ranks=world.local_size,
@@ -383,9 +385,8 @@ def main(cfg: Config) -> Path:
             check_facts(earlier.state, facts, cfg.allow_new_data)
         shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
         loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *shares)
-        # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        if world.gpu_name and cfg.seq_len % 64 == 0:
-            loader.multiple = 64
+        loader.multiple = multiple
+        length = cfg.seq_len
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -418,7 +419,7 @@ def main(cfg: Config) -> Path:
         fuse_norms(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
-        token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
+        token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
     names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
@@ -660,8 +661,9 @@ def main(cfg: Config) -> Path:
             )
             stop = stop_asked(world.group)
             last = stop or done == steps
-            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
-            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            evals = cfg.eval_every and done % cfg.eval_every == 0
+            evals = held_out and not stop and (evals or done == steps)
+            saves = cfg.save_every and (last or done % cfg.save_every == 0)
             if evals or saves or last or done % cfg.log_every == 0:
                 seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
@@ -672,9 +674,10 @@ def main(cfg: Config) -> Path:
                 completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
                 rewarded = reward(asked, completions, group_size=1)
                 log.step(step=done, **reward_means(rewarded, "eval_"))
+                stop = stop_asked(world.group)
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
-            if saves:
+            if saves or stop:
                 state = {
                     "epoch": done / loader.per_epoch,
                     "config": asdict(cfg),

@@ -283,6 +283,7 @@ def main(cfg: Config) -> dict:
         "recommended": None,
         "command": "",
         "without_offload": "",
+        "in_16_bit": "",
     }
     if need.peak:
         plan["answer"] = answer_of(asked, need, room)
@@ -304,6 +305,12 @@ def main(cfg: Config) -> dict:
             other = fastest_traced(scaled, room, may_offload=False)
             if best.cpu_offload and other:
                 plan["without_offload"] = command(cfg, flags_between(plain, other))
+            if best.cpu_offload and asked.param_dtype == torch.float32 and not best.lora:
+                lighter = replace(scaled, param_dtype=torch.bfloat16, optimizer="adamw_8bit")
+                other = fastest_traced(lighter, room, may_offload=False)
+                if other and not other.lora:
+                    in_16_bit = replace(cfg, param_dtype="bf16", optimizer="adamw_8bit")
+                    plan["in_16_bit"] = command(in_16_bit, flags_between(plain, other))
     if cfg.json:
         say(json.dumps(plan, indent=2), ready=True)
     elif has_tables:
@@ -695,6 +702,11 @@ def recommendation(cfg: Config, plan: dict) -> list[str]:
         if plan["without_offload"]:
             lines.append("Without offload:")
             lines.append(f"  {escaped(plan['without_offload'])}")
+        if plan["in_16_bit"]:
+            lines.append(
+                "Without offload, with weights in 16 bit and moments in 8, which train less exactly:"
+            )
+            lines.append(f"  {escaped(plan['in_16_bit'])}")
     return lines
 
 

@@ -293,6 +293,9 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
+        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
             Setting,
             cfg,
@@ -300,12 +303,13 @@ def main(cfg: Config) -> Path:
             param_dtype=param_dtype,
             dtype=dtype,
             # a pair is planned as one row with the length of its two sequences
-            seq_len=longest_row(cfg.seq_len, cfg.packing, *answers) * (1 + (cfg.loss != "kto")),
+            seq_len=longest_row(cfg.seq_len, cfg.packing, multiple, *answers)
+            * (1 + (cfg.loss != "kto")),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -325,7 +329,6 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
@@ -347,13 +350,12 @@ def main(cfg: Config) -> Path:
             text = "--loss kto compares each answer with another of its global batch"
             check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
         loader = Batches(examples, cfg.seed, global_batch, *shares, *options)
-        # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        if world.gpu_name and cfg.seq_len % 64 == 0:
-            loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else 64
+        loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else multiple
         if held_out:
             # The same size as in training, because the KL term of kto depends on it.
             eval_loader = Batches(held_out, cfg.seed, global_batch, *shares, *options)
             eval_loader.multiple = loader.multiple
+        length = answers[0].lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -382,7 +384,7 @@ def main(cfg: Config) -> Path:
         fuse_norms(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
-        token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
+        token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
     names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
@@ -574,14 +576,18 @@ def main(cfg: Config) -> Path:
             )
             stop = stop_asked()
             last = stop or done == steps
-            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
-            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            evals = cfg.eval_every and done % cfg.eval_every == 0
+            evals = held_out and not stop and (evals or done == steps)
+            saves = cfg.save_every and (last or done % cfg.save_every == 0)
             if evals or saves or last or done % cfg.log_every == 0:
                 seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
-                log.step(step=done, **evaluate(cfg, model, eval_loader, reference, world, mesh))
+                means = evaluate(cfg, model, eval_loader, reference, world, mesh)
+                stop = stop_asked()  # a signal ends an evaluation
+                if not stop:
+                    log.step(step=done, **means)
             if not fallen and (evals or saves or last):
                 fallen = at_start - mean_of_wanted(model, watched, world) > FALLEN
                 if fallen:
@@ -589,7 +595,7 @@ def main(cfg: Config) -> Path:
                     print0(f"warning: {why}: the model may forget them (fix: --sft_weight 1)")
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
-            if saves:
+            if saves or stop:
                 state = {
                     "epoch": done / loader.per_epoch,
                     "config": asdict(cfg),
@@ -666,7 +672,9 @@ def preference_loss(
 
 @torch.no_grad()
 def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> dict[str, float]:
-    """The held-out loss and means. All ranks call it, because every forward has collectives."""
+    """The held-out loss and means. All ranks call it, because every forward has collectives. A signal ends it
+    early; then the means are of no use.
+    """
     model.eval()
     sums = torch.zeros(9, dtype=torch.float64, device=world.device)
     for step in range(loader.per_epoch):
@@ -681,6 +689,8 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
             policy = log_probs_of(model, batch)
             found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
             sums += found
+        if stop_asked():
+            break
     model.train()
     reshard(model)
     means = means_of(sum_on_device(sums, mesh), cfg.loss != "kto", cfg.sft_weight)

@@ -268,6 +268,7 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         setting = from_settings(
             Setting,
             cfg,
@@ -278,7 +279,7 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
             may_adapt=False,
             attn=attn,
             masked=cfg.document_mask and attn != "varlen",
@@ -298,7 +299,6 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
@@ -461,7 +461,9 @@ def main(cfg: Config) -> Path:
         unread = UnreadSteps(log, world, cfg.dtype == "fp16")
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         if held_out and not first:
-            log.step(step=0, **evaluate(model, eval_loader, world))
+            means = evaluate(model, eval_loader, world)
+            if not stop_asked():
+                log.step(step=0, **means)
         for step in range(first, steps):
             if not unread.steps:
                 started = time.monotonic()
@@ -511,17 +513,21 @@ def main(cfg: Config) -> Path:
             )
             stop = stop_asked()
             last = stop or done == steps
-            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
-            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            evals = cfg.eval_every and done % cfg.eval_every == 0
+            evals = held_out and not stop and (evals or done == steps)
+            saves = cfg.save_every and (last or done % cfg.save_every == 0)
             if evals or saves or last or done % cfg.log_every == 0:
                 seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
-                log.step(step=done, **evaluate(model, eval_loader, world))
+                means = evaluate(model, eval_loader, world)
+                stop = stop_asked()  # a signal ends an evaluation
+                if not stop:
+                    log.step(step=done, **means)
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
-            if saves:
+            if saves or stop:
                 state = {
                     "epoch": done / loader.per_epoch,
                     "config": asdict(cfg),

@@ -154,10 +154,12 @@ def main(cfg: Config) -> bool:
     ranks = cfg.ranks or env_int("WORLD_SIZE", 1)
     world = World(0, 1, 0, ranks, device_of(0, 1))
     axes = mesh_axes(ranks, cfg.replicate, cfg.shard)
-    model_name = cfg.model or str(TINY)
+    tiny = TINY / "vision" if cfg.train else TINY
     dtype = settle_dtype(cfg.dtype, world.device)
-    tiny_rows = TINY / ("pairs.jsonl" if cfg.loss else "chat.jsonl")
-    cfg = replace(cfg, model=model_name, dataset=cfg.dataset or str(tiny_rows), dtype=dtype)
+    rows = "pairs.jsonl" if cfg.loss else "rows.jsonl" if cfg.train else "chat.jsonl"
+    cfg = replace(
+        cfg, model=cfg.model or str(tiny), dataset=cfg.dataset or str(tiny / rows), dtype=dtype
+    )
 
     # --- folder: the model's ----------------------------------------------------------------------
     act("folder")
@@ -222,6 +224,7 @@ def main(cfg: Config) -> bool:
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
+    multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8  # of padded lengths
     with together(world):
         setting = from_settings(
             Setting,
@@ -229,7 +232,7 @@ def main(cfg: Config) -> bool:
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
-            seq_len=longest_row(cfg.seq_len, cfg.packing, *parts)
+            seq_len=longest_row(cfg.seq_len, cfg.packing, multiple, *parts)
             * (1 + (cfg.loss not in ("", "kto"))),
             shards=axes["shard"],
             replicate=ranks // axes["shard"],

@@ -249,6 +249,9 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
+        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
             Setting,
             cfg,
@@ -256,12 +259,12 @@ def main(cfg: Config) -> Path:
             param_dtype=param_dtype,
             dtype=dtype,
             # a pair is planned as one row with the length of its two sequences
-            seq_len=2 * longest_row(cfg.seq_len, False, *answers),
+            seq_len=2 * longest_row(cfg.seq_len, False, multiple, *answers),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -280,7 +283,6 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
@@ -295,12 +297,11 @@ def main(cfg: Config) -> Path:
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
         loader = PairBatches(examples, cfg.seed, global_batch, *shares)
-        # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        if world.gpu_name and cfg.seq_len % 64 == 0:
-            loader.multiple = 64
+        loader.multiple = multiple
         if held_out:
             eval_loader = PairBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
             eval_loader.multiple = loader.multiple
+        length = answers[0].lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -328,7 +329,7 @@ def main(cfg: Config) -> Path:
         fuse_norms(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
-        token_mfu = mfu(flops_per_token(model, cfg.seq_len), world)
+        token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
     names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
@@ -499,17 +500,21 @@ def main(cfg: Config) -> Path:
             )
             stop = stop_asked()
             last = stop or done == steps
-            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
-            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            evals = cfg.eval_every and done % cfg.eval_every == 0
+            evals = held_out and not stop and (evals or done == steps)
+            saves = cfg.save_every and (last or done % cfg.save_every == 0)
             if evals or saves or last or done % cfg.log_every == 0:
                 seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
-                log.step(step=done, **evaluate(model, eval_loader, cfg.center_weight, world))
+                means = evaluate(model, eval_loader, cfg.center_weight, world)
+                stop = stop_asked()  # a signal ends an evaluation
+                if not stop:
+                    log.step(step=done, **means)
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
-            if saves:
+            if saves or stop:
                 state = {
                     "epoch": done / loader.per_epoch,
                     "config": asdict(cfg),
@@ -566,7 +571,9 @@ def score_sums(scores: torch.Tensor, center_weight: float) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model, loader, center_weight: float, world) -> dict[str, float]:
-    """The held-out loss and means. All ranks call it, because every forward has collectives."""
+    """The held-out loss and means. All ranks call it, because every forward has collectives. A signal ends it
+    early; then the means are of no use.
+    """
     model.eval()
     sums, pairs = torch.zeros(4, dtype=torch.float64, device=world.device), 0
     for step in range(loader.per_epoch):
@@ -574,6 +581,8 @@ def evaluate(model, loader, center_weight: float, world) -> dict[str, float]:
             scores = sequence_scores(model, batch.to(world.device))
             sums += score_sums(scores, center_weight)
             pairs += batch.pairs
+        if stop_asked():
+            break
     model.train()
     reshard(model)
     pairs = all_reduce_sum(pairs, world)

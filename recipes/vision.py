@@ -265,18 +265,21 @@ def main(cfg: Config) -> Path:
     with together(world):
         read = (pad_id(tokenizer), rows, processor, cfg.workers)
         pictured = PictureBatches(examples, 0, 1, 1, 0, 1, *read)
+        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # A GPU selects, or compiles, kernels for each length: use few different lengths.
+        multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
             Setting,
             cfg,
             config=source.config,
             param_dtype=param_dtype,
             dtype=dtype,
-            seq_len=longest_row(cfg.seq_len, False, examples, held_out),
+            seq_len=longest_row(cfg.seq_len, False, multiple, examples, held_out),
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=cfg.global_batch_size // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -298,7 +301,6 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         global_batch, micro_batches = divide_batch(
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
@@ -314,9 +316,7 @@ def main(cfg: Config) -> Path:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        # A GPU selects, or compiles, kernels for each length: use few different lengths.
-        if world.gpu_name and cfg.seq_len % 64 == 0:
-            loader.multiple = 64
+        loader.multiple = multiple
         if held_out:
             eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
             eval_loader.multiple = loader.multiple
@@ -529,17 +529,21 @@ def main(cfg: Config) -> Path:
             )
             stop = stop_asked()
             last = stop or done == steps
-            evals = held_out and (done == steps or (cfg.eval_every and done % cfg.eval_every == 0))
-            saves = stop or (cfg.save_every and (last or done % cfg.save_every == 0))
+            evals = cfg.eval_every and done % cfg.eval_every == 0
+            evals = held_out and not stop and (evals or done == steps)
+            saves = cfg.save_every and (last or done % cfg.save_every == 0)
             if evals or saves or last or done % cfg.log_every == 0:
                 seconds = unread.read(started, 0.0)  # the only place that waits for the GPU
             if profiler:
                 profiler.step()
             if evals:
-                log.step(step=done, eval_loss=eval_loss(model, eval_loader, world))
+                held_out_loss = eval_loss(model, eval_loader, world)
+                stop = stop_asked()  # a signal ends an evaluation
+                if not stop:
+                    log.step(step=done, eval_loss=held_out_loss)
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
-            if saves:
+            if saves or stop:
                 state = {
                     "epoch": done / loader.per_epoch,
                     "config": asdict(cfg),

@@ -421,7 +421,7 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
         "parts that are no text",
         "a.jsonl",
         lines(chat({"role": "user", "content": [{"type": "image"}]}, ANSWER)),
-        "messages[0].content[0].type: 'image' is no text; finetune.py trains one text answer a row",
+        "messages[0].content[0].type: 'image' is no text; here a row has one text answer",
     ),
     (
         "parts that are no text",

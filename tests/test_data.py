@@ -16,6 +16,7 @@ from utils.data.examples import (
     Examples,
     Rows,
     load_data,
+    longest_row,
     print_data,
     write_bad_rows,
 )
@@ -522,6 +523,13 @@ def test_lengths_are_balanced_over_ranks():
     assert max(tokens) < 1.03 * min(tokens)
     shapes = [[batch.ids.shape[1] for batch in loader.batches(0)] for loader in loaders]
     assert max(abs(a - b) for a, b in zip(shapes[0], shapes[3], strict=True)) <= 8
+
+
+@pytest.mark.parametrize("multiple", [8, 64])
+def test_the_longest_row_is_planned_as_it_is_padded(multiple):
+    examples = numbered(9)
+    batch = collate(list(examples), 0, multiple)
+    assert longest_row(2048, False, multiple, examples, None) == batch.ids.shape[1]
 
 
 def test_a_batch_is_padded_on_the_right_to_a_multiple_of_eight():

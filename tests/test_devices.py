@@ -78,7 +78,7 @@ def test_ranks_may_each_see_one_gpu_but_not_the_same():
     assert run_ranks(said_of_gpus, 2, ["GPU-1", "GPU-2"]) == ["", ""]
     assert run_ranks(said_of_gpus, 2, ["", ""]) == ["", ""]  # all are seen, and taken by number
     for said in run_ranks(said_of_gpus, 2, ["GPU-1", "GPU-1"]):
-        assert said == "ranks 0 and 1 have one GPU, GPU-1 (fix: fewer --nproc_per_node)"
+        assert said == "2 ranks have one GPU, GPU-1 (fix: fewer --nproc_per_node)"
 
 
 def logits_and_gradients(model):

@@ -297,7 +297,7 @@ FORMS_OF_PICTURES = [
 
 @pytest.mark.parametrize("row", FORMS_OF_KTO + FORMS_OF_PICTURES)
 def test_labels_and_pictures_in_every_form_are_refused_by_name(row):
-    with pytest.raises(ValueError, match="finetune.py trains one text answer a row") as refused:
+    with pytest.raises(ValueError, match="here a row has one text answer") as refused:
         messages_of(row)
     assert re.search("KTO|picture", str(refused.value))
 
@@ -333,7 +333,7 @@ BAD = [
     ({"messages": [user(["Hi"])]}, "messages[0].content[0].type: 'Hi' is no text"),
     (
         {"messages": [user([{"type": "image_url"}])]},
-        "messages[0].content[0].type: 'image_url' is no text; finetune.py trains one text answer a row",
+        "messages[0].content[0].type: 'image_url' is no text; here a row has one text answer",
     ),
     ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text: missing"),
     ({"messages": [user([])]}, "messages[0].content: empty"),
@@ -422,7 +422,7 @@ BAD = [
     # What is not trained.
     (
         {"prompt": "a", "chosen": "b", "rejected": "c"},
-        "chosen: preference pairs and answers with labels (KTO); finetune.py trains one text",
+        "chosen: preference pairs and answers with labels (KTO); here a row has one text",
     ),
     ({**ALPACA, "chosen": "b", "rejected": "c"}, "chosen: preference pairs"),
     (
@@ -463,7 +463,7 @@ def test_an_answer_under_another_name_is_hinted_at_and_pairs_are_sent_to_their_t
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     for row in (pair, {**PAIR, "label": True}, {**CHAT, "kto_tag": False}):
         said = refusal(row)
-        assert "finetune.py trains one text answer a row (fix: recipes/prefer.py)" in said
+        assert "here a row has one text answer (fix: recipes/prefer.py)" in said
         assert "--bad_rows" not in said
 
 

@@ -49,6 +49,7 @@ def test_loss_and_gradients_equal_the_models_own(kind, dtype):
     model = in_chunks(copy.deepcopy(reference), 16)
     check_chunked_loss(model, CPU)
     assert not model.full_logits
+    model.train()  # only then the router's loss is part of it
     exact, trained = dtype == torch.float32, (batch.labels[:, 1:] != IGNORE).sum()
     # of the sum: the mean's factor rounds bf16 gradients once more, elsewhere
     times = 1 if exact else trained
@@ -91,6 +92,14 @@ def test_the_routers_loss_is_part_of_it():
     assert losses[1] > losses[0] + 1
 
 
+def test_an_evaluation_leaves_the_routers_loss_out():
+    losses = []
+    for coefficient in (0.0, 0.5):
+        model = add_chunked_loss(tiny_model("mixtral", router_aux_loss_coef=coefficient)).eval()
+        losses.append(summed_cross_entropy(model, some_batch()).item())
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma2"])
 def test_full_logits_give_the_same_loss_and_gradients_router_included(kind):
     chunked, full = (
@@ -131,6 +140,12 @@ def test_an_unknown_transform_falls_back_to_full_logits_and_says_the_price(capsy
     for ours, theirs in zip((p.grad for p in model.parameters()), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert type_of_config is type(model.config)
+
+
+def test_dropout_is_no_change_of_the_logits():
+    model = add_chunked_loss(tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train())
+    check_chunked_loss(model, CPU)
+    assert not model.full_logits
 
 
 def test_a_batch_that_teaches_nothing_has_zero_loss_and_zero_gradients():

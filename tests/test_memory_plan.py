@@ -680,6 +680,7 @@ def test_the_recommended_line_names_the_host_memory_that_it_needs():
         "recommended": best,
         "command": "torchrun",
         "without_offload": "torchrun --lora_rank 16",
+        "in_16_bit": "",
     }
     first, _, last, *without = plan.recommendation(plan.Config(model="7B"), found)
     assert first == "This fits, tightly, of the first method of which anything does:"
@@ -691,6 +692,15 @@ def test_the_recommended_line_names_the_host_memory_that_it_needs():
     assert plan.recommendation(limited, found)[2].endswith("machine, of 256.")
     found["recommended"] = best | {"cpu_offload": False}
     assert len(plan.recommendation(plan.Config(), found)) == 2
+
+
+@pytest.mark.slow
+def test_where_all_weights_need_offload_the_command_in_16_bit_that_does_not_is_named():
+    found = plan.main(plan.Config(model="llama-3-70b", gpus=8, gpu="h100", json=True))
+    assert "--cpu_offload" in found["command"]
+    levers = "--activation_checkpointing full --param_dtype bf16 --optimizer adamw_8bit"
+    assert found["in_16_bit"].endswith(levers)
+    assert "16 bit and moments in 8" in "".join(plan.recommendation(plan.Config(model="7B"), found))
 
 
 def test_a_model_of_pictures_is_refused_with_what_to_take_instead(tmp_path):

@@ -203,6 +203,9 @@ def test_flops_of_llama_3_8b_are_the_known_ones():
     assert params == sum(p.numel() for p in model.parameters()) - 128256 * 4096 - 65 * 4096
     assert flops_per_token(model, 4096) == pytest.approx(48.25e9, rel=1e-4)
     assert flops_per_token(model, 8192) == pytest.approx(51.47e9, rel=1e-4)
+    # under adapters the weights have no gradient, which is one of the three products with them
+    frozen = flops_per_token(model, 4096, frozen=True)
+    assert frozen == flops_per_token(model, 4096) - 2 * params
 
 
 def test_a_tied_table_counts_as_the_head_and_experts_by_visits():

@@ -243,6 +243,12 @@ def test_attention_without_masks_has_the_loss_and_gradients_of_masked_packs(fami
         assert (gradient - expected).norm() <= 1e-5 * max(1, expected.norm())
 
 
+def test_a_family_whose_attention_has_dropout_keeps_sdpa():
+    model = family_model("gpt2")
+    model.config.attn_pdrop = 0.1
+    assert settle_attention(model, "auto", CPU, torch.float32) == "auto"
+
+
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [

@@ -219,7 +219,7 @@ def test_fewer_rows_than_ranks_or_than_a_global_batch_train_with_their_true_coun
 def test_ranks_that_see_different_files_are_told_so_together(flags, tmp_path):
     texts = run_ranks(on_ranks_refused, 2, flags, {1: {"dataset": str(tmp_path / "missing.jsonl")}})
     assert texts[0] == texts[1]
-    assert re.match(r"ranks 0 and 1 have different flags: dataset \S+ -> ", texts[0][0])
+    assert re.match(r"rank 1: other flags than on rank 0: dataset \S+ -> ", texts[0][0])
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     write_chats(tmp_path / "a" / "rows.jsonl", "yes")
@@ -230,7 +230,7 @@ def test_ranks_that_see_different_files_are_told_so_together(flags, tmp_path):
     write_chats(tmp_path / "b" / "rows.jsonl", "no")
     texts = run_ranks(from_own_folder, 2, folders, seen)
     assert texts[0] == texts[1]
-    assert re.match(r"ranks 0 and 1 have different files: data \S+ -> ", texts[0][0])
+    assert re.match(r"rank 1: other files than on rank 0: data \S+ -> ", texts[0][0])
 
 
 def from_own_folder(world, folders, flags):

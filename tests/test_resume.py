@@ -3,10 +3,14 @@
 python -m pytest tests/test_resume.py
 """
 
+import json
+import os
 import re
 import shutil
+import signal
 
 import finetune
+import prefer
 import pytest
 import torch
 from metrics import read_metrics
@@ -16,6 +20,7 @@ from test_parity import write_rows
 from tiny import tiny_model_folder
 
 from utils.run.errors import ConfigError
+from utils.run.signals import CAUGHT, stop_at_once
 
 RUN = {
     "steps": 5,
@@ -150,7 +155,7 @@ def test_a_finished_run_with_other_settings_is_refused_by_field(whole, tmp_path)
         with pytest.raises(ConfigError, match="holds a finished run with other settings") as error:
             train(None, settings, out)
         assert field in str(error.value)
-        assert "(fix: another --output_dir)" in str(error.value)
+        assert "(fix: another --output_dir; with --resume " in str(error.value)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
@@ -164,6 +169,63 @@ def test_a_run_that_an_older_version_finished_is_finished(whole, tmp_path, capsy
     assert "is finished: already at step 5" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="other settings: lr 0.001 -> 0.1"):
         train(None, {**flags, "lr": 0.1}, tmp_path / "run")
+
+
+def test_the_folder_of_another_recipes_finished_run_is_refused(whole):
+    flags, out = whole
+    own = {name: flags[name] for name in ("model", "dataset")}
+    with pytest.raises(ConfigError, match="holds a finished run with other settings: ") as error:
+        prefer.main(prefer.Config(**own, output_dir=str(out)))
+    assert "--help" not in str(error.value)
+
+
+def test_more_steps_go_on_from_a_finished_run(whole, tmp_path):
+    flags, out = whole
+    again = train(None, {**flags, "steps": 7, "resume": str(out)}, tmp_path / "more")
+    assert [step for step, loss, *_ in curve(again) if loss] == [6, 7]
+
+
+def test_a_resume_on_fewer_ranks_is_planned_with_its_micro_batches(whole, tmp_path):
+    """The global batch is the checkpoint's: on one rank it takes more micro-batches."""
+    flags, out = whole
+    again = {name: value for name, value in flags.items() if name != "global_batch_size"}
+    planned = []
+    for name, given in (("kept", again), ("given", flags)):
+        folder = train(None, given, cut(out, tmp_path / name, 2))
+        planned.append(json.loads((folder / "plan.json").read_text())["planned"]["acts"])
+    assert planned[0] == planned[1]
+
+
+def train_with_a_signal(world, flags, out):
+    """A run whose rank 1 gets SIGTERM when its first evaluation begins."""
+    evaluate = finetune.eval_loss
+
+    def signalled(*given):
+        finetune.eval_loss = evaluate
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*given)
+
+    finetune.eval_loss = signalled
+    handlers = {number: signal.getsignal(number) for number in CAUGHT}
+    stop_at_once()
+    try:
+        return train(world, flags, out)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_signal_ends_an_evaluation_and_the_step_is_saved(whole, tmp_path):
+    flags, whole_out = whole
+    flags = {**flags, "eval_every": 3, "save_every": 500}
+    out = run_ranks(train_with_a_signal, 2, flags, tmp_path / "out")[0]
+    assert [path.name for path in (out / "checkpoints").glob("step_*")] == ["step_00000003"]
+    assert [number[2] for number in curve(out)] == [None] * 3  # half an evaluation is no number
+    run_ranks(train, 2, flags, out)
+    ours = weights(out)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in weights(whole_out).items())
 
 
 def test_a_named_checkpoint_starts_a_new_folder(whole, tmp_path):

@@ -184,6 +184,17 @@ def test_rewards_may_be_called_reward_and_text(rules):
     assert [one["rewards/text"] for one in found] == [None, 4]
 
 
+def test_a_warning_names_the_row_to_which_no_reward_applies(rules, capsys):
+    rules.write_text("def never(completions, **columns):\n    return [None] * len(completions)\n")
+    rewards = parse_rewards(f"{rules}:never")
+    asked = [Question([], "p", {}, "rows.jsonl:1")] * 2
+    completions = [Completion([5], []), Completion([6], [])]
+    found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
+    assert [one["reward"] for one in found] == [0, 0]
+    said = capsys.readouterr().out
+    assert said == "warning: no reward applies to rows.jsonl:1: its completions count as 0\n"
+
+
 def test_a_function_of_the_name_model_has_a_metric_of_its_own(rules):
     rules.write_text("def model(completions, **columns):\n    return [1.0]\n")
     rewards = parse_rewards(f"{rules}:model")

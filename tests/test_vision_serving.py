@@ -391,6 +391,11 @@ def test_preview_shows_the_plan_of_the_run_and_each_pictures_tokens(
     assert "[[So" in shown
 
 
+def test_preview_of_the_parts_to_train_shows_the_tiny_model_of_pictures(capsys):
+    assert preview.main(preview.Config(train="language,projector", max_rows=4, show=1))
+    assert "tiny/vision" in capsys.readouterr().out
+
+
 def test_preview_names_what_vision_has_not(folder_of, rows):
     with pytest.raises(ConfigError, match="vision.py has no --packing and no --loss"):
         preview.main(preview.Config(model=str(folder_of("llava")), packing=True))

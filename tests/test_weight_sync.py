@@ -376,7 +376,7 @@ def test_each_kind_meets_alone(tmp_path):
     assert generator[1] == [[2], 2, 2.0, 2.0, ""]
     assert first[2] == second[2]
     assert first[2][0] == "rank 1: a bad row"
-    assert "ranks 0 and 1 have different data" in first[2][1]
+    assert "rank 1: other data than on rank 0" in first[2][1]
     assert generator[2] == ["a bad row"]
 
 

@@ -67,8 +67,9 @@ EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers"
 ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, **LLAMA_3}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
 CONVENTION = """MFU counts 6 operations for each matmul parameter (with the head, without the embedding
-table) and 6 x layers x width x sequence for attention, which is causal and so half of what PaLM counts;
-recomputation does not count. It is divided by the device's dense bf16 peak in NVIDIA's data sheet."""
+table), or 4 under adapters, and 6 x layers x width x sequence for attention, which is causal and so half of
+what PaLM counts; recomputation does not count. It is divided by the device's dense bf16 peak in NVIDIA's
+data sheet."""
 
 
 def unavailable(small: bool = False) -> str:
@@ -106,7 +107,8 @@ def contend(worker: Worker) -> dict[str, float]:
     assert len(ends) == WARM_UP + TIMED, ends
     seconds, _ = median_step(ends[WARM_UP - 1 :])
     speed = ROWS * seq_len / seconds
-    flops = flops_per_token(build_model(config, torch.bfloat16), seq_len)
+    model = build_model(config, torch.bfloat16)
+    flops = flops_per_token(model, seq_len, frozen="lora" in name)
     share = mfu(flops * speed, replace(ALONE, device=device))  # 0 on a CPU
     numbers = {"tokens_per_second": speed, "seconds": seconds} | ({"mfu": share} if share else {})
     if device.type == "cuda":

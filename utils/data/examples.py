@@ -187,12 +187,14 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
             print0(f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {why}")
 
 
-def longest_row(seq_len: int, packing: bool, *parts: Examples | None) -> int:
-    """Tokens of the longest row of any batch, padded as collate does. With packing: always seq_len."""
+def longest_row(seq_len: int, packing: bool, multiple: int, *parts: Examples | None) -> int:
+    """Tokens of the longest row of any batch, padded to a multiple as collate does. With packing: always
+    seq_len.
+    """
     if packing:
         return seq_len
     longest = max(int(part.lengths.max()) for part in parts if part)
-    return min(seq_len, math.ceil(longest / 8) * 8)
+    return min(seq_len, math.ceil(longest / multiple) * multiple)
 
 
 def check_positions(model: nn.Module, *parts: Examples | None) -> None:

@@ -66,7 +66,7 @@ TURN_KEYS = set("role content from value name tool_calls tool_call_id weight tra
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
-ONE = "finetune.py trains one text answer a row"
+ONE = "here a row has one text answer"
 REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
 ANSWERS = ("response", "answer", "output")  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..run.distributed import World, gather, together
-from ..run.errors import ConfigError, check, others_code, reason_of_others
+from ..run.errors import ConfigError, check, others_code, print0, reason_of_others
 from ..run.files import disk_errors
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
@@ -66,8 +66,10 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
             if file not in files:
                 files[file] = run_file(Path(file), given)
             function = files[file].get(name)
-            usable = callable(function) and not inspect.iscoroutinefunction(function)
-            check(usable, f"{given}: no function {name}, or an async one; {FORMS}")
+            check(
+                callable(function) and not inspect.iscoroutinefunction(function),
+                f"{given}: no function {name}, or an async one; {FORMS}",
+            )
         if name in {"model"} | {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
         rewards.append(Reward(name, function, float(weight or 1), flag))
@@ -101,16 +103,17 @@ def check_columns(
         try:
             inspect.signature(reward.function).bind(**dict.fromkeys(given))
         except TypeError as error:
-            has = ", ".join(sorted(names)) or "none"
-            fix = "(fix: --columns answer=THEIRS, or **columns as the last parameter)"
             raise ConfigError(
-                f"{reward.flag} {reward.name}: {error}; the columns are: {has} {fix}"
+                f"{reward.flag} {reward.name}: {error}; the columns are: {', '.join(sorted(names)) or 'none'}"
+                " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one)"
             ) from None
         for question in questions if reward.function is BUILT_IN["number"] else ():
             known = question.columns["answer"]
-            usable = known is None or number_of(str(known)) is not None
-            fault = f"{question.where}: no number in the answer {known!r:.60}"
-            check(usable, f"{fault}, for {reward.flag} number (fix: remove the row)")
+            check(
+                known is None or number_of(str(known)) is not None,
+                f"{question.where}: no number in the answer {known!r:.60}, for {reward.flag} number"
+                " (fix: remove the row)",
+            )
 
 
 def score(
@@ -161,6 +164,10 @@ def reward_all(
             own |= enumerate(score(rewards, asked[part], texts[part], ids[part]), start)
     for of_rank in gather(world, own):
         own |= of_rank
+    for i, values in own.items():
+        if {*values.values()} == {None} and not scores:
+            print0(f"warning: no reward applies to {asked[i].where}: its completions count as 0")
+            break
     found = []
     for i, text in enumerate(texts):
         values = {f"rewards/{name}": value for name, value in own[i].items()}

@@ -24,7 +24,8 @@ BLOCK = r'"\w*(?:window|chunk|block)\w*": (\d+)'  # fields of a config in JSON
 # If torch's varlen_attn accepts fewer heads of keys and values than of queries, as in 2.12.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 # Config fields that, if set, require more than causal attention with a window.
-NOT_IN_VARLEN = ("attn_logit_softcapping", "attention_chunk_size", "attention_dropout")
+NOT_IN_VARLEN = """attn_logit_softcapping attention_chunk_size attention_dropout attn_pdrop
+    attention_probs_dropout_prob""".split()
 # The first two do not pass the documents on to attention, the others apply their windows in masks only.
 NEED_MASKS = ("nemotron", "stablelm", "phimoe", "qwen2_moe")
 LONGEST = 1024  # most tokens of a document in check_packing, for speed, even if a block is longer

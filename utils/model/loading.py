@@ -323,7 +323,7 @@ def plan_pieces(
     check(
         not problems,
         f"{folder}: the weights {'; '.join(problems)}"
-        " (fix: weights and config.json of one and the same model)",
+        " (fix: weights and config.json of one model; a reward model is for reward.py and --reward_model)",
     )
     return pieces
 

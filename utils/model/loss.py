@@ -26,6 +26,7 @@ from transformers import masking_utils
 
 from ..run.distributed import World, all_reduce_sum
 from ..run.errors import print0
+from ..run.signals import stop_asked
 from ..run.units import GIB, IGNORE
 from .sharding import family_of, reshard
 
@@ -96,12 +97,13 @@ def _scaled(logits: torch.Tensor, factor: float) -> torch.Tensor:
 
 @torch.no_grad()
 def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
-    """Compare the chunked logits of 7 tokens with the model's own. Every rank calls it, with
-    the weights loaded.
+    """Compare the chunked logits of 7 tokens with the model's own, without dropout. Every rank calls it, with
+    the weights loaded. The model stays in evaluation mode.
 
     It tries the known transforms, the likeliest first, until the logits agree. If none does, it switches the
     model to full logits, and prints a warning with the reason and the memory that they cost.
     """
+    model.eval()
     head = model.get_output_embeddings()
     vocab_size = head.weight.shape[0]
     if model.full_logits:
@@ -213,7 +215,7 @@ def _model_forward(
     if chunked:
         return places, -loss
     loss = loss.sum()
-    if balance is not None:
+    if balance is not None and self.training:
         is_usual = hasattr(self, "router_aux_loss_coef")  # JetMoE has the other name
         coefficient = self.router_aux_loss_coef if is_usual else self.aux_loss_coef
         loss = loss + coefficient * balance * len(places)
@@ -385,7 +387,7 @@ def chunk_slices(tokens: int, chunk_tokens: int) -> list[slice]:
 @torch.no_grad()
 def eval_loss(model: nn.Module, loader, world: World) -> float:
     """Mean cross-entropy over the trained tokens of one epoch of all ranks' GlobalBatches. All ranks call it:
-    every batch is a collective.
+    every batch is a collective. A signal ends it early; then the mean is of no use.
     """
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -394,6 +396,8 @@ def eval_loss(model: nn.Module, loader, world: World) -> float:
         for batch in loader.batches(step):
             total += summed_cross_entropy(model, batch.to(world.device))
             trained_tokens += batch.trained_tokens
+        if stop_asked():
+            break
     model.train()
     reshard(model)
     return all_reduce_sum(total, world) / all_reduce_sum(trained_tokens, world)

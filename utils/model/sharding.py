@@ -225,10 +225,7 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, worth_keeping)
-    newer = hasattr(model, "activation_checkpointing_enable")  # the older name warns
-    (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)(
-        options
-    )
+    model.activation_checkpointing_enable(options)
     if hasattr(model, "_require_grads_hook"):
         model.disable_input_require_grads()  # only use_reentrant needs them
     return model
@@ -249,8 +246,7 @@ def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 def keep_activations(model: nn.Module) -> None:
     """Undo recompute_activations: keep all activations for the backward."""
-    newer = hasattr(model, "activation_checkpointing_disable")
-    (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()
+    model.activation_checkpointing_disable()
 
 
 def settle_dtype(dtype: str, device: torch.device) -> str:

@@ -127,14 +127,9 @@ def check_own_gpus(world: World, gpu: str) -> None:
     """Raise ConfigError if two ranks use the same GPU. gpu: its UUID, if the launcher does not show all GPUs
     to each rank; "" if it does, because then each rank takes its own by number.
     """
-    owners = gather(world, gpu)
-    for rank, owner in enumerate(owners):
-        first = owners.index(owner)
-        if owner and first < rank:
-            raise ConfigError(
-                f"ranks {first} and {rank} have one GPU, {owner} (fix: fewer --nproc_per_node)",
-                agreed=True,
-            )
+    own = gather(world, gpu).count(gpu)
+    with together(world):
+        check(not gpu or own == 1, f"{own} ranks have one GPU, {gpu} (fix: fewer --nproc_per_node)")
 
 
 def use_all_cores(world: World) -> None:
@@ -238,12 +233,12 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
 
 
 def agree(world: World, values: dict, what: str) -> None:
-    """Raise ConfigError on all ranks unless every rank has the same values; name those that differ."""
-    first, *others = gather(world, values)
-    for rank, other in enumerate(others, start=1):
-        if changed := differences(first, other):
-            text = f"ranks 0 and {rank} have different {what}: {changed}"
-            raise ConfigError(f"{text} (fix: the same {what} on every machine)", agreed=True)
+    """Raise ConfigError on all ranks unless every rank has the values of rank 0; name those that differ."""
+    first = broadcast(world, values)
+    with together(world):
+        changed = differences(first, values)
+        text = f"other {what} than on rank 0: {changed}"
+        check(not changed, f"{text} (fix: the same {what} on every machine)")
 
 
 def env_int(name: str, default: int | None = None) -> int | None:

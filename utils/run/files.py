@@ -46,7 +46,8 @@ def file_inside(folder: Path, name: str) -> Path:
         written and (cached or real.is_relative_to(root)),
         f"{folder}: {name!r} leads out of the folder, and was not opened (fix: a copy inside it)",
     )
-    check(real.is_file(), f"{folder}: {name} is missing, or not a regular file {AGAIN}")
+    fix = "(fix: copy or download the folder again; of a run, name its model/ or adapter/)"
+    check(real.is_file(), f"{folder}: {name} is missing, or not a regular file {fix}")
     return folder / name
 
 

@@ -2,8 +2,8 @@
 
 foreign_flags.yaml beside this file has two tables. `llama_recipes` maps each of its names to our flags, to
 our flags for each value that works, or to the reason why nothing has to be set. `hints` lists, for each of
-our flags or for a sentence of advice, the names in TRL and transformers' TrainingArguments, LLaMA-Factory,
-Axolotl and torchtune; it is used in messages only.
+our flags, with or without a value, or for a sentence of advice, the names in TRL and transformers'
+TrainingArguments, LLaMA-Factory, Axolotl and torchtune; it is used in messages only.
 """
 
 import re
@@ -38,8 +38,8 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
                 implied |= _ours(f"--{name}", TABLES["llama_recipes"][short], text, kinds)
             except ConfigError as error:
                 problems += error.lines
-        elif hint in kinds:
-            problems.append(f"--{name} is --{hint} here (fix: write --{hint})")
+        elif (ours := hint.partition(" ")[0]) in kinds:
+            problems.append(f"--{name} is --{ours} here (fix: write --{hint})")
         elif " " in hint:
             problems.append(f"--{name}: {hint}")
         else:

@@ -57,16 +57,13 @@ def parse_cli(
     without_effect = [f"--{name}" for name in others if texts.pop(name, None) is not None]
     if without_effect:
         print0(f"without effect here: {', '.join(without_effect)}")
-    implied, renamed = {}, {}
+    implied = {}
     if aliases and texts.keys() - kinds.keys():
         with suppress(ModuleNotFoundError):  # a copy of utils may lack it
             table = importlib.import_module(f".{aliases}", __package__)
-            renamed = table.HINTS
             texts, implied = table.translate(texts, kinds)
     unknown = [name for name in texts if name not in kinds]
-    check(
-        not unknown, [f"unknown flag --{name} ({hint(name, kinds, renamed)})" for name in unknown]
-    )
+    check(not unknown, [f"unknown flag --{name} ({hint(name, kinds)})" for name in unknown])
 
     def read(texts):
         return {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
@@ -130,11 +127,15 @@ def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int
     return text.lower()
 
 
-def hint(name: str, kinds: dict, renamed: dict[str, str]) -> str:
-    """What the user may have meant by an unknown name. renamed: names of other projects -> ours."""
-    same = renamed | {ours: ours for ours in kinds}
+def hint(name: str, kinds: dict) -> str:
+    """What the user may have meant by an unknown name, also by one of another project."""
+    same = {ours: ours for ours in kinds}
+    with suppress(ModuleNotFoundError):
+        from .foreign_flags import HINTS
+
+        same |= HINTS | same
     near = difflib.get_close_matches(name.lower(), same, n=1, cutoff=0.8)
-    ours = same[near[0]] if near else ""
+    ours = same[near[0]].partition(" ")[0] if near else ""
     return f"did you mean --{ours}?" if ours in kinds else "--help lists them all"
 
 
@@ -189,7 +190,7 @@ def read_yaml(
         name = key.value.replace("-", "_")
         if name in others:
             continue
-        check(name in kinds, f"{at} is no setting ({hint(name, kinds, {})})")
+        check(name in kinds, f"{at} is no setting ({hint(name, kinds)})")
         check(name not in values, f"{at} is set twice: write it once")
         values[name] = read_value(*kinds[name], at, node.value)
     return values

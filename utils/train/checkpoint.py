@@ -23,7 +23,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -154,10 +153,9 @@ def checkpoint_tensors(
 
 
 def set_seed(seed: int, step: int, world: World) -> None:
-    """Seed every random generator, for a step and rank. So a resume needs no generator states."""
+    """Seed the generators of Python and torch for a step and rank. So a resume does not need their states."""
     seed = (seed * 1_000_003 + step) * world.size + world.rank
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

@@ -147,21 +147,22 @@ def matmul_parameters(model: nn.Module) -> int:
     return sum(p.numel() * visits // len(p) if p.ndim == 3 else p.numel() for p in matrices)
 
 
-def flops_per_token(model: nn.Module, seq_len: int) -> float:
+def flops_per_token(model: nn.Module, length: float, frozen: bool = False) -> float:
     """Floating-point operations to train on one token, forward and backward, without recomputation. model:
-    before its weights are quantized.
+    before its weights are quantized. length: mean tokens of a row. frozen: only adapters train, whose own
+    operations are not counted.
 
-    6 per matmul parameter, plus 6 * layers * (heads * head size) * seq_len for attention. That is half of
-    PaLM's count (arXiv 2204.02311, appendix B), because attention is causal. Attention is left out if the
-    config has no single size for all layers. Llama-3-8B at 4096: 48.25e9.
+    6 per matmul parameter, or 4 if frozen, plus 6 * layers * (heads * head size) * length for attention. That
+    is half of PaLM's count (arXiv 2204.02311, appendix B), because attention is causal. Attention is left out
+    if the config has no single size for all layers. Llama-3-8B at 4096: 48.25e9.
     """
     config = model.config.get_text_config()
     attention = 0
     with suppress(Exception):  # the config has no heads, or sizes differ by layer
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        attention = config.num_hidden_layers * heads * size * seq_len
-    return 6.0 * (matmul_parameters(model) + attention)
+        attention = 6.0 * config.num_hidden_layers * heads * size * length
+    return (4.0 if frozen else 6.0) * matmul_parameters(model) + attention
 
 
 def peak_flops(name: str) -> float | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, differences, print0
 from ..run.folder import Resumed
-from ..run.settings import read_yaml
 from .checkpoint import Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
 
 REMOVED = "(fix: start again, if its run goes on and has removed it; else another checkpoint)"
@@ -55,12 +55,13 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
             finished = measured.get("steps", 0)
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
-            saved = asdict(cfg) | read_yaml(type(cfg), newest)  # which may lack newer settings
-            changed = differences(saved, asdict(cfg), but=("output_dir", "resume", "log_every"))
+            saved = asdict(cfg) | yaml.safe_load(newest.read_text())  # may lack newer settings
+            now = dict.fromkeys(saved) | asdict(cfg)  # of another recipe: has other settings
+            changed = differences(saved, now, but=("output_dir", "resume", "log_every"))
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
-                " (fix: another --output_dir)",
+                f" (fix: another --output_dir; with --resume {out} it goes on from the last checkpoint)",
             )
     checkpoint = None if finished else find_checkpoint(resume, out, world)
     if not checkpoint:
