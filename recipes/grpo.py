@@ -386,7 +386,7 @@ def main(cfg: Config) -> Path:
         shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
         loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *shares)
         loader.multiple = multiple
-        length = cfg.seq_len
+        length = cfg.seq_len  # of a row, for the MFU: the longest, since completions are not known
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
@@ -782,5 +782,5 @@ if __name__ == "__main__":
     # --- parse: the command line is understood completely, or refused, before anything starts -----
     with report_errors():
         stop_at_once()
-        main(parse_cli(Config, aliases="foreign_flags", unless={"model": TINY_VALUES}))
+        main(parse_cli(Config, aliases=True, unless={"model": TINY_VALUES}))
         stop_distributed()

@@ -254,7 +254,7 @@ def test_another_length_of_rows_or_mixture_is_another_run(files, whole, tmp_path
 )
 def test_flags_that_cannot_be_followed_are_one_line(flags, reason):
     with pytest.raises(ConfigError, match=reason) as refused:
-        parse_cli(pretrain.Config, flags.split(), aliases="foreign_flags")
+        parse_cli(pretrain.Config, flags.split(), aliases=True)
     assert "\n" not in str(refused.value)
 
 

@@ -197,6 +197,7 @@ LINE = {
     "eval_accuracy": "pairs {:.1%}",
     "reward": "reward {:.3f}",
     "eval_reward": "eval_reward {:.3f}",
+    "ties": "ties {:.0%}",
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",

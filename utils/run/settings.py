@@ -6,7 +6,6 @@ says which value that means: `field(default="none", metadata={"bare": "8bit"})`.
 """
 
 import difflib
-import importlib
 import math
 import sys
 import typing
@@ -31,14 +30,14 @@ NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0
 def parse_cli(
     cls: type,
     argv: list[str] | None = None,
-    aliases: str = "",
+    aliases: bool = False,
     unless: dict[str, dict[str, object]] | None = None,
     others: Sequence[str] = (),
 ):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
-    aliases: a module beside this one that knows other projects' flags (foreign_flags); it is imported only
-    for a name that `cls` lacks, and may be absent. unless: {setting: {other: value}}; if the setting is not
+    aliases: translate the flags of llama-recipes; foreign_flags.py, which knows them, is imported only for a
+    name that `cls` lacks, and may be absent. unless: {setting: {other: value}}; if the setting is not
     given, these values replace the defaults of the others. others: settings of a sibling recipe that are
     accepted but have no effect here. Raises ConfigError for wrong values, and with a line for each unknown
     name. On --help it prints help_text(cls) and exits with 0.
@@ -60,8 +59,9 @@ def parse_cli(
     implied = {}
     if aliases and texts.keys() - kinds.keys():
         with suppress(ModuleNotFoundError):  # a copy of utils may lack it
-            table = importlib.import_module(f".{aliases}", __package__)
-            texts, implied = table.translate(texts, kinds)
+            from .foreign_flags import translate
+
+            texts, implied = translate(texts, kinds)
     unknown = [name for name in texts if name not in kinds]
     check(not unknown, [f"unknown flag --{name} ({hint(name, kinds)})" for name in unknown])
 

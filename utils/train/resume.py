@@ -56,7 +56,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         if finished:
             newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
             saved = asdict(cfg) | yaml.safe_load(newest.read_text())  # may lack newer settings
-            now = dict.fromkeys(saved) | asdict(cfg)  # of another recipe: has other settings
+            now = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
             changed = differences(saved, now, but=("output_dir", "resume", "log_every"))
             check(
                 not changed,
