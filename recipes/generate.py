@@ -57,6 +57,15 @@ from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
 
+# Fields of a generation_config.json that ask for more than one answer to a prompt, drawn or greedy.
+NOT_OURS = (
+    "assistant_early_exit",
+    "max_time",
+    "num_beams",
+    "num_return_sequences",
+    "prompt_lookup_num_tokens",
+    "return_dict_in_generate",
+)
 KEPT_BATCHES = 64  # batches whose answers are written together
 FREE = ("output", "force")  # settings that do not change the answers
 
@@ -90,7 +99,7 @@ class Config:
     output: str = ""  # .jsonl file for the answers; empty: the terminal
 
     def __post_init__(self):
-        check_least(self, max_new_tokens=1, batch_size=1)
+        check_least(self, max_new_tokens=1)
         check(
             0 < self.top_p <= 1,
             f"--top_p {self.top_p} is not a share (fix: above 0, at most 1)",
@@ -446,6 +455,8 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
     if file.exists():
         with others_code(str(file), "the generation_config.json that came with the model"):
             model.generation_config = transformers.GenerationConfig.from_dict(read_json(file))
+    for name in NOT_OURS:
+        setattr(model.generation_config, name, None)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     if (cfg.adapter or cfg.checkpoint) and not cfg.raw:
@@ -461,6 +472,7 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
         "max_new_tokens": cfg.max_new_tokens,
         "use_cache": True,
         "synced_gpus": world.size > 1,
+        "tokenizer": tokenizer,  # for stop_strings
     }
 
 

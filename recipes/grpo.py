@@ -86,17 +86,16 @@ from utils.run.distributed import (
 from utils.run.errors import act, check, print0
 from utils.run.folder import (
     Resumed,
-    RunLog,
     check_space,
     claim_output,
     holds_run,
     releases_output,
     start_run,
 )
-from utils.run.settings import check_least, from_settings, parse_cli
+from utils.run.settings import check_training, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.train.checkpoint import CheckpointSaver, set_seed
-from utils.train.optim import UnreadSteps, check_packages, clip_gradients
+from utils.train.optim import RunLog, check_packages, clip_gradients
 from utils.train.rollout import (
     Sampling,
     draw_all,
@@ -215,20 +214,14 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        check_least(
+        check_training(
             self,
-            epochs=1,
-            seq_len=2,
-            log_every=1,
-            timeout=1,
             group_size=2,
             max_new_tokens=1,
-            batch_size=1,
             generate_batch_size=1,
             global_batch_size=1,
             epochs_per_rollout=1,
         )
-        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 1e-6)")
         check(
             self.temperature > 0,
             f"--temperature {self.temperature}: all completions would be alike (fix: 1)",
@@ -247,15 +240,7 @@ class Config:
             "--kl_beta: an --adapter that goes on has another start than its base (fix: merge it with"
             " export.py, and give the result as --model)",
         )
-        check(
-            self.activation_checkpointing != "none" or not self.activation_offload,
-            "--activation_offload has no inputs (fix: --activation_checkpointing full)",
-        )
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
-        check(
-            self.eval_dataset or self.eval_share or not self.eval_every,
-            "--eval_every has no rows (fix: --eval_share 0.02)",
-        )
         given = (self.model and self.dataset) or (TINY / "config.json").exists()
         check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
 
@@ -310,7 +295,6 @@ def main(cfg: Config) -> Path:
 
         earlier = continue_run(out, cfg.resume, cfg, world)
     if earlier.finished:
-        print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
         return out
 
     # --- data: every row is read, checked and tokenized -------------------------------------------
@@ -379,18 +363,15 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        if earlier.checkpoint:
-            from utils.train.resume import check_facts
-
-            check_facts(earlier.state, facts, cfg.allow_new_data)
         shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
         loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *shares)
         loader.multiple = multiple
         length = cfg.seq_len  # of a row, for the MFU: the longest, since completions are not known
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
-        disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
-    check_space(out, 0 if lora else disk, world)
+        earlier.check_facts(facts, steps, cfg.allow_new_data)
+        sizes = (source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype)
+    check_space(out, 0 if lora else estimate_disk(*sizes), world, but="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
@@ -435,8 +416,7 @@ def main(cfg: Config) -> Path:
     if cfg.compile:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
-    checkpoint = earlier.checkpoint
-    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
+    print0(f"output    {out}")
     precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
     print0(f"compute   {precision}; attention {model.config._attn_implementation}")
 
@@ -549,39 +529,25 @@ def main(cfg: Config) -> Path:
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
-    first = 0
-    if checkpoint:
-        from utils.train.resume import load_checkpoint
-
-        first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
+    first = earlier.load(model, optimizer, scaler, world)
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
     act("train")
     model.train()
-    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
+    run = start_run(out, cfg, plan.planned, world)  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
-    profiler, trackers = None, []
-    if cfg.profile or cfg.tensorboard or cfg.wandb:
-        from utils.train.profiling import start_recording
-
-        profiler, trackers = start_recording(
-            out, world, first, steps, cfg.profile, cfg.tensorboard, cfg.wandb
-        )
     stop = ""
     with (
         generators_end(roles) if roles else nullcontext(),
         CheckpointSaver(
             out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
         ) as saver,
-        RunLog(out, steps, cfg.log_every, trackers, first, run) as log,
+        RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        unread = UnreadSteps(log, world, cfg.dtype == "fp16")
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
-            if not unread.steps:
-                started = time.monotonic()
+            log.begin()
             set_seed(cfg.seed, step, world)  # for dropout
             begun_at = time.monotonic()
             asked = [examples[row] for row in loader.rows_of(step) for _ in range(cfg.group_size)]
@@ -642,7 +608,7 @@ def main(cfg: Config) -> Path:
             losses = [summed[0] for summed in sums]
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             done = step + 1
-            unread.add(
+            log.add(
                 sums[0] / cfg.epochs_per_rollout,
                 torch.stack(norms).max(),
                 losses,
@@ -660,14 +626,10 @@ def main(cfg: Config) -> Path:
                 tokens=sum(len(r.prompt) + len(r.ids) for r in rollouts),
             )
             stop = stop_asked(world.group)
-            last = stop or done == steps
-            evals = cfg.eval_every and done % cfg.eval_every == 0
-            evals = held_out and not stop and (evals or done == steps)
-            saves = cfg.save_every and (last or done % cfg.save_every == 0)
-            if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
-            if profiler:
-                profiler.step()
+            evals = held_out and not stop and log.due(done, cfg.eval_every)
+            saves = cfg.save_every and (stop or log.due(done, cfg.save_every))
+            if stop or evals or saves or log.due(done, cfg.log_every):
+                log.read()  # the only place that waits for the GPU
             if evals:
                 asked = list(held_out)  # one greedy completion each
                 keys = [(i,) for i in range(len(asked))]
@@ -683,16 +645,15 @@ def main(cfg: Config) -> Path:
                     "config": asdict(cfg),
                     "template": tokenizer.template_name,
                     "scaler": scaler.state_dict(),
-                    "step_seconds": seconds,
+                    "step_seconds": log.seconds,
                 }
                 path = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
-        from utils.train.resume import way_on
+        from utils.train.resume import print_way_on
 
-        print0(f"stopped   by {stop} after step {done}: {path}")
-        print0(f"to go on  {way_on(out, cfg.output_dir, everyone)}")
+        print_way_on(stop, path, cfg, everyone)
         return out
     set_timeout(group=world.group)
 

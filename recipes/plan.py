@@ -186,7 +186,7 @@ class Config:
     def __post_init__(self):
         fix = "--gpu_memory 24"
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
-        check_least(self, gpus=1, gpus_per_machine=1, seq_len=2, batch_size=1, center_weight=-1)
+        check_least(self, gpus=1, gpus_per_machine=1, center_weight=-1)
         if self.optimizer_in_backward:
             check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
         check(

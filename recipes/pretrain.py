@@ -74,17 +74,16 @@ from utils.run.distributed import (
 from utils.run.errors import act, check, print0
 from utils.run.folder import (
     Resumed,
-    RunLog,
     check_space,
     claim_output,
     holds_run,
     releases_output,
     start_run,
 )
-from utils.run.settings import check_least, from_settings, parse_cli
+from utils.run.settings import check_training, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.train.checkpoint import CheckpointSaver, set_seed
-from utils.train.optim import UnreadSteps, check_packages, clip_gradients
+from utils.train.optim import RunLog, check_packages, clip_gradients
 
 TINY = Path(__file__).resolve().parent / "tiny"
 SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
@@ -175,8 +174,7 @@ class Config:
     wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self):
-        check_least(self, batch_size=1, epochs=1, seq_len=2, log_every=1, timeout=1)
-        check(self.lr > 0, f"--lr {self.lr} trains nothing (fix: --lr 3e-4)")
+        check_training(self)
         check(
             self.document_mask or self.attn != "varlen",
             "--attn varlen is for --document_mask (fix: leave out --attn)",
@@ -187,14 +185,6 @@ class Config:
         check(
             self.low_cpu_fsdp or not drawn,
             "--low_cpu_fsdp false reads weights, and --init random has none (fix: leave it out)",
-        )
-        check(
-            self.activation_checkpointing != "none" or not self.activation_offload,
-            "--activation_offload has no inputs (fix: --activation_checkpointing full)",
-        )
-        check(
-            self.eval_dataset or self.eval_share or not (self.eval_every and self.dataset),
-            "--eval_every has no rows (fix: --eval_share 0.02)",
         )
         given = (self.model and self.dataset) or (TINY / "config.json").exists()
         check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
@@ -255,7 +245,6 @@ def main(cfg: Config) -> Path:
 
         earlier = continue_run(out, cfg.resume, cfg, world)
     if earlier.finished:
-        print0(f"{out} is finished: already at step {earlier.finished}, nothing to do")
         return out
 
     # --- data: every row is read, checked and tokenized -------------------------------------------
@@ -303,10 +292,6 @@ def main(cfg: Config) -> Path:
             cfg.batch_size, cfg.grad_accum, wanted, world.size
         )
         facts["global_batch_size"] = global_batch
-        if earlier.checkpoint:
-            from utils.train.resume import check_facts
-
-            check_facts(earlier.state, facts, cfg.allow_new_data)
         shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
@@ -321,8 +306,9 @@ def main(cfg: Config) -> Path:
         check_positions(model, loader)
         steps = cfg.steps or loader.steps(cfg.tokens, cfg.epochs)
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
-        disk = estimate_disk(source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer)
-    check_space(out, disk, world)
+        earlier.check_facts(facts, steps, cfg.allow_new_data)
+        sizes = (source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype)
+    check_space(out, estimate_disk(*sizes), world, but="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
@@ -355,8 +341,7 @@ def main(cfg: Config) -> Path:
     if cfg.compile:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
-    checkpoint = earlier.checkpoint
-    print0(f"output    {out}{f', continuing from {checkpoint.name}' if checkpoint else ''}")
+    print0(f"output    {out}")
     precision = f"{cfg.dtype} over {cfg.param_dtype} weights"
     print0(f"compute   {precision}; attention {model.config._attn_implementation}")
 
@@ -431,42 +416,28 @@ def main(cfg: Config) -> Path:
 
     # --- resume: weights, optimizer and position, exactly -----------------------------------------
     act("resume")
-    first = 0
-    if checkpoint:
-        from utils.train.resume import load_checkpoint
-
-        first = load_checkpoint(checkpoint, model, optimizer, world)["step"]
-        scaler.load_state_dict(earlier.state["scaler"] or scaler.state_dict())  # {} if not fp16
+    first = earlier.load(model, optimizer, scaler, world)
     print0(f"starting at step {first} of {steps}")
 
     # --- train ------------------------------------------------------------------------------------
     act("train")
     model.train()
-    run = start_run(out, cfg, plan.planned) if world.rank == 0 else 0  # the first write
+    run = start_run(out, cfg, plan.planned, world)  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
-    profiler, trackers = None, []
-    if cfg.profile or cfg.tensorboard or cfg.wandb:
-        from utils.train.profiling import start_recording
-
-        profiler, trackers = start_recording(
-            out, world, first, steps, cfg.profile, cfg.tensorboard, cfg.wandb
-        )
     stop = ""
     with (
         CheckpointSaver(
             out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
         ) as saver,
-        RunLog(out, steps, cfg.log_every, trackers, first, run) as log,
+        RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        unread = UnreadSteps(log, world, cfg.dtype == "fp16")
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         if held_out and not first:
             means = evaluate(model, eval_loader, world)
             if not stop_asked():
                 log.step(step=0, **means)
         for step in range(first, steps):
-            if not unread.steps:
-                started = time.monotonic()
+            log.begin()
             set_seed(cfg.seed, step, world)  # for dropout
             batches = loader.batches(step)  # this rank's micro-batches of global batch `step`
             trained_tokens = all_reduce_sum(sum(batch.trained_tokens for batch in batches), world)
@@ -490,17 +461,14 @@ def main(cfg: Config) -> Path:
                 losses.append(loss.detach())
             loss = sum_on_device(torch.stack(losses).sum(), mesh) / trained_tokens
             scaler.unscale_(optimizer)
-            if in_backward:  # every weight is updated already
-                grad_norm = in_backward.grad_norm()
-            else:
-                grad_norm = clip_gradients(model, cfg.clip_norm)  # (), on the device like the loss
+            grad_norm = clip_gradients(model, cfg.clip_norm, in_backward)  # (), on the device
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
             optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
             scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
             optimizer.zero_grad()
             done = step + 1
-            unread.add(
+            log.add(
                 loss,
                 grad_norm,
                 losses,
@@ -509,17 +477,12 @@ def main(cfg: Config) -> Path:
                 step=done,
                 lr=lr,
                 trained_tokens=int(trained_tokens),
-                tokens=int(all_reduce_sum(sum(batch.tokens for batch in batches), world)),
             )
             stop = stop_asked()
-            last = stop or done == steps
-            evals = cfg.eval_every and done % cfg.eval_every == 0
-            evals = held_out and not stop and (evals or done == steps)
-            saves = cfg.save_every and (last or done % cfg.save_every == 0)
-            if evals or saves or last or done % cfg.log_every == 0:
-                seconds = unread.read(started, token_mfu)  # the only place that waits for the GPU
-            if profiler:
-                profiler.step()
+            evals = held_out and not stop and log.due(done, cfg.eval_every)
+            saves = cfg.save_every and (stop or log.due(done, cfg.save_every))
+            if stop or evals or saves or log.due(done, cfg.log_every):
+                log.read()  # the only place that waits for the GPU
             if evals:
                 means = evaluate(model, eval_loader, world)
                 stop = stop_asked()  # a signal ends an evaluation
@@ -533,16 +496,15 @@ def main(cfg: Config) -> Path:
                     "config": asdict(cfg),
                     "template": tokenizer.template_name,
                     "scaler": scaler.state_dict(),
-                    "step_seconds": seconds,
+                    "step_seconds": log.seconds,
                 }
                 path = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
-        from utils.train.resume import way_on
+        from utils.train.resume import print_way_on
 
-        print0(f"stopped   by {stop} after step {done}: {path}")
-        print0(f"to go on  {way_on(out, cfg.output_dir, world)}")
+        print_way_on(stop, path, cfg, world)
         return out
     set_timeout()
 

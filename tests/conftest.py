@@ -54,7 +54,7 @@ LONGEST_FIRST = (
     "test_weight_sync.py",
     "test_wire.py",
 )
-NEED_MOUNT = 9  # tests that mount a small disk, which takes root and its rights
+NEED_MOUNT = 10  # tests that mount a small disk, which takes root and its rights
 NEED_NO_GPU = 2  # what a CPU does where a GPU would write its report, or is not seen
 
 

@@ -3,6 +3,7 @@
 python -m pytest tests/test_export.py
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -246,6 +247,39 @@ def run(tmp_path_factory):
 def test_a_checkpoint_becomes_the_folder_that_the_run_wrote(ranks, run, tmp_path):
     out = exported(tmp_path / "out", ranks, checkpoint=run)
     assert contents(out) == contents(run / "model")
+
+
+def test_a_relative_base_is_found_from_another_folder(run, tmp_path, monkeypatch):
+    """The run was started with --model base."""
+    moved = shutil.copytree(run, tmp_path / "moved")
+    state = moved / "checkpoints" / "step_00000002" / "state.json"
+    content = json.loads(state.read_text())
+    content["config"]["model"], content["cwd"] = "base", str(run.parent)
+    resign(state, json.dumps(content))
+    monkeypatch.chdir(tmp_path)
+    assert contents(exported(tmp_path / "out", checkpoint=moved)) == contents(run / "model")
+
+
+def test_the_checkpoint_of_a_reward_model_is_refused_with_the_way_to_its_result(run, tmp_path):
+    scores = shutil.copytree(run, tmp_path / "scores")
+    state = scores / "checkpoints" / "step_00000002" / "state.json"
+    content = json.loads(state.read_text())
+    content["config"]["center_weight"] = 0.0
+    resign(state, json.dumps(content))
+    with pytest.raises(
+        ConfigError, match=r"it scores and cannot answer \(fix: .*reward.py --resume"
+    ):
+        exported(tmp_path / "out", checkpoint=scores)
+
+
+def resign(file: Path, text: str) -> None:
+    """Write a file of a checkpoint, with its size and sum in the manifest."""
+    file.write_text(text)
+    manifest = file.with_name("manifest.json")
+    content = json.loads(manifest.read_text())
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    content["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256}
+    manifest.write_text(json.dumps(content))
 
 
 def test_an_older_checkpoint_is_named_by_its_folder_and_another_model_is_refused(run, tmp_path):

@@ -102,6 +102,24 @@ def test_greedy_answers_are_those_of_transformers(ranks, folder, prompts):
     assert answers(prompts, ranks, model=str(folder)) == expected
 
 
+def test_a_generation_config_that_asks_for_other_answers_than_one_per_prompt_is_not_followed(
+    llama, prompts, tmp_path
+):
+    expected = answers(prompts, model=str(llama))
+    model = shutil.copytree(llama, tmp_path / "model")
+    file = model / "generation_config.json"
+    own = json.loads(file.read_text())
+    beams = {"num_beams": 2, "num_return_sequences": 2, "prompt_lookup_num_tokens": 3}
+    own |= {
+        "max_time": 1e-9,
+        "return_dict_in_generate": True,
+        "stop_strings": ["never said"],
+        **beams,
+    }
+    file.write_text(json.dumps(own))
+    assert answers(prompts, model=str(model)) == expected
+
+
 def test_more_ranks_than_prompts_answer_each_once_and_in_order(llama, prompts):
     expected = plain(llama, llama, ASKED)
     assert answers(prompts, 3, model=str(llama), batch_size=3) == expected  # two batches

@@ -23,14 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.plan.need import States, estimate_states, sum_of
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.run.folder import RunLog
-from utils.train.optim import check_packages
+from utils.train.optim import RunLog, check_packages
 from utils.train.profiling import (
     Tracker,
     flops_per_token,
     matmul_parameters,
     peak_flops,
-    start_recording,
 )
 from utils.train.trained_run import shard_model
 
@@ -45,12 +43,16 @@ NUMBERS = {
 LINE = "step 2/4  loss 2.5000  grad_norm 0.750  lr 1.00e-04  12,346 tokens/s"
 
 
+def log_of(folder: Path, steps: int, first: int = 0, run: int = 1, **options) -> RunLog:
+    return RunLog(folder, steps, first, run, ALONE, 0.0, Config(**options))
+
+
 def objects(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
-    log = RunLog(tmp_path, total_steps=5, log_every=2)
+    log = log_of(tmp_path, 5, log_every=2)
     for step in range(1, 6):
         log.step(step=step, **NUMBERS, mfu=0.417 if step == 4 else None, peak_memory_gib=1.5)
     log.step(step=5, eval_loss=1.25)
@@ -68,7 +70,7 @@ def test_a_log_has_whole_lines_and_the_file_every_step(tmp_path, capsys):
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
-    log = RunLog(tmp_path, total_steps=2, run=0)
+    log = log_of(tmp_path, 2, run=0)
     log.step(step=2, **NUMBERS)
     log.__exit__()
     assert capsys.readouterr() == ("", "")
@@ -76,17 +78,17 @@ def test_other_ranks_are_silent(tmp_path, capsys):
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
-    RunLog(tmp_path, total_steps=1).step(step=1, loss=float("nan"), grad_norm=float("inf"))
+    log_of(tmp_path, 1).step(step=1, loss=float("nan"), grad_norm=float("inf"))
     assert objects(tmp_path) == [{"run": 1, "step": 1, "loss": None, "grad_norm": None}]
 
 
 def test_a_resume_adds_lines_and_readers_take_the_last_of_a_step(tmp_path):
-    log = RunLog(tmp_path, total_steps=9)
+    log = log_of(tmp_path, 9)
     for step in range(1, 6):
         log.step(step=step, loss=0.0)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')  # killed while writing
-    log = RunLog(tmp_path, total_steps=9, done=3, run=2)
+    log = log_of(tmp_path, 9, first=3, run=2)
     log.step(step=4, loss=1.0)
     log.step(step=4, eval_loss=2.0)
     assert [entry["run"] for entry in objects(tmp_path)] == [1] * 5 + [2] * 2
@@ -101,8 +103,11 @@ SCRIPT = f"""
 import sys
 import termios
 from pathlib import Path
-from utils.run.folder import RunLog
-log = RunLog(Path(sys.argv[1]), total_steps=4)
+from types import SimpleNamespace
+from utils.run.distributed import ALONE
+from utils.train.optim import RunLog
+options = SimpleNamespace(log_every=1, profile=False, tensorboard=False, wandb=False)
+log = RunLog(Path(sys.argv[1]), 4, 0, 1, ALONE, 0.0, options)
 for step in range(1, 5):
     log.step(step=step, **{NUMBERS})
 log.__exit__()
@@ -141,8 +146,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(tmp_path):
 
 def test_tensorboard_gets_every_number(tmp_path):
     check_packages(Config(tensorboard=True), "")
-    _, trackers = start_recording(tmp_path, ALONE, 0, 2, False, True, False)
-    log = RunLog(tmp_path, total_steps=2, trackers=trackers)
+    log = log_of(tmp_path, 2, tensorboard=True)
     log.step(step=1, **NUMBERS)
     log.__exit__()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -155,8 +159,7 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 def test_tensorboard_forgets_the_steps_that_a_resume_takes_again(tmp_path):
     for run, done, loss in ((1, 0, 1.0), (2, 2, 2.0)):
-        _, trackers = start_recording(tmp_path, ALONE, done, 4, False, True, False)
-        log = RunLog(tmp_path, 4, trackers=trackers, done=done, run=run)
+        log = log_of(tmp_path, 4, first=done, run=run, tensorboard=True)
         for step in range(done + 1, 5):
             log.step(step=step, loss=loss)
         log.__exit__()
@@ -339,7 +342,8 @@ def broken(where):
 @pytest.mark.parametrize("where", ["start", "log", "close"])
 def test_a_tracker_that_fails_is_left_out_with_one_warning(where, tmp_path, capsys):
     tracker = Tracker("TensorBoard", broken(where), tmp_path, 0)
-    log = RunLog(tmp_path, total_steps=2, log_every=3, trackers=[tracker])
+    log = log_of(tmp_path, 2, log_every=3)
+    log.trackers = [tracker]
     log.step(step=1, loss=1.0)
     log.__exit__()
     said = (

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+from pathlib import Path
 
 import finetune
 import pytest
@@ -18,8 +19,11 @@ from shell import shell
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
+from utils.model.folder import open_weights
+from utils.model.sharding import DTYPES
+from utils.plan.fit import estimate_disk
 from utils.run.errors import ConfigError
-from utils.run.folder import claim_output
+from utils.run.folder import check_space, claim_output
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +128,29 @@ def test_too_little_room_is_said_before_training_with_both_numbers_and_leaves_no
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_resume_needs_no_room_for_the_checkpoints_that_are_there(tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        (tmp_path / "checkpoints" / "step_00000080").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step_00000080" / "tensors").write_bytes(bytes(600 * 1024))
+        check_space(tmp_path, 900 * 1024, but="checkpoints/*/*")
+        with pytest.raises(ConfigError, match="no space left"):
+            check_space(tmp_path, 900 * 1024)  # a new one beside it
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+def test_the_disk_that_a_run_asks_for_is_what_it_takes(flags, tmp_path, param_dtype):
+    asked = {**flags, "steps": 2, "save_every": 1, "keep": 0, "param_dtype": param_dtype}
+    out = run(**asked, output_dir=str(tmp_path))
+    files = [*out.glob("checkpoints/*/*.distcp"), *out.glob("model/*.safetensors")]
+    weights = open_weights(Path(flags["model"]))
+    estimate = estimate_disk(weights, 2, 1, 0, "adamw", DTYPES[param_dtype])
+    assert 1 <= sum(file.stat().st_size for file in files) / estimate < 1.2  # headers of the files
+
+
 def test_the_models_own_folder_is_never_the_output(flags, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(flags["model"], model)
@@ -148,23 +175,21 @@ def test_a_finished_run_is_left_alone_and_another_config_is_refused_by_field(
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
 
 
-def numbered(world, folder):
-    os.chdir(folder)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+def restartable(world, out):
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
     try:
-        return claim_output("", "finetune", world), claim_output("named", "finetune", world)
+        return claim_output(out, "finetune", world)
+    except ConfigError as error:
+        return str(error)
     finally:
-        del os.environ["TORCHELASTIC_RESTART_COUNT"]
-        os.chdir("/")
+        del os.environ["TORCHELASTIC_MAX_RESTARTS"]
 
 
-def test_after_an_elastic_restart_the_newest_numbered_folder_goes_on(tmp_path):
-    for number in (1, 2):
-        (tmp_path / "output" / f"finetune-00{number}").mkdir(parents=True)
-        (tmp_path / "output" / f"finetune-00{number}" / "config.yaml").touch()
-    newest, named = run_ranks(numbered, 2, tmp_path)[1]
-    assert newest == tmp_path / "output" / "finetune-002"
-    assert named == tmp_path / "named"
+def test_a_job_that_may_restart_needs_a_named_folder(tmp_path):
+    """The newest number may be that of another run."""
+    assert run_ranks(restartable, 2, str(tmp_path / "named")) == [tmp_path / "named"] * 2
+    for said in run_ranks(restartable, 2, ""):
+        assert said.endswith("finds its run only in a named folder (fix: --output_dir FOLDER)")
 
 
 # --- data

@@ -18,7 +18,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_parity import write_rows
 from tiny import tiny_model_folder
+from transformers import AutoConfig
 
+from utils.model.folder import run_facts
 from utils.run.errors import ConfigError
 from utils.run.signals import CAUGHT, stop_at_once
 
@@ -228,7 +230,29 @@ def test_a_signal_ends_an_evaluation_and_the_step_is_saved(whole, tmp_path):
     assert all(torch.equal(ours[name], tensor) for name, tensor in weights(whole_out).items())
 
 
-def test_a_named_checkpoint_starts_a_new_folder(whole, tmp_path):
+def test_a_named_checkpoint_starts_a_new_folder_and_the_same_command_goes_on_there(whole, tmp_path):
     flags, out = whole
     named = {**flags, "resume": str(out / "checkpoints" / "step_00000002")}
-    assert [step for step, *_ in curve(train(None, named, tmp_path / "new"))] == [3, 4, 5, 5]
+    new = train(None, named, tmp_path / "new")
+    assert [step for step, *_ in curve(new)] == [3, 4, 5, 5]
+    again = cut(new, tmp_path / "again", 4)
+    with pytest.raises(ConfigError, match="goes on to step_00000004, which a run from"):
+        train(None, {**flags, "resume": f"{named['resume']}/"}, again)  # not the same command
+    train(None, named, again)
+    lines = (again / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["run"] for line in lines] == [1] * 4 + [2] * 2
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(whole, tmp_path):
+    flags, out = whole
+    with pytest.raises(
+        ConfigError, match=r"step_00000005 has more than 2 steps \(fix: --steps 5\)"
+    ):
+        train(None, {**flags, "steps": 2, "resume": str(out)}, tmp_path / "fewer")
+
+
+def test_facts_of_a_model_whose_config_holds_infinity_can_be_saved():
+    """Mamba-2 and its hybrids: time_step_limit is (0.0, inf)."""
+    facts = run_facts(AutoConfig.for_model("mamba2"), {}, "data")
+    assert facts["config.time_step_limit"] == [0.0, "Infinity"]
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts

@@ -22,7 +22,7 @@ recipe = importlib.import_module(sys.argv.pop(1))
 
 from utils.data.batches import Batch
 from utils.run.settings import parse_cli
-from utils.train.optim import UnreadSteps
+from utils.train.optim import RunLog
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default}
@@ -91,7 +91,7 @@ def place() -> types.CodeType:
 def main() -> None:
     waits = Waits()
     adds = "add_scores" if hasattr(recipe, "add_scores") else "add_chunked_loss"
-    add, move, read, act = getattr(recipe, adds), Batch.to, UnreadSteps.read, recipe.act
+    add, move, read, act = getattr(recipe, adds), Batch.to, RunLog.read, recipe.act
     models = []
 
     def remember(model, *args):
@@ -110,9 +110,8 @@ def main() -> None:
 
     def counted(*args):
         with torch.utils._python_dispatch._disable_current_modes():
-            seconds = read(*args)  # tolist of a CPU's tensor is no operation
+            read(*args)  # tolist of a CPU's tensor is no operation
         waits.found["read"] += 1
-        return seconds
 
     def acts(name: str) -> None:
         if name == "save":
@@ -120,7 +119,7 @@ def main() -> None:
         act(name)
 
     setattr(recipe, adds, remember)
-    Batch.to, UnreadSteps.read = moved, counted
+    Batch.to, RunLog.read = moved, counted
     recipe.stop_after_step, recipe.act = begin, acts
     recipe.main(parse_cli(recipe.Config))
     print(json.dumps(waits.found))

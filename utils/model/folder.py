@@ -216,7 +216,7 @@ def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
                 digest.update(
                     os.pread(file.fileno(), min(size, 4096), info.begin + max(0, size - 4096) // 2)
                 )
-    fields = json.loads(json.dumps(config.to_dict(), default=str))
+    fields = json.loads(json.dumps(config.to_dict(), default=str), parse_constant=str)
     fields = {
         f"config.{k}": v for k, v in fields.items() if k not in COSMETIC and not k.startswith("_")
     }

@@ -3,7 +3,7 @@
 They have a file of their own because those two import peft and bitsandbytes: 3 s and 85 MiB of each process.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -33,7 +33,7 @@ class Lora:
 
     def flags(self) -> dict[str, object]:
         """The options of fresh adapters, by flag."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "adapter"}
+        return {name: value for name, value in vars(self).items() if name != "adapter"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Quant:
 
 def changed_flags(options: Lora | Quant) -> str:
     """The flags that differ from their defaults, without --adapter."""
-    changed = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
+    defaults = vars(type(options)())
+    changed = [name for name, value in vars(options).items() if value != defaults[name]]
     return ", ".join(f"--{flag}" for flag in changed if flag != "adapter")
 
 

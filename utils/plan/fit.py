@@ -176,13 +176,15 @@ def room_sentence(setting: Setting, need: Need, room: Room, answer: str) -> str:
     )
 
 
-def estimate_disk(weights: dict, steps: int, save_every: int, keep: int, optimizer: str) -> int:
+def estimate_disk(
+    weights: dict, steps: int, save_every: int, keep: int, optimizer: str, dtype: torch.dtype
+) -> int:
     """Bytes on disk of the final model and of the checkpoints that exist at the same time.
 
-    weights: from open_weights, of the model folder. A checkpoint has fp32 weights and two moments per weight,
-    in fp32 or 8 bit.
+    weights: from open_weights, of the model folder. A checkpoint has weights of `dtype` and two moments per
+    weight, of this dtype or in 8 bit.
     """
     saves = math.ceil(steps / save_every) if save_every else 0
     saves = min(saves, keep + 1) if keep else saves
-    kept = saves * (6 if "8bit" in optimizer else 12)
+    kept = saves * (dtype.itemsize + 2 * (1 if "8bit" in optimizer else dtype.itemsize))
     return sum(math.prod(info.shape) * (info.dtype.itemsize + kept) for info in weights.values())

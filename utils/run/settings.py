@@ -24,6 +24,7 @@ from .files import did_you_mean, replace_file
 SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True)
 SWITCH |= dict.fromkeys(("false", "no", "off", "0"), False)
 BARE = "True"  # what fire gives for a flag without a value
+LEAST = {"batch_size": 1, "epochs": 1, "seq_len": 2, "log_every": 1, "timeout": 1}
 NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0.001 or 1e-3"}
 
 
@@ -148,11 +149,26 @@ def from_settings(cls: type, cfg: object, **own: object):
 
 
 def check_least(cfg: object, **least: int) -> None:
-    """Raise ConfigError for a number below its minimum: the one in `least`, else 0."""
+    """Raise ConfigError for a number below its minimum: the one in `least` or LEAST, else 0."""
+    least = LEAST | least
     for name, value in asdict(cfg).items():
         if type(value) in (int, float):
             smallest = least.get(name, 0)
             check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
+
+
+def check_training(cfg: object, **least: int) -> None:
+    """Raise ConfigError for settings that every recipe that trains refuses; see check_least."""
+    check_least(cfg, **least)
+    check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {vars(type(cfg))['lr']:g})")
+    check(
+        cfg.activation_checkpointing != "none" or not cfg.activation_offload,
+        "--activation_offload has no inputs (fix: --activation_checkpointing full)",
+    )
+    check(
+        cfg.eval_dataset or cfg.eval_share or not cfg.eval_every,
+        "--eval_every has no rows (fix: --eval_share 0.02)",
+    )
 
 
 def save_config(cfg: object, path: str | Path) -> None:

@@ -76,7 +76,7 @@ class CheckpointSaver(AbstractContextManager):
         """
         self.wait()
         final = self.folder / f"step_{step:08d}"
-        state = state | {"step": step}
+        state = state | {"step": step, "cwd": os.getcwd()}
         tensors = checkpoint_tensors(model, optimizer)
         # The run folder exists. A sharded tensor has the bytes of all shards.
         check_space(self.folder.parent, sum(t.nbytes for t in tensors.values()), self.world)

@@ -1,29 +1,55 @@
-"""Gradient clipping, the log of steps, and checks: numbers that are not finite, packages that are missing."""
+"""Gradient clipping; metrics.jsonl and the console line; checks for what is not finite, or not installed."""
 
+import json
 import math
 import os
+import sys
 import time
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from shutil import which
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
-from ..run.distributed import World, together
-from ..run.errors import ConfigError, check, first_five
-from ..run.folder import RunLog
+from ..run.distributed import World, all_reduce_sum, together
+from ..run.errors import ConfigError, check, first_five, silence
+from ..run.files import disk_errors
 from ..run.memory import peak_memory_bytes
 from ..run.units import GIB
 
+LINE = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "eval_loss {:.4f}",
+    "bits_per_byte": "bits/byte {:.4f}",
+    "eval_bits_per_byte": "bits/byte {:.4f}",
+    "rewards/accuracies": "pairs {:.0%}",
+    "eval_rewards/accuracies": "pairs {:.1%}",
+    "accuracy": "pairs {:.0%}",
+    "eval_accuracy": "pairs {:.1%}",
+    "reward": "reward {:.3f}",
+    "eval_reward": "eval_reward {:.3f}",
+    "ties": "ties {:.0%}",
+    "grad_norm": "grad_norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "mfu {:.1%}",
+    "peak_memory_gib": "peak {:.2f} GiB",
+}
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+
+def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> torch.Tensor:
     """Scale the gradients so that their global L2 norm is at most max_norm (0: do not scale). Returns the
-    norm before scaling, (), on the device of the gradients.
+    norm before scaling, (), on the device of the gradients. in_backward: a StepInBackward, which has updated
+    every weight already and knows the norm.
 
     Every rank must call it, because the norm of sharded gradients is a collective. If the norm is not finite,
     the gradients have been scaled by it: do not step then.
     """
+    if in_backward:
+        return in_backward.grad_norm()
     parameters = [p for p in model.parameters() if p.grad is not None]
     # foreach: a few kernel launches instead of one per DTensor
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
@@ -33,37 +59,75 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm
 
 
-class UnreadSteps:
-    """Steps whose loss and gradient norm are still on the device. Reading them waits for the device. So they
-    are read together, for all steps since the last console line.
+class RunLog(AbstractContextManager):
+    """Writes the numbers of a run to stdout, to folder/metrics.jsonl and to trackers; profiles it if asked.
+
+    The loss and the gradient norm of a step are still on the device, and reading them waits for the device.
+    So they are read together, for all steps since the last console line. On a terminal there is also a
+    progress bar with the time left; a log file gets only whole lines.
+
+    first: the step that the run resumed from. run: the number of this start, from 1; with 0 nothing is
+    written, as on all ranks but rank 0. token_mfu: see profiling.mfu; 0: not known. options: the settings
+    dtype, log_every, profile, tensorboard and wandb. seconds: the mean time of the steps that were read last.
+    Lines of metrics.jsonl that an earlier start wrote for later steps stay.
     """
 
-    def __init__(self, log: RunLog, world: World, fp16: bool):
-        self.log, self.world, self.fp16 = log, world, fp16
+    def __init__(self, folder, steps: int, first: int, run: int, world: World, token_mfu, options):
+        self.file, self.total_steps, self.run = folder / "metrics.jsonl", steps, run
+        self.world, self.token_mfu, self.options = world, token_mfu, options
         self.skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
-        self.steps: list[tuple] = []
+        self.unread: list[tuple] = []
+        self.profiler, self.trackers = None, ()
+        if options.profile or options.tensorboard or options.wandb:
+            from .profiling import start_recording
+
+            self.profiler, self.trackers = start_recording(folder, world, first, steps, options)
+        self.bar = tqdm(
+            total=steps,
+            initial=first,
+            unit="step",
+            file=sys.stdout,
+            disable=None if run else True,  # None: disabled if not a terminal
+        )
+        if run and self.file.exists():
+            # remove an incomplete last line of a killed start, which would spoil the next line
+            with open(self.file, "r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+    def begin(self) -> None:
+        """Call it where a step begins."""
+        if not self.unread:
+            self.started = time.monotonic()
 
     def add(self, loss, grad_norm, losses, batches, means, **numbers) -> None:
-        """Add one step. loss, grad_norm: tensors (), of all ranks. losses: () of each micro-batch of this
-        rank. means: further values () by name, still on the device. numbers: values that the host knows
-        already; None: not known.
+        """Add one step; all ranks call it. loss, grad_norm: tensors (), of all ranks. losses: () of each
+        micro-batch of this rank. means: further values () by name, still on the device. numbers: values that
+        the host knows already; None: not known.
         """
         on_device = torch.stack([v.to(loss) for v in (loss, grad_norm, *means.values())])
         numbers["peak_memory_gib"] = peak_memory_bytes() / GIB
-        self.steps.append((on_device, losses, [batch.where for batch in batches], means, numbers))
+        if "tokens" not in numbers:
+            tokens = sum(batch.tokens for batch in batches)
+            numbers["tokens"] = int(all_reduce_sum(tokens, self.world))
+        self.unread.append((on_device, losses, [batch.where for batch in batches], means, numbers))
+        if self.profiler:
+            self.profiler.step()
 
-    def read(self, started: float, token_mfu: float) -> float:
-        """Log the steps; returns the mean seconds per step. started: time.monotonic() at the start of the
-        first. token_mfu: see profiling.mfu; 0: not known.
+    def due(self, done: int, every: int) -> bool:
+        """Whether what happens after each `every` steps (0: never), and after the last, is due."""
+        return done == self.total_steps or (every > 0 and done % every == 0)
+
+    def read(self) -> None:
+        """Log the steps that were added.
 
         All ranks call it. Raises ConfigError on all ranks if a loss or a gradient norm is not finite, naming
         the rows whose loss is not. In fp16, gradient norms raise only if 20 in a row are not finite.
         """
-        values = torch.stack([on_device for on_device, *_ in self.steps]).tolist()
-        seconds = (time.monotonic() - started) / len(self.steps)
-        for (loss, grad_norm, *others), step in zip(values, self.steps, strict=True):
+        values = torch.stack([on_device for on_device, *_ in self.unread]).tolist()
+        self.seconds = (time.monotonic() - self.started) / len(self.unread)
+        for (loss, grad_norm, *others), step in zip(values, self.unread, strict=True):
             _, losses, rows, names, numbers = step
-            overflows = self.fp16 and not math.isfinite(grad_norm)
+            overflows = self.options.dtype == "fp16" and not math.isfinite(grad_norm)
             self.skipped = self.skipped + 1 if overflows else 0
             goes_on = math.isfinite(grad_norm) or 0 < self.skipped < 20
             if not (math.isfinite(loss) and goes_on):
@@ -73,27 +137,63 @@ class UnreadSteps:
                 with together(self.world):
                     check(not bad, f"{found} in {first_five(sum(bad, []))}; {fix}")
                 raise ConfigError(f"{found}, though every loss is finite; {fix}", agreed=True)
-            per_second = numbers["tokens"] / seconds
-            self.log.step(
+            per_second = numbers["tokens"] / self.seconds
+            self.step(
                 **numbers,
                 **dict(zip(names, others, strict=True)),
                 loss=loss,
                 grad_norm=grad_norm,
                 skipped=int(self.skipped > 0),
-                seconds=seconds,
+                seconds=self.seconds,
                 tokens_per_second=per_second,
-                mfu=token_mfu * per_second or None,
+                mfu=self.token_mfu * per_second or None,
             )
-        self.steps.clear()
-        return seconds
+        self.unread.clear()
+
+    def step(self, **numbers: float | None) -> None:
+        """Record the numbers of optimizer step `step` (from 1): one JSON object, and every log_every steps
+        a line on stdout.
+
+        None is left out; NaN and infinity become null, since JSON has neither. A second call for the same
+        step, with an eval_loss, adds another object and always a line.
+        """
+        if not self.run:
+            return
+        numbers = {name: value for name, value in numbers.items() if value is not None}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        with disk_errors(self.file), open(self.file, "a") as file:
+            file.write(json.dumps({"run": self.run, **finite}) + "\n")
+        step = numbers.pop("step")
+        for tracker in self.trackers:
+            tracker.log(numbers, step)
+        shown = [form.format(numbers[name]) for name, form in LINE.items() if name in numbers]
+        try:
+            self.bar.update(step - self.bar.n)
+            if (
+                self.due(step, self.options.log_every)
+                or {"eval_loss", "eval_reward"} & numbers.keys()
+            ):
+                # above the bar, if any
+                tqdm.write("  ".join([f"step {step}/{self.total_steps}", *shown]))
+                sys.stdout.flush()
+        except OSError:
+            # the reader of stdout is gone (`| head`, a closed terminal); the run goes on
+            self.bar.disable = True
+            silence()
+
+    def __exit__(self, *_) -> None:
+        """Finish the bar and the trackers."""
+        self.bar.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def check_packages(cfg: object, gpu: str) -> None:
     """Raise ConfigError if a package that the settings need is not installed, or does not support their dtype
     or device. gpu: the name of the GPU; "" without one.
     """
-    for name, wanted in (("tensorboard", cfg.tensorboard), ("wandb", cfg.wandb)):
-        if wanted:
+    for name in ("tensorboard", "wandb"):
+        if vars(cfg)[name]:
             spec = find_spec(name)
             # A folder named wandb, left by an earlier run, is found too, but has no origin.
             check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")

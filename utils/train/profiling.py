@@ -97,16 +97,20 @@ def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
 
 
 def start_recording(
-    out: Path, world: World, done: int, steps: int, profile: bool, tensorboard: bool, wandb: bool
+    out: Path, world: World, done: int, steps: int, options
 ) -> tuple[torch.profiler.profile | None, list[Tracker]]:
-    """Start the profiler and, on rank 0, the trackers that are asked for. done: the step resumed from."""
+    """Start the profiler and, on rank 0, the trackers that are asked for. done: the step resumed from.
+    options: the settings profile, tensorboard and wandb.
+    """
     trackers = []
     if world.rank == 0:
-        if tensorboard:
+        if options.tensorboard:
             trackers.append(Tracker("TensorBoard", start_tensorboard, out, done))
-        if wandb:
+        if options.wandb:
             trackers.append(Tracker("Weights & Biases", start_wandb, out, done))
-    return start_profiler(out / "profile", world, done, steps) if profile else None, trackers
+    return start_profiler(
+        out / "profile", world, done, steps
+    ) if options.profile else None, trackers
 
 
 # Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;

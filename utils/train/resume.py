@@ -49,13 +49,16 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
     """
     with together(world):
         check(resume != "none", f"--resume none, but {out} holds a run (fix: another --output_dir)")
+        newest = max(out.glob("config*.yaml"), default=None)
+        saved = yaml.safe_load(newest.read_text()) if newest else {}
+        if saved.get("resume") == resume and complete_checkpoints(out / "checkpoints"):
+            resume = "auto"  # the same command again: its own checkpoints are newer
         plan, finished = out / "plan.json", 0  # the steps after which the run ended
         if plan.exists():
             measured = json.loads(plan.read_text()).get("measured") or {}  # null until it ends
             finished = measured.get("steps", 0)
         if finished:
-            newest = max(out.glob("config*.yaml"), default=out / "config.yaml")
-            saved = asdict(cfg) | yaml.safe_load(newest.read_text())  # may lack newer settings
+            saved = asdict(cfg) | saved  # it may lack newer settings
             now = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
             changed = differences(saved, now, but=("output_dir", "resume", "log_every"))
             check(
@@ -64,6 +67,8 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
                 f" (fix: another --output_dir; with --resume {out} it goes on from the last checkpoint)",
             )
     checkpoint = None if finished else find_checkpoint(resume, out, world)
+    if finished:
+        print0(f"{out} is finished: already at step {finished}, nothing to do")
     if not checkpoint:
         return Resumed(finished=finished)
     with together(world):
@@ -76,16 +81,46 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
                 f"{out} goes on to {newer[-1].name}, which a run from {checkpoint.name} would redo"
                 " (fix: another --output_dir)"
             )
-    return Resumed(checkpoint, state)
+    return Continued(checkpoint, state)
 
 
-def way_on(out: Path, given: str, world: World) -> str:
-    """The command that continues the run in `out`. given: the --output_dir of this start."""
+class Continued(Resumed):
+    """A checkpoint of an earlier start."""
+
+    def check_facts(self, facts: dict[str, object], steps: int, allow_new_data: bool) -> None:
+        """Raise ConfigError if the checkpoint is from another run, naming what differs, old -> new, or has
+        more than `steps` steps. facts: values by name that must be the same. Facts that the checkpoint lacks,
+        because an older version wrote it, are not compared.
+        """
+        done = self.state["step"]
+        check(done <= steps, f"{self.checkpoint} has more than {steps} steps (fix: --steps {done})")
+        known = {name: fact for name, fact in facts.items() if name in self.state}
+        changed = differences(self.state, known, but=("data",) if allow_new_data else ())
+        check(
+            not changed,
+            f"the checkpoint is of another run: {changed}"
+            " (fix: the same flags and data, or another --output_dir)",
+        )
+
+    def load(self, model: nn.Module, optimizer: Optimizer, scaler, world: World) -> int:
+        """Load weights, optimizer state and the scale of fp16; returns the step. See load_checkpoint."""
+        print0(f"from      {self.checkpoint}")
+        load_checkpoint(self.checkpoint, model, optimizer, world)
+        scaler.load_state_dict(self.state["scaler"] or scaler.state_dict())  # {} if not fp16
+        return self.state["step"]
+
+
+def print_way_on(stop: str, checkpoint: Path, cfg: object, world: World) -> None:
+    """Print which signal stopped the run, and the command that continues it."""
+    out = checkpoint.parent.parent
     words = ["torchrun", f"--nproc_per_node={world.local_size}"] if world.size > 1 else ["python"]
     words += sys.argv
-    if not given:
+    if not cfg.output_dir:
         words += ["--output_dir", str(out)]
-    return shlex.join(words)
+    if cfg.resume == "none":
+        words += ["--resume", "auto"]
+    print0(f"stopped   by {stop} after step {int(checkpoint.name[5:])}: {checkpoint}")
+    print0(f"to go on  {shlex.join(words)}")
 
 
 def named_checkpoint(flag: str, name: str, world: World) -> Path:
@@ -161,20 +196,6 @@ def damage(checkpoint: Path, rank: int, ranks: int) -> str:
         except OSError as error:
             return f"{checkpoint}/{name}: {error.strerror}"
     return ""
-
-
-def check_facts(state: dict, facts: dict[str, object], allow_new_data: bool) -> None:
-    """Raise ConfigError if the checkpoint is from another run, naming what differs, old -> new. state: of the
-    checkpoint. facts: values by name that must be the same. Facts that the checkpoint lacks, because an older
-    version wrote it, are not compared.
-    """
-    known = {name: fact for name, fact in facts.items() if name in state}
-    changed = differences(state, known, but=("data",) if allow_new_data else ())
-    check(
-        not changed,
-        f"the checkpoint is of another run: {changed}"
-        " (fix: the same flags and data, or another --output_dir)",
-    )
 
 
 def read_state(path: Path) -> dict:

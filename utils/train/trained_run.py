@@ -75,6 +75,10 @@ def open_trained(
             check(not damaged, f"{damaged} {REMOVED}")
             state = read_state(path)
             run = state.get("config", {})
+            for name in ("model", "tokenizer", "adapter"):  # they may be relative to where it ran
+                folder = Path(state.get("cwd", ""), run.get(name, ""))
+                if run.get(name) and folder.is_dir():
+                    run[name] = str(folder)
             # The base may have no template, and the run's own tokenizer one.
             template = "plain" if state.get("template") == "built-in plain" else ""
     tokenizer_name = run.get("tokenizer", "")
@@ -119,6 +123,8 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
     the config fits both, weights or an adapter without a vision tower mean text.
     """
     if run:
+        fix = "its own run writes the result: reward.py --resume CHECKPOINT --steps N --output_dir NEW"
+        check("center_weight" not in run, f"--checkpoint: it scores and cannot answer (fix: {fix})")
         return "pictures" if "image_dir" in run else "text"
     of_text, of_pictures = (
         type(source.config) in KINDS[kind]._model_mapping for kind in ("text", "pictures")
