@@ -272,7 +272,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = scale.view(1) if scale.device.type == "cuda" else scale
         grads = [d if d is None else d.mul_(scale) for d in ctx.grads]
         del ctx.grads
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 5)
 
 
 def chunk_by_chunk(
@@ -285,13 +285,13 @@ def chunk_by_chunk(
     Extra memory: the logits (c, V) in the weight's dtype and in fp32; the gradient of the hidden states; the
     gradient of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
     """
-    needed = [grad and one for one in wanted[:3]]
+    by_hidden, by_weight, by_bias = (grad and one for one in wanted[:3])
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    d_hidden = torch.empty_like(hidden) if needed[0] else None
+    d_hidden = torch.empty_like(hidden) if by_hidden else None
     d_weight, sums = None, []
-    if needed[1] and len(chunks) != 1:
+    if by_weight and len(chunks) != 1:
         sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
-    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if by_bias else None
     for chunk in chunks:
         h = hidden[chunk]  # (c, D)
         losses[chunk], d_logits = _losses_of_chunk(
@@ -299,20 +299,20 @@ def chunk_by_chunk(
         )
         if factors is not None:
             d_logits *= factors[chunk]
-        if needed[0]:
+        if by_hidden:
             torch.mm(d_logits, weight, out=d_hidden[chunk])
         if sums:
             _add_product(sums, d_logits, h)
-        elif needed[1]:
+        elif by_weight:
             d_weight = d_logits.T @ h
-        if needed[2]:
+        if by_bias:
             d_bias += d_logits.sum(0)
         del d_logits  # the next chunk needs the memory
     if sums:
         d_weight = torch.empty_like(weight)
         for rows in d_weight.split(ROWS):
             rows.copy_(sums.pop(0))
-    d_bias = d_bias.to(weight.dtype) if needed[2] else None
+    d_bias = d_bias.to(weight.dtype) if by_bias else None
     return losses, (d_hidden, d_weight, d_bias)
 
 
