@@ -26,12 +26,7 @@ from transformers.utils import import_utils
 
 from ..model import loss
 from ..model.loss import backbone, chunk_slices, documents_by, one_document
-from ..model.sharding import (
-    decoder_layers,
-    fp32_modules,
-    keep_activations,
-    recompute_activations,
-)
+from ..model.sharding import decoder_layers, fp32_modules, recompute_activations
 
 ATTENTION = F.scaled_dot_product_attention
 aten = torch.ops.aten
@@ -174,7 +169,7 @@ def record_step(
             stack.enter_context(documents_by(one_document))  # positions have no values here
         if recompute != "none":
             recompute_activations(model, recompute)
-            stack.callback(keep_activations, model)
+            stack.callback(model.activation_checkpointing_disable)
             if offload:
                 from ..model.activation_offload import hook_inputs
 
