@@ -188,11 +188,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rows_of_full_shard(rows: int, shards: int) -> int:
-    """Rows of the first, fullest shard: torch.chunk gives each shard so many until none are left."""
-    return -(-rows // shards)
-
-
 # --- models on meta, the pieces of their checkpoint, and reading those
 
 KINDS = {  # by what a model reads or returns
