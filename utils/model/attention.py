@@ -8,7 +8,7 @@ from types import MethodType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
@@ -48,7 +48,7 @@ def _code_of(module_class: type) -> tuple:
     return code.co_code, code.co_names, code.co_consts
 
 
-def _fused_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+def _fused_norm(self, hidden: Tensor) -> Tensor:
     if self.weight.dtype != hidden.dtype:  # kept in fp32, and then the result is fp32
         return type(self).forward(self, hidden)
     return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
@@ -61,16 +61,16 @@ def repeat_grouped_keys() -> None:
 
 def attend_documents(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     **options,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """`--attn varlen`, an attention function of transformers: causal, within each document, without any mask.
 
     query (1, H, T, D), key and value (1, H_kv, T, D): packs in one row. cu_seq_lens_q (N + 1,) int32: where
@@ -105,7 +105,7 @@ def attend_documents(
 
 
 @torch.compiler.disable
-def attend_one_by_one(module, query, key, value, cu_seq_lens, *how) -> torch.Tensor:
+def attend_one_by_one(module, query, key, value, cu_seq_lens, *how) -> Tensor:
     """The same, document by document, for a CPU, which has no kernel for it."""
     lengths = cu_seq_lens.diff().tolist()
     documents = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
@@ -113,7 +113,7 @@ def attend_one_by_one(module, query, key, value, cu_seq_lens, *how) -> torch.Ten
     return torch.cat([causal_attention(module, *document, *how) for document in documents], 1)
 
 
-def causal_attention(module, query, key, value, scaling, sliding_window) -> torch.Tensor:
+def causal_attention(module, query, key, value, scaling, sliding_window) -> Tensor:
     """(B, T, H, D): each token sees itself and those before it, at most `sliding_window` tokens in all."""
     length, mask = query.shape[2], None
     if sliding_window and length > sliding_window:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig
@@ -62,9 +62,7 @@ class Recorder(TorchDispatchMode):
                 kind_of(function) in FILLS | CHANGES and not on_meta and target.is_contiguous(),
                 f"--init random: the rule for {name} is not one for each element (fix: {FIX})",
             )
-            flat = tree_map_only(
-                torch.Tensor, lambda value: value.expand(target.shape).flatten(), others
-            )
+            flat = tree_map_only(Tensor, lambda value: value.expand(target.shape).flatten(), others)
             begin = target.storage_offset()
             self.steps[name].append(Step(function, begin, begin + target.numel(), flat, options))
         return function(*args, **options)
@@ -150,7 +148,7 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
                 values[start - first : end - first].copy_(block[start - begin : end - begin])
 
 
-def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> None:
+def draw_block(block: Tensor, begin: int, steps: list[Step], key: str) -> None:
     """Fill elements [begin, begin + len(block)) of a tensor, on the CPU. key: seeds the generator."""
     generator = torch.Generator().manual_seed(seed_of(key))
     for step in steps:
@@ -158,7 +156,7 @@ def draw_block(block: torch.Tensor, begin: int, steps: list[Step], key: str) -> 
         if start >= end:
             continue
         own = slice(start - step.begin, end - step.begin)
-        arguments = tree_map_only(torch.Tensor, itemgetter(own), step.arguments)
+        arguments = tree_map_only(Tensor, itemgetter(own), step.arguments)
         options = dict(step.options)
         if any(argument.name == "generator" for argument in step.function._schema.arguments):
             options["generator"] = generator

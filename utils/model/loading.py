@@ -22,7 +22,7 @@ from typing import IO
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import _TYPES as DTYPES
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import (
@@ -61,7 +61,7 @@ class Piece:
     transposed: bool = False
 
 
-def whole(name: str, tensor: torch.Tensor, param: str = "") -> Piece:
+def whole(name: str, tensor: Tensor, param: str = "") -> Piece:
     """A parameter as one piece, which is in no file. param: its name in the model, if that is another one."""
     info = TensorInfo(None, tensor.dtype, tuple(tensor.shape), 0)
     return Piece(name, info, param or name, (0,) * tensor.ndim, info.shape)
@@ -77,7 +77,7 @@ class Place:
     dtype: torch.dtype
 
 
-def local_box(parameter: torch.Tensor, piece: Piece) -> tuple[Box, Box] | None:
+def local_box(parameter: Tensor, piece: Piece) -> tuple[Box, Box] | None:
     """The part of a piece that this rank's shard holds: (where in the local shard, where in the piece).
 
     None if the shard holds no part of it. A plain tensor counts as one shard that holds everything.
@@ -113,7 +113,7 @@ def lay_out(
     save_dtype: for floating-point tensors; None: as in the pieces.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for piece in pieces:
         dtype = piece.info.dtype
         if save_dtype and dtype.is_floating_point:
@@ -148,7 +148,7 @@ def lay_out(
     return places, headers
 
 
-def is_writer(parameter: torch.Tensor, world: World) -> bool:
+def is_writer(parameter: Tensor, world: World) -> bool:
     """Whether this rank writes its shard: of the ranks that hold the same values, the first does."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
@@ -157,8 +157,8 @@ def is_writer(parameter: torch.Tensor, world: World) -> bool:
 
 
 def runs(
-    rows: torch.Tensor, box: Box, shape: tuple[int, ...], most: int = 2**62
-) -> Iterator[tuple[int, torch.Tensor]]:
+    rows: Tensor, box: Box, shape: tuple[int, ...], most: int = 2**62
+) -> Iterator[tuple[int, Tensor]]:
     """Cut `rows`, some rows of a row-major tensor of this `shape`, into runs of at most `most` elements:
     (index of the first element in the tensor, values). box: where the rows are in the tensor.
     """
@@ -169,7 +169,7 @@ def runs(
         yield begin + start, values[start : start + most]
 
 
-def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> int:
+def transfer(call: Callable, file: IO[bytes], at: int, data: Tensor) -> int:
     """Call os.pwritev or os.preadv until all of `data` is transferred, or a call transfers nothing. Returns
     the number of bytes.
     """
@@ -183,14 +183,9 @@ def transfer(call: Callable, file: IO[bytes], at: int, data: torch.Tensor) -> in
     return done_bytes
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def rows_of_full_shard(rows: int, shards: int) -> int:
-    """Rows of the first, fullest shard: torch.chunk gives each shard so many until none are left."""
-    return -(-rows // shards)
 
 
 # --- models on meta, the pieces of their checkpoint, and reading those
@@ -334,7 +329,7 @@ def _converted_box(
     pattern: str,
     converters: list[WeightConverter],
     folder: Path,
-    parameter: torch.Tensor,
+    parameter: Tensor,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(at, shape) of a stored tensor within its parameter: of one expert's matrix in a parameter with all
     experts, e.g. gate_up_proj (E, 2I, D); of all experts, perhaps stored transposed as (E, D, 2I); or of a
@@ -357,7 +352,7 @@ def _converted_box(
     return (int(expert[1]), first_row, 0), (1, *info.shape)
 
 
-def _fits(piece: Piece, parameter: torch.Tensor) -> bool:
+def _fits(piece: Piece, parameter: Tensor) -> bool:
     """Whether a piece lies inside its parameter, and both or neither are floating-point."""
     if len(piece.shape) != parameter.ndim:
         return False
@@ -405,9 +400,7 @@ def load_pieces(
         buffer.data = buffer.to(device)
 
 
-def _load_piece(
-    file, piece: Piece, target: torch.Tensor, filled: set[tuple], staging: torch.Tensor
-) -> None:
+def _load_piece(file, piece: Piece, target: Tensor, filled: set[tuple], staging: Tensor) -> None:
     boxes = local_box(target, piece)
     if boxes is None:
         return
@@ -433,7 +426,7 @@ def _load_piece(
             values.copy_(read)
 
 
-def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:
+def read_elements(file, piece: Piece, first: int, into: Tensor) -> None:
     """Read elements [first, first + len(into)) of a tensor in an open file."""
     at = piece.info.begin + first * into.itemsize
     data = into.view(torch.uint8)
@@ -441,7 +434,7 @@ def read_elements(file, piece: Piece, first: int, into: torch.Tensor) -> None:
     check(read_bytes == len(data), f"{file.name}: cut short while it was read {AGAIN}")
 
 
-def _fill_buffers(model: nn.Module, loaded: Iterable[torch.Tensor]) -> None:
+def _fill_buffers(model: nn.Module, loaded: Iterable[Tensor]) -> None:
     """Compute the buffers that no checkpoint holds: rotary frequencies, embedding scales.
 
     After to_empty they hold arbitrary values, and nothing warns. As in transformers' own loader, loaded
@@ -470,5 +463,5 @@ def _fill_buffers(model: nn.Module, loaded: Iterable[torch.Tensor]) -> None:
     )
 
 
-def _is_loaded(tensor: torch.Tensor) -> bool:
+def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)

@@ -13,14 +13,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from .loss import PerToken, arguments, chunk_by_chunk
 
 
 def token_log_probs(
     model: nn.Module, batch, temperature: float = 1.0, per_token: PerToken | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """log p(token | tokens before it) of each trained token of a batch, at the token's position, and 0
     elsewhere: (B, T) in fp32, in nats.
 
@@ -46,7 +46,7 @@ def token_log_probs(
     return everywhere.index_copy(0, places + 1, found).view_as(batch.labels)
 
 
-def per_sequence(batch, values: torch.Tensor) -> torch.Tensor:
+def per_sequence(batch, values: Tensor) -> Tensor:
     """Sums (S,) of values (B, T) over the sequences of a batch: its rows, or the documents of its packs."""
     if batch.positions is None:
         return values.sum(1)
@@ -55,7 +55,7 @@ def per_sequence(batch, values: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(len(batch.where)).index_add(0, sequence, values.flatten())
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """(c, V) and (c,) -> (c,)"""
     return F.cross_entropy(logits / temperature, targets, reduction="none")
 

@@ -27,7 +27,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
@@ -212,7 +212,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
             local(parameter)[box[0]].copy_(full[box[1]])
 
 
-def _magnitude(base: nn.Module) -> torch.Tensor:
+def _magnitude(base: nn.Module) -> Tensor:
     """DoRA's initial magnitudes: the norm of each output feature's weights, as peft's forward computes it."""
     if hasattr(base, "dequantize") or isinstance(base, nn.Linear):
         weight = base.dequantize() if hasattr(base, "dequantize") else local(base.weight)
@@ -406,7 +406,7 @@ class Merge:
     """What becomes of each tensor of the checkpoint."""
 
     pieces: list[Piece]
-    own: dict[str, torch.Tensor]  # parameter -> the adapter's copy of it, in place of the base's
+    own: dict[str, Tensor]  # parameter -> the adapter's copy of it, in place of the base's
     layers: dict[str, list[tuple]]  # parameter -> (LoRA layer, name in its base), in peft's order
     untied: list[Piece]  # tied in the base but not any more: the files of the base lack them
 
@@ -452,7 +452,7 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
 
 
 @torch.no_grad()
-def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
+def merged_tensor(piece: Piece, merge: Merge) -> Tensor:
     """A tensor of the checkpoint with the adapter merged into it, in its own dtype and shape."""
     info = piece.info
     if piece.param in merge.own:
@@ -468,7 +468,7 @@ def merged_tensor(piece: Piece, merge: Merge) -> torch.Tensor:
     return value
 
 
-def merge_into(layer: LoraLayer, name: str, value: torch.Tensor) -> torch.Tensor:
+def merge_into(layer: LoraLayer, name: str, value: Tensor) -> Tensor:
     """Merge the adapter of a layer into `value`, the value of parameter `name` of its base layer.
 
     peft's merge needs all parameters of the base layer: the others, such as a bias, are set to zeros.

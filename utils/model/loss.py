@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import masking_utils
 
 from ..run.distributed import World, all_reduce_sum
@@ -31,8 +31,8 @@ from ..run.units import GIB, IGNORE
 from .sharding import family_of, reshard
 
 # fp32 logits (c, V), as the model gives them, and targets (c,) -> the loss of each token (c,)
-PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Transform = Callable[[torch.Tensor], torch.Tensor]
+PerToken = Callable[[Tensor, Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
 LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
 CPU_ROWS = 256  # rows of a product on a CPU, so that it fits the cache
@@ -87,11 +87,11 @@ def known_transforms(model: nn.Module) -> list[Transform]:
     return capped + [partial(_scaled, factor=factor) for factor in factors]
 
 
-def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+def _capped(logits: Tensor, cap: float) -> Tensor:
     return torch.tanh(logits / cap) * cap
 
 
-def _scaled(logits: torch.Tensor, factor: float) -> torch.Tensor:
+def _scaled(logits: Tensor, factor: float) -> Tensor:
     return logits if factor == 1 else logits * factor
 
 
@@ -115,7 +115,7 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
         own = model(ids, use_cache=False).logits[0, :-1].float()  # (7, V)
         chunks = []  # of logits straight from the head
 
-        def keep(logits: torch.Tensor) -> torch.Tensor:
+        def keep(logits: Tensor) -> Tensor:
             chunks.append(logits.clone())  # the loss overwrites them
             return logits
 
@@ -137,9 +137,7 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
     )
 
 
-def summed_cross_entropy(
-    model: nn.Module, batch, per_token: PerToken | None = None
-) -> torch.Tensor:
+def summed_cross_entropy(model: nn.Module, batch, per_token: PerToken | None = None) -> Tensor:
     """Cross-entropy summed over the trained tokens of batch.ids, batch.labels (B, T), plus the router loss of
     a mixture of experts. per_token: a loss in place of cross-entropy, differentiated chunk by chunk.
 
@@ -229,12 +227,12 @@ def documents_by(known: Callable) -> AbstractContextManager:
     return patch.object(masking_utils, "find_packed_sequence_indices", known)
 
 
-def documents(position_ids: torch.Tensor) -> torch.Tensor:
+def documents(position_ids: Tensor) -> Tensor:
     """(B, T): the number of each token's document in its row; positions (B, T) restart with each document."""
     return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
-def one_document(position_ids: torch.Tensor) -> None:
+def one_document(position_ids: Tensor) -> None:
     """None, which tells transformers that rows are not packed."""
 
 
@@ -274,7 +272,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = scale.view(1) if scale.device.type == "cuda" else scale
         grads = [d if d is None else d.mul_(scale) for d in ctx.grads]
         del ctx.grads
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 5)
 
 
 def chunk_by_chunk(
@@ -287,13 +285,13 @@ def chunk_by_chunk(
     Extra memory: the logits (c, V) in the weight's dtype and in fp32; the gradient of the hidden states; the
     gradient of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
     """
-    needed = [grad and one for one in wanted[:3]]
+    by_hidden, by_weight, by_bias = (grad and one for one in wanted[:3])
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    d_hidden = torch.empty_like(hidden) if needed[0] else None
+    d_hidden = torch.empty_like(hidden) if by_hidden else None
     d_weight, sums = None, []
-    if needed[1] and len(chunks) != 1:
+    if by_weight and len(chunks) != 1:
         sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
-    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if by_bias else None
     for chunk in chunks:
         h = hidden[chunk]  # (c, D)
         losses[chunk], d_logits = _losses_of_chunk(
@@ -301,30 +299,30 @@ def chunk_by_chunk(
         )
         if factors is not None:
             d_logits *= factors[chunk]
-        if needed[0]:
+        if by_hidden:
             torch.mm(d_logits, weight, out=d_hidden[chunk])
         if sums:
             _add_product(sums, d_logits, h)
-        elif needed[1]:
+        elif by_weight:
             d_weight = d_logits.T @ h
-        if needed[2]:
+        if by_bias:
             d_bias += d_logits.sum(0)
         del d_logits  # the next chunk needs the memory
     if sums:
         d_weight = torch.empty_like(weight)
         for rows in d_weight.split(ROWS):
             rows.copy_(sums.pop(0))
-    d_bias = d_bias.to(weight.dtype) if needed[2] else None
+    d_bias = d_bias.to(weight.dtype) if by_bias else None
     return losses, (d_hidden, d_weight, d_bias)
 
 
 def _losses_of_chunk(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
     transform: Transform,
     per_token: PerToken | None,
     grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """(losses (c,), the gradient of their sum with respect to the logits (c, V), in their dtype; None without
     grad). The gradient may overwrite the logits.
     """
@@ -341,9 +339,7 @@ def _losses_of_chunk(
     return loss, torch.autograd.grad(shown, logits, d_shown.to(shown.dtype))[0]
 
 
-def _cross_entropy_in_place(
-    logits: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cross_entropy_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(cross-entropy (c,), the gradient of its sum) of logits (c, V) in fp32. The gradient
     overwrites the logits.
 
@@ -358,7 +354,7 @@ def _cross_entropy_in_place(
     return loss, logits
 
 
-def _add_product(sums: list[torch.Tensor], d_logits: torch.Tensor, h: torch.Tensor) -> None:
+def _add_product(sums: list[Tensor], d_logits: Tensor, h: Tensor) -> None:
     """Add d_logits.T @ h, of (c, V) and (c, D), to the blocks (ROWS, D) in fp32 that make up (V, D).
 
     A GPU accumulates within the product. A CPU has no product of 16-bit matrices with an fp32 result.

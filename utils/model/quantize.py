@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..run.errors import check
@@ -77,15 +77,15 @@ class QuantizedLinear(nn.Module):
         self.weight = rows_like(codes)
         self.scale = rows_like(scale.view(torch.int32))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return _FrozenLinear.apply(x, self.weight, self.scale, self.bias, self.mode)
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> Tensor:
         """The weight in the compute dtype; if the parameters are sharded, this rank's rows."""
         return dequantize(local(self.weight), local(self.scale), self.dtype)
 
     @torch.no_grad()
-    def copy_rows(self, first: int, rows: torch.Tensor, name: str) -> None:
+    def copy_rows(self, first: int, rows: Tensor, name: str) -> None:
         """Quantize rows (n, in_features) of the checkpoint into local rows [first, first + n).
 
         `rows` may be on another device than the shards. name: of the tensor, for the message. Raises
@@ -129,7 +129,7 @@ class Int8Linear(QuantizedLinear):
     kind = "8bit"
 
     @staticmethod
-    def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
         """(codes, fp32 scales). Rows are cast to fp16 first, as in bitsandbytes."""
         return bnb.int8_vectorwise_quant(rows.to(torch.float16).contiguous())[:2]
 
@@ -143,7 +143,7 @@ class NF4Linear(QuantizedLinear):
     kind = "4bit"
 
     @staticmethod
-    def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
         """(codes, fp32 scales)"""
         codes, state = bnb.quantize_4bit(
             rows.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=False
@@ -154,7 +154,7 @@ class NF4Linear(QuantizedLinear):
 KINDS = {cls.kind: cls for cls in (Int8Linear, NF4Linear)}
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The (out, in) weight of codes and int32-bit scales, rounded once, as bitsandbytes does."""
     scale = scale.view(torch.float32)
     if codes.dtype == torch.int8:

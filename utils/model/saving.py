@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mode
 
 import torch
+from torch import Tensor
 
 from ..run.distributed import World, all_reduce_sum, broadcast, together
 from ..run.errors import check
@@ -33,8 +34,8 @@ COMPANIONS = """*.py LICENSE* NOTICE* USE_POLICY* *processor_config.json
 GENERATION = "generation_config.json"
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
 # (name of the file, first byte, the bytes as uint8, name of the tensor)
-Chunk = tuple[str, int, torch.Tensor, str]
-Part = tuple[int, torch.Tensor]  # (first element, values) of a tensor as it is stored
+Chunk = tuple[str, int, Tensor, str]
+Part = tuple[int, Tensor]  # (first element, values) of a tensor as it is stored
 
 
 def save_model(
@@ -135,7 +136,7 @@ def save_folder(
             shutil.rmtree(temp, ignore_errors=True)
 
 
-def local_parts(state: dict[str, torch.Tensor], world: World, piece: Piece) -> Iterator[Part]:
+def local_parts(state: dict[str, Tensor], world: World, piece: Piece) -> Iterator[Part]:
     """The parts of a piece in this rank's shard, if this rank writes them."""
     parameter = state[piece.param]
     boxes = local_box(parameter, piece)

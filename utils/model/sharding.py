@@ -244,11 +244,6 @@ def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_activations(model: nn.Module) -> None:
-    """Undo recompute_activations: keep all activations for the backward."""
-    model.activation_checkpointing_disable()
-
-
 def settle_dtype(dtype: str, device: torch.device) -> str:
     """The dtype of the computation: "auto" is bf16 on a GPU that supports it, else fp32. Raises ConfigError
     for bf16 on a GPU that does not.

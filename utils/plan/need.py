@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..model import sharding
-from ..model.loading import build_model, rows_of_full_shard
+from ..model.loading import build_model
 from ..model.loss import add_chunked_loss
 from ..model.options import Lora, Quant
 from ..run.errors import escaped, reason_of_others
@@ -178,9 +178,9 @@ def estimate_states(model: nn.Module, shards: int, optimizer: str = "adamw") -> 
 
 
 def share_numel(parameter: nn.Parameter, shards: int) -> int:
-    """Elements in the largest of a parameter's `shards`."""
+    """Elements in the first, fullest of a parameter's `shards`: see estimate_states."""
     rows = len(parameter)
-    return rows_of_full_shard(rows, shards) * parameter.numel() // rows
+    return -(-rows // shards) * parameter.numel() // rows
 
 
 # --- the step replayed. What FSDP2 gathers, keeps and reduces, and when, follows

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
@@ -28,7 +28,7 @@ from .need import Replay, Unit
 from .trace import LiveBytes, Segment, aten, on_meta, parameters_in, segments_of, tensors_in
 
 INDEXED = (aten.index, aten.index_put, aten.index_put_)
-on_tensors = partial(tree_map_only, torch.Tensor)  # (function, values): of each tensor among values
+on_tensors = partial(tree_map_only, Tensor)  # (function, values): of each tensor among values
 MORE = 8  # tokens by which the rows of the second traced micro-batch are longer
 
 
@@ -42,7 +42,7 @@ class Pictures:
     known: dict[tuple, tuple] = field(default_factory=dict)
     towers = staticmethod(tower_layers)
 
-    def batch(self, rows: int, seq_len: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def batch(self, rows: int, seq_len: int) -> tuple[Tensor, dict[str, Tensor]]:
         """(ids (rows, seq_len), the other inputs) of such a batch, padded."""
         found = self.rows_of(rows)
         shape = found.ids.shape
@@ -92,7 +92,7 @@ def resized(one, two, tokens: int, rows: int, seq_len: int) -> object:
 
     if type(one) is int:
         return of_rows(one, two)
-    if not isinstance(one, torch.Tensor):
+    if not isinstance(one, Tensor):
         return one
     shape, more = [], []
     for size, other in zip(one.shape, two.shape, strict=True):
@@ -112,7 +112,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
     token = model.config.image_token_id
     known = inspect.signature(type(model.base_model).forward).parameters
 
-    def features(images) -> dict[str, torch.Tensor]:
+    def features(images) -> dict[str, Tensor]:
         extra = image_processor(images=images, return_tensors="pt")
         return {name: value for name, value in extra.items() if name in known}
 
@@ -162,7 +162,7 @@ class PictureBytes(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def numbered(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def numbered(indices: list[Tensor | None]) -> list[Tensor | None]:
     """Indices in which a real boolean mask is replaced by the positions of its True elements. Otherwise their
     number would be unknown on meta.
     """
@@ -222,7 +222,7 @@ class PictureTrace:
         numbers = sum(part.numel() for part in features)
         return numbers // self.model.config.get_text_config().hidden_size
 
-    def come_to_language(self, ids: torch.Tensor, extra: dict) -> "Before":
+    def come_to_language(self, ids: Tensor, extra: dict) -> "Before":
         """Run the model on a micro-batch, up to its language model."""
         live = LiveBytes()
         with self.on_zeros(), live:
@@ -282,7 +282,7 @@ class Before(NamedTuple):
     bytes: int
     read: dict
 
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
         """The last hidden states of the language model. Its parameters and ids (B, T) are on meta."""
         embedded = self.model.get_input_embeddings()(ids)
         trains = any(call.trains for call in self.calls)
@@ -319,14 +319,14 @@ def reach(**kwargs):
 
 def description(value: object) -> object:
     """Calls whose values have equal descriptions need the same memory."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return repr(value)
     is_known = not value.is_floating_point() and not value.is_meta
     numbers = value.numpy().tobytes() if is_known else b""
     return value.shape, value.dtype, value.requires_grad, numbers
 
 
-def meta_like(value: torch.Tensor) -> torch.Tensor:
+def meta_like(value: Tensor) -> Tensor:
     """A new contiguous tensor of the same shape on meta. Real integers, such as sizes of pictures, keep their
     values.
     """
@@ -339,7 +339,7 @@ def meta_like(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def zeros_like(value: torch.Tensor) -> torch.Tensor:
+def zeros_like(value: Tensor) -> Tensor:
     """Real zeros, which code may write into."""
     zeros = torch.zeros(value.shape, dtype=value.dtype)
     return zeros.requires_grad_().clone() if value.requires_grad else zeros

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,12 +26,7 @@ from transformers.utils import import_utils
 
 from ..model import loss
 from ..model.loss import backbone, chunk_slices, documents_by, one_document
-from ..model.sharding import (
-    decoder_layers,
-    fp32_modules,
-    keep_activations,
-    recompute_activations,
-)
+from ..model.sharding import decoder_layers, fp32_modules, recompute_activations
 
 ATTENTION = F.scaled_dot_product_attention
 aten = torch.ops.aten
@@ -115,9 +110,9 @@ def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
     return segments
 
 
-def tensors_in(values: object) -> list[torch.Tensor]:
+def tensors_in(values: object) -> list[Tensor]:
     """The tensors among what an operation takes or returns."""
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def trace_of_log(
@@ -174,7 +169,7 @@ def record_step(
             stack.enter_context(documents_by(one_document))  # positions have no values here
         if recompute != "none":
             recompute_activations(model, recompute)
-            stack.callback(keep_activations, model)
+            stack.callback(model.activation_checkpointing_disable)
             if offload:
                 from ..model.activation_offload import hook_inputs
 
@@ -235,7 +230,7 @@ def norm_on_meta(x, shape, weight=None, eps=None):
 
 def attention_on_meta(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
-) -> torch.Tensor:
+) -> Tensor:
     """F.scaled_dot_product_attention with the flash kernel where a CPU has it. On meta there is none."""
     heads_fit = query.shape[1] == key.shape[1] or "enable_gqa" in options
     widths_fit = query.shape[-1] == value.shape[-1]
@@ -276,7 +271,7 @@ def first_product(sums, d_logits, h, add=loss._add_product) -> None:
     add([sums[0][:rows]], d_logits[:, :rows], h)
 
 
-def pass_over(live: LiveBytes, hidden_states: torch.Tensor, *args, **kwargs) -> object:
+def pass_over(live: LiveBytes, hidden_states: Tensor, *args, **kwargs) -> object:
     """The forward of a block that need not run, because another block of its kind does. Outputs beside the
     hidden states are those of the last block that ran.
     """
@@ -289,7 +284,7 @@ def mark_block(layer: nn.Module, live: LiveBytes, is_first: bool) -> Callable:
     """
     forward = layer.forward
 
-    def mark_backward(gradient: torch.Tensor) -> None:
+    def mark_backward(gradient: Tensor) -> None:
         live.log.append("back")
 
     def marked(*args, **kwargs):

@@ -9,7 +9,7 @@ import json
 from contextlib import suppress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..model.log_probs import per_sequence, token_log_probs
@@ -22,12 +22,12 @@ from ..run.files import replace_file
 AGREE = 0.05  # tolerance, in nats per answer or relative: rounding depends on the shape of a batch
 
 
-def log_probs_of(model: nn.Module, batch) -> torch.Tensor:
+def log_probs_of(model: nn.Module, batch) -> Tensor:
     """log pi(y|x) (S,), in nats, of the answers of a PairBatch on the device. For a filler: (0,)."""
     return per_sequence(batch, token_log_probs(model, batch))[: len(batch.keys)]
 
 
-def trained_tokens_of(batch) -> torch.Tensor:
+def trained_tokens_of(batch) -> Tensor:
     """(S,) fp32: the number of tokens of each answer."""
     return per_sequence(batch, (batch.labels >= 0).float())[: len(batch.keys)]
 
@@ -41,7 +41,7 @@ class Reference:
         self.model, self.world = model, world
         self.known = {}  # key of an answer -> nats
 
-    def of(self, batch) -> torch.Tensor:
+    def of(self, batch) -> Tensor:
         """log pi_ref(y|x) (S,) for a batch on the device."""
         if self.known:
             values = torch.tensor([self.known[key] for key in batch.keys])
@@ -108,7 +108,7 @@ class Reference:
 
 
 @torch.no_grad()
-def drift(model: nn.Module, reference: Reference, batches: list, mesh: DeviceMesh) -> torch.Tensor:
+def drift(model: nn.Module, reference: Reference, batches: list, mesh: DeviceMesh) -> Tensor:
     """The sum () of log pi(y'|x) / pi_ref(y'|x) over the batches of all ranks, clamped to at least 0. Each y'
     is an answer to another prompt than x. Divided by the number of answers, this is KTO's z_0.
     """
@@ -119,9 +119,7 @@ def drift(model: nn.Module, reference: Reference, batches: list, mesh: DeviceMes
     return sum_on_device(total, mesh).clamp(min=0)
 
 
-def sums_of(
-    batch, policy: torch.Tensor, losses: torch.Tensor, rewards: torch.Tensor
-) -> torch.Tensor:
+def sums_of(batch, policy: Tensor, losses: Tensor, rewards: Tensor) -> Tensor:
     """Sums (9,) over a batch, from policy log pi(y|x) (S,), losses (P,) and rewards (S,), with gradients.
     "Wanted" answers are the chosen or desirable ones. The sums: losses; log-probabilities of wanted, of other
     answers; tokens of wanted answers; numbers of wanted, of other answers; rewards of wanted, of other
@@ -142,7 +140,7 @@ def sums_of(
     return torch.stack([values.sum() for values in sums])
 
 
-def means_of(sums: torch.Tensor, of_pairs: bool, sft_weight: float) -> dict[str, torch.Tensor]:
+def means_of(sums: Tensor, of_pairs: bool, sft_weight: float) -> dict[str, Tensor]:
     """The loss and other means, with TRL's names, from the results of sums_of added over batches and ranks.
     Log-probabilities are per answer, not per token.
     """

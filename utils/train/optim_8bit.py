@@ -10,7 +10,7 @@ bit for bit that of the whole tensor, on any number of ranks. Other parameters, 
 
 import bitsandbytes
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -45,7 +45,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
     """
 
     # (); if 1, the next step changes nothing, as in torch's fused AdamW
-    found_inf: torch.Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], paged: bool):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8})
@@ -121,7 +121,7 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
                 state[name] = _sharded(scales, parameter, (len(parameter), blocks))
 
 
-def _sharded(part: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _sharded(part: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`part` as this rank's shard of a tensor of `shape`, sharded like `like`.
 
     Not DTensor.from_local, which would move a part that is on the host to the GPU.

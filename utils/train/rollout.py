@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -184,9 +184,7 @@ def _draw_batch(model, rows, sampling, world, lockstep) -> list[Completion]:
     return found
 
 
-def draw_tokens(
-    logits: torch.Tensor, randoms: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_tokens(logits: Tensor, randoms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(tokens (B,), their log-probabilities (B,) in fp32), from logits (B, V) and randoms (B,) in [0, 1).
 
     Inverse transform sampling: the token is where the number falls in the cumulative distribution, so each
@@ -205,13 +203,13 @@ def draw_tokens(
     return tokens, -F.cross_entropy(logits, tokens, reduction="none")
 
 
-def random_numbers(key: tuple[int, ...], count: int) -> torch.Tensor:
+def random_numbers(key: tuple[int, ...], count: int) -> Tensor:
     """(count,) float64 in [0, 1), determined by the key. A larger count begins with the same numbers."""
     generator = torch.Generator().manual_seed(seed_of(repr(key)))
     return torch.rand(count, dtype=torch.float64, generator=generator)
 
 
-def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_left(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     """(ids, attention mask), both (B, T): the rows of a batch, padded on the left."""
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = [torch.tensor(row) for row in rows]
@@ -221,7 +219,7 @@ def pad_left(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tenso
 @torch.no_grad()
 def log_probs_at_start(
     model: nn.Module, reference: nn.Module | None, batch, temperature: float
-) -> torch.Tensor:
+) -> Tensor:
     """log pi (B, T) of the tokens of a RolloutBatch under the model that the run began with. That is
     `reference`, or, if it is None, the base without adapters.
     """
@@ -235,9 +233,7 @@ def log_probs_at_start(
         return token_log_probs(model, batch, temperature)
 
 
-def token_sums(
-    batch, old: torch.Tensor, losses: torch.Tensor, clipped: torch.Tensor, kl: torch.Tensor
-) -> torch.Tensor:
+def token_sums(batch, old: Tensor, losses: Tensor, clipped: Tensor, kl: Tensor) -> Tensor:
     """Sums (6,) over the trained tokens of a RolloutBatch: the losses times the weights of their completions,
     with gradients; the number of clipped tokens; the KL; -old, whose mean estimates the entropy; the absolute
     difference between old and log pi at sampling; the number of tokens. Inputs are (B, T). old: log pi before
@@ -249,7 +245,7 @@ def token_sums(
     return torch.stack([(value * mask).sum() for value in values])
 
 
-def token_means(sums: torch.Tensor) -> dict[str, torch.Tensor]:
+def token_means(sums: Tensor) -> dict[str, Tensor]:
     """Means over the trained tokens, by name, from the results of token_sums added over batches and ranks;
     NaN if no token is trained.
     """
@@ -378,7 +374,7 @@ class Asker:
         return {row["number"]: row for row in rows}
 
 
-def signed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def signed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """(c, V) and (c,) -> (c,): the cross-entropy, negated if the target is not the most likely token."""
     loss = F.cross_entropy(logits, targets, reduction="none")
     return torch.where(logits.argmax(1) == targets, loss, -loss)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..model.loading import is_writer, local, local_box, whole
 from ..run.distributed import (
@@ -118,7 +118,7 @@ def send_weights(model: nn.Module, weights: list[Weight], roles: Roles) -> None:
         del shard
 
 
-def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, torch.Tensor]]:
+def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, Tensor]]:
     """(name, this generator's rows) of each parameter, as the learners send them. The caller must consume
     all. Waits for the learners to send, at most as long as set_timeout allows.
 
@@ -136,7 +136,7 @@ def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, 
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy rows into this generator's model, whole or sharded, in the dtypes of its parameters."""
     parameters = dict(model.named_parameters())
     for name, rows in weights:
@@ -145,7 +145,7 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def move_rows(
-    operation: Callable, tensor: torch.Tensor, weight: Weight, peers: range, joint: World
+    operation: Callable, tensor: Tensor, weight: Weight, peers: range, joint: World
 ) -> None:
     """Send to, or receive from, each peer the rows that it and this rank have in common. operation:
     dist.isend or dist.irecv. tensor: this rank's rows. Each transfer may take as long as set_timeout allows.
