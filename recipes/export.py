@@ -14,8 +14,8 @@ import gc
 import os
 import shutil
 import sys
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -24,12 +24,30 @@ if __name__ == "__main__":
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # utils/ is beside recipes/
 
 import torch
+from torch import Tensor, nn
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
-from utils.model.folder import quiet_transformers
-from utils.model.lora import allocate, base_of, plan_merge, save_adapter, save_merged
-from utils.model.saving import GENERATION, generation_config, save_model, write_json
-from utils.model.sharding import DTYPES
+from utils.model.folder import quiet_transformers, read_json
+from utils.model.loading import Piece, lay_out, local_box, read_elements
+from utils.model.lora import (
+    LoraLayer,
+    allocate,
+    base_of,
+    inject,
+    load_adapter,
+    match_tensors,
+    read_lora_config,
+    save_adapter,
+)
+from utils.model.saving import (
+    GENERATION,
+    Part,
+    generation_config,
+    save_folder,
+    save_model,
+    write_json,
+)
+from utils.model.sharding import DTYPES, plain_name
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together
 from utils.run.errors import act, check, print0
 from utils.run.files import file_inside
@@ -111,11 +129,120 @@ def main(cfg: Config) -> Path:
 
 
 def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> None:
-    """Merge the adapter into its base. Each rank merges and writes a share of the tensors, one at a time."""
+    """Merge the adapter into its base: all tensors of the base's files, merged or unchanged, and the untied
+    ones. Each rank merges and writes a share of them.
+
+    The base stays on meta, and only the adapter is loaded. Each weight that it changes is read, merged by
+    peft's own code, and written. So the numbers are those of merge_and_unload, and only one weight is in
+    memory at a time.
+    """
     with together(world):
         merge = plan_merge(trained.model, trained.pieces, adapter)
-    copy_others = partial(copy_companions, trained.model, trained.source.folder, adapter)
-    print0(f"merged    {save_merged(out, merge, trained.source.weights, world, copy_others)}")
+    known = {piece.name: piece for piece in merge.pieces + merge.untied}
+    # Tensors that the model ignores, such as layers that only draft tokens, are copied.
+    weights = trained.source.weights.items()
+    others = [Piece(n, info, "", (), info.shape) for n, info in weights if n not in known]
+    pieces = [*known.values(), *others]
+    own = {piece.name for piece in pieces[world.rank :: world.size]}
+
+    def prepare(temp: Path) -> None:
+        copy_companions(trained.model, trained.source.folder, adapter, temp)
+        if merge.untied:
+            config = read_json(temp / "config.json")
+            config["tie_word_embeddings"] = False
+            write_json(temp / "config.json", config)
+
+    def parts(piece: Piece) -> Iterator[Part]:
+        if piece.name in own:
+            yield 0, merged_tensor(piece, merge).flatten()
+
+    save_folder(out, world, pieces, parts, prepare, lay_out(pieces))
+    changed = sum(p.param in merge.own or p.param in merge.layers for p in merge.pieces)
+    counts = f"{changed} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied"
+    print0(f"merged    {counts}")
+
+
+@dataclass
+class Merge:
+    """What becomes of each tensor of the checkpoint."""
+
+    pieces: list[Piece]
+    own: dict[str, Tensor]  # parameter -> the adapter's copy of it, in place of the base's
+    layers: dict[str, list[tuple]]  # parameter -> (LoRA layer, name in its base), in peft's order
+    untied: list[Piece]  # tied in the base but not any more: the files of the base lack them
+
+
+def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
+    """Put the adapter, with its values, into the meta model; ConfigError names what does not fit."""
+    names_of: dict[int, list[str]] = {}  # by id of a tensor
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    tied = {name: names for names in names_of.values() for name in names}
+    inject(model, read_lora_config(folder, merge=True), str(folder))
+    stored = match_tensors(model, folder).values()
+    allocate(model, stored)
+    load_adapter(model, folder)
+
+    copies = {plain_name(name) for name in stored if ".modules_to_save." in name}
+    own = {}
+    for name in stored:
+        plain, parameter = plain_name(name), model.get_parameter(name)
+        if ".modules_to_save." in name:
+            own[plain] = parameter
+            continue
+        for other in tied.get(plain, []):  # it is a parameter of the base
+            own.setdefault(other, parameter)
+    layers = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            for name, _ in module.get_base_layer().named_parameters():
+                for other in set(tied[f"{path}.{name}"]) - copies:
+                    layers.setdefault(other, []).append((module, name))
+
+    # One piece for each weight that is no longer tied, because it or its partner was trained.
+    piece_of = {piece.param: piece for piece in pieces}
+    untied = []
+    for pair in model.all_tied_weights_keys.items():
+        if copies.isdisjoint(pair):
+            continue
+        stored = next(piece_of[name] for name in pair if name in piece_of)
+        for name in pair:
+            if name not in piece_of:
+                untied.append(replace(stored, name=name, param=name))
+    return Merge(pieces, own, layers, untied)
+
+
+@torch.no_grad()
+def merged_tensor(piece: Piece, merge: Merge) -> Tensor:
+    """A tensor of the checkpoint with the adapter merged into it, in its own dtype and shape."""
+    info = piece.info
+    if piece.param in merge.own:
+        parameter = merge.own[piece.param]
+        box, _ = local_box(parameter, piece)
+        value = parameter[box].reshape(info.shape).to(info.dtype, copy=True)
+    else:
+        value = torch.empty(info.shape, dtype=info.dtype)
+        with open(info.file, "rb", buffering=0) as file:
+            read_elements(file, piece, 0, value.view(-1))
+    for layer, name in merge.layers.get(piece.param, []):
+        value = merge_into(layer, name, value)
+    return value
+
+
+def merge_into(layer: LoraLayer, name: str, value: Tensor) -> Tensor:
+    """Merge the adapter of a layer into `value`, the value of parameter `name` of its base layer.
+
+    peft's merge needs all parameters of the base layer: the others, such as a bias, are set to zeros.
+    """
+    base = layer.get_base_layer()
+    for other, parameter in list(base.named_parameters()):
+        used = value if other == name else torch.zeros_like(parameter, device="cpu")
+        setattr(base, other, nn.Parameter(used, requires_grad=False))
+    layer.merge()
+    merged = base.get_parameter(name).data
+    layer.merged_adapters.clear()
+    base.to("meta")  # only one weight is in memory at a time
+    return merged
 
 
 def write_adapter(trained: Trained, out: Path, world: World) -> None:

@@ -26,7 +26,6 @@ from utils.model.lora import (
     add_adapters,
     base_names,
     load_adapter,
-    plan_merge,
     read_lora_config,
     save_adapter,
 )
@@ -87,7 +86,7 @@ def train_on(folder):
 
 def merge(folder):
     model = build_model(tiny_config("llama", vocab_size=271), torch.float32)
-    plan_merge(model, [], folder)
+    export.plan_merge(model, [], folder)
 
 
 HONEST = {
