@@ -24,6 +24,9 @@ from .examples import Example, Examples, load_examples
 from .prompts import Prompt, is_plain, prompt_of
 from .tokens import hidden
 
+# options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
+SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
+
 # --- prompts with columns
 
 
@@ -205,7 +208,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 context, options = request.args
                 draws = options.get("do_sample") and options.get("temperature", 1)
                 check(not draws, f"lm_eval: answers are greedy here, and a task has {options}")
-                size = options.get("max_gen_toks", max_new_tokens)
+                size = next(filter(None, map(options.get, SIZES)), max_new_tokens)
                 left = seq_len - 1 - size  # tokens of a prompt
                 check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
                 ids = self.tok_encode(context)[-left:]
