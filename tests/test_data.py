@@ -188,6 +188,17 @@ def test_what_is_no_file_is_told_with_its_neighbour(write):
     assert "folder.jsonl: no .jsonl, .json" in refusal(read_rows, "folder.jsonl")
 
 
+def test_what_is_about_a_folder_is_not_trained(write, tokenizer):
+    """As a data set of the hub is downloaded: its card stood beside data/, and was trained alone."""
+    os.makedirs("hub/data")
+    for name in ("README.md", "license.txt", ".gitattributes", "data/train-00000-of-00001.jsonl"):
+        write(f"hub/{name}", LINE)
+    assert refusal(read_rows, "hub").endswith("nor .gz of them (fix: 'hub/data/*')")
+    assert len(load_examples("hub/data/*", tokenizer, 64)) == 1
+    write("hub/train.jsonl", LINE)
+    assert len(load_examples("hub", tokenizer, 64)) == 1
+
+
 # --- rows -> examples
 
 

@@ -424,6 +424,16 @@ def test_every_rank_gets_all_answers_of_lm_eval(recorded):
     assert first == second == answers_of(recorded, harness(recorded))
 
 
+def test_a_task_of_lm_eval_limits_its_answers_by_any_of_the_names(recorded):
+    context, ours = recorded["prompts"][0][0], harness(recorded)
+    limits = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
+    asked = [(context, {"do_sample": False, limit: 2}) for limit in limits]
+    asked.append((context, asked[0][1] | {"max_tokens": 1}))  # the first name counts
+    answers = ours.generate_until(requests(asked))
+    assert len(set(answers)) == 1
+    assert len(ours.tok_encode(answers[0], add_special_tokens=False)) == 2
+
+
 def test_a_task_of_lm_eval_that_draws_its_answers_is_refused(recorded):
     drawn = requests([("a", {"do_sample": True, "temperature": 0.8})])
     with pytest.raises(ConfigError, match="answers are greedy"):

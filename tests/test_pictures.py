@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import struct
 from collections import Counter
 
@@ -493,3 +494,25 @@ def test_large_data_is_tokenized_by_other_processes_to_the_same_rows(opened, pic
         kept = load(rows, folder, tokenizer)
         assert kept.fingerprint == plain.fingerprint
         assert kept.keys.tolist() == plain.keys.tolist()
+
+
+def test_tokens_on_disk_are_made_again_if_pictures_have_changed(opened, pictures, monkeypatch):
+    """Otherwise a picture that is gone, or has another size, would stop the training."""
+    folder, tokenizer, _ = opened("gemma3")
+    monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pictures / "cache"))
+    rows = [{"messages": [user(PART, "What?"), ANSWER]}]
+    first = load(rows, folder, tokenizer)
+    (kept,) = (path for path in pictures.glob("cache/raw_fsdp/data/*") if path.is_dir())
+    before = kept.stat().st_ino
+    assert load(rows, folder, tokenizer).fingerprint == first.fingerprint
+    assert kept.stat().st_ino == before
+    Image.new("RGB", (30, 90)).save("a.png")
+    second = load(rows, folder, tokenizer)
+    assert json.loads(second.details[0]) == [["a.png", 30, 90]] != json.loads(first.details[0])
+    assert kept.stat().st_ino != before
+    os.remove("a.png")
+    assert "t.jsonl:1: picture 'a.png': no such file" in refusal(load, rows, folder, tokenizer)
+    assert "no such file" in refusal(load, rows, folder, tokenizer)
+    rows = [*rows, {"messages": [user({"type": "image", "path": "b.png"}, "What?"), ANSWER]}]
+    assert load(rows, folder, tokenizer, bad_rows="drop").dropped == {"bad rows": 1}

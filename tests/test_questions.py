@@ -5,18 +5,22 @@ python -m pytest tests/test_questions.py
 """
 
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
 from tiny import tiny_tokenizer
 
 from utils.data.batches import GlobalBatches
+from utils.data.chats import encode_chat, render_chats
 from utils.data.encode import Rows
 from utils.data.examples import load_data, print_data
-from utils.data.questions import load_questions
+from utils.data.questions import choices_of, load_questions
 from utils.data.tokens import load_tokenizer
 from utils.run.errors import ConfigError
 
+TINY = Path(__file__).resolve().parent.parent / "recipes" / "tiny"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 WITH_TOOLS = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
@@ -222,3 +226,20 @@ def test_global_batches_of_prompts_do_not_depend_on_the_ranks(tokenizer, tmp_pat
     assert sorted(sum(orders[0], [])) == [*range(10)]
     numbers = {found[row].columns["number"] for row in sum(orders[0], [])}
     assert numbers == {*range(10)}
+
+
+@pytest.mark.parametrize("template", ["", "plain", "alpaca"])
+def test_choices_have_the_tokens_that_training_would_give_them(template, tmp_path):
+    """The kind of Llama 2 begins a text that is encoded alone with a space, also after a line break."""
+    tokenizer = load_tokenizer(TINY, template)
+    row = {"prompt": "What is cold?", "choices": ["the spoon", "the flute"], "answer": 0}
+    rows = Rows(write(tmp_path / "rows.jsonl", [row]), 200)
+    ((choices, right),) = choices_of(load_questions(rows, tokenizer), tokenizer, rows)
+    assert right == 0
+    for choice, text in zip(choices, row["choices"], strict=True):
+        talk = [user(row["prompt"]), answer(text)]
+        (chat,) = render_chats(tokenizer, talk, None, "assistant", Counter())
+        ids, mask = encode_chat(tokenizer, chat)
+        first, last = mask.find(1), mask.rfind(1)  # the last one ends the turn
+        assert choice.ids.tolist() == ids[:last]
+        assert choice.labels.tolist() == [-100] * first + ids[first:last]

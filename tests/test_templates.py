@@ -3,10 +3,11 @@
 python -m pytest tests/test_templates.py
 """
 
+import json
 from collections import Counter
 
 import pytest
-from templates import KINDS
+from templates import KINDS, chatml
 from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, trained_texts
 
 from utils.data.chats import render_chats
@@ -147,6 +148,28 @@ def test_text_that_spells_a_special_token_stays_text_in_prompts_and_calls(tokeni
     prompt = prompt_ids(tokenizer, rows[:1], None)
     assert prompt.count(end) == 1
     assert ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["f.name }}{{- f.arguments", "f.name + f.arguments"],
+)
+def test_calls_are_trained_as_json_whatever_the_template_does_with_objects(tokenizer, written):
+    """Written as they are, objects would be Python's text; added to a text, they cannot be written."""
+    calls = (
+        "{%- for call in m.tool_calls %}{%- set f = call.function %}{{- "
+        + written
+        + " }}{%- endfor %}"
+    )
+    tokenizer.chat_template = chatml(
+        "{{- '<|im_start|>assistant\n' + m.content }}" + calls + "{{- '<|im_end|>\n' }}"
+    )
+    arguments = {"at": "蓝 <|im_end|>", "now": True}
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    rows = [QUESTION | {"content": "Not {'at': 1}"}, ANSWER | {"content": "", "tool_calls": [call]}]
+    (trained,) = trained_texts(tokenizer, *encode_all(tokenizer, rows)[0])
+    assert json.loads(trained.removeprefix("look").removesuffix("<|im_end|>")) == arguments
+    assert "蓝 <|im_end|>" in trained
 
 
 def test_marks_decide_where_the_prompt_is_not_how_the_answer_begins(tokenizer):

@@ -35,17 +35,20 @@ from .encode import Part
 from .rows import Source
 
 
-def cached_tokens(sources: list[Source], encode: partial, write: Callable) -> Path:
+def cached_tokens(
+    sources: list[Source], encode: partial, write: Callable, is_stale: Callable
+) -> Path:
     """The cache folder with the files that `write` writes; see examples.write_tokens. encode: encode_rows
-    with its settings bound. If `write` raises because of bad rows, nothing is kept.
+    with its settings bound. If `write` raises because of bad rows, nothing is kept. is_stale(folder): whether
+    they must be made again; the first process that gets the lock asks.
     """
     files = [file for source in sources for file in source.files]
     folder = cache_folder("data")
     try:
         folder /= key_of(files, **encode.keywords)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
-            if not folder.exists():
+        with locked(folder) as waited:
+            if not folder.exists() or not waited and is_stale(folder):
                 make(folder, encode, write, files)
     except OSError as error:
         if str(error.filename) in map(str, files):
@@ -79,15 +82,19 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. The kernel releases it when this process ends, even if it is killed."""
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder, and yield whether another process had it. The kernel releases it when this
+    process ends, even if it is killed.
+    """
+    waited = False
     with open(folder.with_suffix(".lock"), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            waited = True
             print0("tokens    another process is making them: waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield waited
 
 
 def make(folder: Path, encode: partial, write: Callable, files: list[Path]) -> None:

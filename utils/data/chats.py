@@ -97,25 +97,25 @@ def render_chats(
 
 
 def renderable(tokenizer, messages: Messages, tools: list | None) -> Messages:
-    """The messages in the form that the template accepts. Some templates (DeepSeek-V3) cannot write the
-    arguments of tool calls as objects; they get JSON text.
+    """The messages in the form that the template accepts. Some templates cannot write the arguments of tool
+    calls as objects (DeepSeek-V3), or write them as Python does, {'at': True}; they get JSON text.
     """
-    if any(message.get("tool_calls") for message in messages):
-        try:
-            render(tokenizer, messages, tools)
-        except ValueError:
-            as_text = [with_text_arguments(message) for message in messages]
-            with suppress(ValueError):
-                render(tokenizer, as_text, tools)
+    as_text = [with_text_arguments(message) for message in messages]
+    if as_text != messages:
+        objects = ""
+        with suppress(ValueError):  # if neither can be rendered, the caller raises
+            objects = render(tokenizer, messages, tools)
+        with suppress(ValueError):
+            texts = render(tokenizer, as_text, tools)
+            if not objects or objects.count("{'") > texts.count("{'"):
                 return as_text
-            raise
     return messages
 
 
 def with_text_arguments(message: dict) -> dict:
     calls = []
     for call in message.get("tool_calls", []):
-        arguments = json.dumps(call["function"]["arguments"])
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         calls.append(call | {"function": call["function"] | {"arguments": arguments}})
     return message | {"tool_calls": calls} if calls else message
 

@@ -238,7 +238,14 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
         if large:
             from .cache import cached_tokens
 
-            return read_tokens(cached_tokens(sources, encode, write))
+            def is_stale(cached: Path) -> bool:
+                if not rows.processor:
+                    return False
+                from .pictures import have_changed
+
+                return have_changed(read_tokens(cached), rows)
+
+            return read_tokens(cached_tokens(sources, encode, write, is_stale))
         with TemporaryDirectory() as folder:
             write(folder, partial(map, encode))
             return read_tokens(folder)

@@ -22,7 +22,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -427,3 +427,19 @@ def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Imag
         if fitted(image.size, max_pixels) != size:
             raise ValueError(f"it has {image.size} pixels, and {size} when its tokens were made")
         return image.resize(size, Image.Resampling.BICUBIC)  # a plain copy if the size is equal
+
+
+def have_changed(examples, rows) -> bool:
+    """Whether a picture of some examples is missing or broken, or has another size than when its tokens were
+    made. Only headers are read; the orientation in the EXIF data is not.
+    """
+    for where, details in zip(examples.where, examples.details, strict=True):
+        for source, *size in json.loads(details):
+            if source.startswith("data:"):
+                continue
+            with suppress(ValueError), open_picture(source, folder_of(where, rows)) as image:
+                both = image.size, image.size[::-1]
+                if tuple(size) in [fitted(known, rows.image_max_pixels) for known in both]:
+                    continue
+            return True
+    return False

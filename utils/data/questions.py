@@ -18,11 +18,14 @@ import torch
 
 from ..run.errors import check
 from ..run.units import IGNORE
-from .chats import encode_plain
+from .chats import Chat, encode_chat, encode_plain
 from .encode import Part, Rows
 from .examples import Example, Examples, load_examples
-from .prompts import is_plain
-from .tokens import encode, hidden
+from .prompts import Prompt, is_plain, prompt_of
+from .tokens import hidden
+
+# options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
+SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
 
 # --- prompts with columns
 
@@ -93,8 +96,9 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[E
     """For each question: (its sequences, the index of the right one). Each sequence is the prompt and one
     choice, without an end-of-text or end-of-turn token. Only the choice is scored.
 
-    Columns of a row: choices, texts that are appended to the prompt unchanged; answer, the right choice or
-    its index. ConfigError lists up to ten rows that are wrong or longer than rows.seq_len.
+    Columns of a row: choices, texts that are appended to the prompt unchanged, in chats after the white space
+    that the template writes before an answer; answer, the right choice or its index. ConfigError lists up to
+    ten rows that are wrong or longer than rows.seq_len.
     """
     found, part = [], Part()
     for question in questions:
@@ -128,9 +132,14 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
         answer = prompt | {"content": choice, "weight": 1}
         ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
         ids = ids if tokenizer.eos_token_id is None else ids[:-1]
-        return scored(ids, mask.find(1), question.where)
-    ids = question.ids + encode(tokenizer, hidden(tokenizer, choice)).ids
-    return scored(ids, len(question.ids), question.where)
+    else:
+        choice, messages = hidden(tokenizer, choice), Prompt("", question.content).messages
+        answered = [*messages, {"role": "assistant", "content": choice}]
+        prompt, whole = (prompt_of(tokenizer, m, question.tools) for m in (messages, answered))
+        lead = whole[len(prompt) :].partition(choice)[0]  # Llama 2: "[/INST]", then " Yes"
+        text = prompt + lead * (not lead.strip()) + choice
+        ids, mask = encode_chat(tokenizer, Chat(text, [(len(prompt), len(text), True)]))
+    return scored(ids, mask.find(1), question.where)
 
 
 # --- lm-eval, https://github.com/EleutherAI/lm-evaluation-harness
@@ -199,7 +208,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 context, options = request.args
                 draws = options.get("do_sample") and options.get("temperature", 1)
                 check(not draws, f"lm_eval: answers are greedy here, and a task has {options}")
-                size = options.get("max_gen_toks", max_new_tokens)
+                size = next(filter(None, map(options.get, SIZES)), max_new_tokens)
                 left = seq_len - 1 - size  # tokens of a prompt
                 check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
                 ids = self.tok_encode(context)[-left:]

@@ -17,6 +17,7 @@ from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
+ABOUT = re.compile(r"\.|readme|license", re.I)  # how a file of a folder begins that holds no rows
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
 Found = Iterator[tuple[str, object]]
@@ -81,7 +82,8 @@ def files_of(name: str) -> list[Path] | None:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return None  # datasets' save_to_disk wrote it
-        found = [p for p in sorted(path.iterdir()) if kind_of(p) in KINDS and p.name[0] != "."]
+        found = [p for p in sorted(path.iterdir()) if kind_of(p) in KINDS]
+        found = [p for p in found if not ABOUT.match(p.name)]
     elif glob.has_magic(name) and not path.exists():
         found = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif path.exists() or path.suffix or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -89,9 +91,11 @@ def files_of(name: str) -> list[Path] | None:
     else:
         return None
     kinds = sorted({kind_of(p) for p in found})
+    within = path.glob("*/*") if not found else ()
+    inner = [f" (fix: '{p.parent}/*')" for p in within if kind_of(p) in KINDS]
     check(
         found and {*kinds} <= {*KINDS},
-        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them",
+        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them{min(inner, default='')}",
     )
     check(
         len(kinds) == 1,
