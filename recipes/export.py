@@ -30,7 +30,7 @@ from utils.data.tokens import end_of_turn_ids, load_tokenizer
 from utils.model.folder import quiet_transformers, read_json
 from utils.model.loading import Piece, lay_out, local_box, read_elements
 from utils.model.lora import (
-    LoraLayer,
+    BaseTunerLayer,
     allocate,
     base_of,
     inject,
@@ -194,7 +194,7 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
             own.setdefault(other, parameter)
     layers = {}
     for path, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, BaseTunerLayer):
             for name, _ in module.get_base_layer().named_parameters():
                 for other in set(tied[f"{path}.{name}"]) - copies:
                     layers.setdefault(other, []).append((module, name))
@@ -229,7 +229,7 @@ def merged_tensor(piece: Piece, merge: Merge) -> Tensor:
     return value
 
 
-def merge_into(layer: LoraLayer, name: str, value: Tensor) -> Tensor:
+def merge_into(layer: BaseTunerLayer, name: str, value: Tensor) -> Tensor:
     """Merge the adapter of a layer into `value`, the value of parameter `name` of its base layer.
 
     peft's merge needs all parameters of the base layer: the others, such as a bias, are set to zeros.
