@@ -28,7 +28,7 @@ WITHOUT_ADAPTERS = [
     (RECIPE, r"^            lora=.*\n            quant=.*\n", ""),
     (RECIPE, r"^    lora, quant = .*\n", ""),
     (RECIPE, r"^        \*\*lora.flags\(\),\n", ""),
-    (RECIPE, "0 if lora else disk", "disk"),
+    (RECIPE, "0 if lora else ", ""),
     (RECIPE, ", frozen=bool(lora)", ""),
     (RECIPE, r"^    names = None(?s:.*?)(?=^    add_chunked_loss)", ""),
     (RECIPE, "{'frozen' if lora else cfg.param_dtype}", "{cfg.param_dtype}"),
