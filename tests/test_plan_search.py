@@ -17,7 +17,15 @@ from utils.model import loss
 from utils.model.loading import build_model
 from utils.model.options import Lora, Quant
 from utils.plan import trace
-from utils.plan.need import Room, Setting, bytes_missing, cached_record, need_of, planned_model
+from utils.plan.need import (
+    TOO_LARGE,
+    Room,
+    Setting,
+    answer_of,
+    cached_record,
+    need_of,
+    planned_model,
+)
 from utils.plan.search import largest_batch, longest_row
 from utils.run.units import GIB
 
@@ -59,7 +67,7 @@ def misses(setting: Setting, gib: float) -> list[str]:
 
     def fits(rows: int, tokens: int) -> bool:
         other = replace(setting, batch_size=rows, seq_len=tokens)
-        return bytes_missing(other, need_of(other), room) <= 0
+        return answer_of(other, need_of(other), room) != TOO_LARGE
 
     scaled = plan.scaled_of(setting)
     rows, tokens = largest_batch(scaled, room), longest_row(scaled, room)

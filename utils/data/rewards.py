@@ -182,9 +182,9 @@ def reward_all(
 def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
     """The mean of each reward over the completions to which it applies. found: from reward_all."""
     means = {}
-    for name in [name for name in found[0] if name != "text"]:
+    for name in found[0]:
         values = [one[name] for one in found if one[name] is not None]
-        if values:
+        if values and name != "text":
             means[prefix + name] = sum(values) / len(values)
     return means
 

@@ -22,7 +22,7 @@ from ..run.distributed import World, together
 from ..run.errors import check, first_five, others_code
 from ..run.units import seed_of
 from .folder import Source, TensorInfo, read_config, read_json
-from .loading import local, local_box, runs, whole
+from .loading import runs, whole
 
 BLOCK = 2**20  # elements
 FIX = "another family, or --init model with weights that transformers has made"
@@ -134,12 +134,8 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
     state = model.state_dict(keep_vars=True)
     for name, steps in plan.items():
         tensor = state[name]
-        boxes = local_box(tensor, whole(name, tensor))
-        if boxes is None:
-            continue
-        in_shard, in_tensor = boxes
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        for first, values in runs(local(tensor)[in_shard], in_tensor, tensor.shape):
+        for first, values in runs(tensor, whole(name, tensor)):
             last = first + len(values)
             for begin in range(first // BLOCK * BLOCK, last, BLOCK):
                 block = torch.empty(min(BLOCK, tensor.numel() - begin), dtype=dtype)

@@ -121,9 +121,9 @@ def lay_out(
         tensors[piece.name] = torch.empty(piece.info.shape, dtype=dtype, device="meta")
     assert len(tensors) == len(pieces), "two pieces have one name"
     # The widest dtypes come first, so that all tensors are aligned.
-    widest_first = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    widest_first = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     files = split_state_dict_into_shards_factory(
-        {name: tensors[name] for name in widest_first},
+        dict(widest_first),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_file_bytes,
@@ -156,14 +156,20 @@ def is_writer(parameter: Tensor, world: World) -> bool:
     return all(rank == 0 or not placement.is_replicate() for rank, placement in places)
 
 
-def runs(
-    rows: Tensor, box: Box, shape: tuple[int, ...], most: int = 2**62
-) -> Iterator[tuple[int, Tensor]]:
-    """Cut `rows`, some rows of a row-major tensor of this `shape`, into runs of at most `most` elements:
-    (index of the first element in the tensor, values). box: where the rows are in the tensor.
+def runs(parameter: Tensor, piece: Piece, most: int = 2**62) -> Iterator[tuple[int, Tensor]]:
+    """The part of a piece that this rank's shard holds, in runs of at most `most` elements: (index of the
+    first element in the tensor as it is stored, values). They are views of the shard, unless the piece is
+    transposed.
     """
+    boxes = local_box(parameter, piece)
+    if boxes is None:
+        return
+    in_shard, in_piece = boxes
+    rows, shape = local(parameter)[in_shard], piece.shape
+    if piece.transposed:
+        rows, shape = rows.mT.contiguous(), piece.info.shape
     assert rows.shape[1:] == shape[1:], f"{list(rows.shape)} are no rows of {list(shape)}"
-    begin = box[0].start * math.prod(shape[1:]) if box else 0
+    begin = in_piece[0].start * math.prod(shape[1:]) if shape else 0
     values = rows.view(-1)
     for start in range(0, len(values), most):
         yield begin + start, values[start : start + most]
@@ -235,9 +241,10 @@ def build_model(
         with others_code(problem, fix), torch.device("meta"):
             model = family.from_config(config, **options)
     else:
-        options |= {"config": config, "use_safetensors": True, "local_files_only": True}
         with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
-            model = family.from_pretrained(whole, **options)
+            model = family.from_pretrained(
+                whole, config=config, use_safetensors=True, local_files_only=True, **options
+            )
     if kind == "scores":
         model.get_output_embeddings = lambda: model.score
     return model
@@ -297,7 +304,7 @@ def plan_pieces(
             found = f"{name} {info.dtype} {list(info.shape)}"
             misshapen.append(f"{found} for {target} {parameter.dtype} {list(parameter.shape)}")
             continue
-        covered[target] += torch.Size(shape).numel()
+        covered[target] += math.prod(shape)
         pieces.append(piece)
     if new_head and not covered[new_head]:
         extra = [name for name in extra if not name.startswith(HEADS)]
@@ -401,27 +408,26 @@ def load_pieces(
 
 
 def _load_piece(file, piece: Piece, target: Tensor, filled: set[tuple], staging: Tensor) -> None:
-    boxes = local_box(target, piece)
-    if boxes is None:
+    if piece.transposed:
+        if boxes := local_box(target, piece):
+            in_shard, in_piece = boxes
+            for expert, matrix in enumerate(local(target)[in_shard].mT, in_piece[0].start):
+                read = torch.empty(matrix.shape, dtype=piece.info.dtype)
+                read_elements(file, piece, expert * read.numel(), read.view(-1))
+                matrix.copy_(read)
         return
-    in_shard, in_piece = boxes
-    shard = local(target)[in_shard]
     key = (id(target), piece.at)
     twice = key in filled  # a tied weight that the checkpoint stores twice
     filled.add(key)
-    conflict = f"{file.name}: {piece.name} is tied to another weight but holds other values"
-    if piece.transposed:
-        for expert, matrix in enumerate(shard.mT, in_piece[0].start):
-            read = torch.empty(matrix.shape, dtype=piece.info.dtype)
-            read_elements(file, piece, expert * read.numel(), read.view(-1))
-            matrix.copy_(read)
-        return
-    for first, values in runs(shard, in_piece, piece.shape, CHUNK):
+    for first, values in runs(target, piece, CHUNK):
         read = staging.view(piece.info.dtype)[: len(values)]
         read_elements(file, piece, first, read)
         read = read.to(values.device)  # still in the stored dtype: a GPU casts faster
         if twice:
-            check(torch.equal(values, read.to(values.dtype)), conflict)
+            check(
+                torch.equal(values, read.to(values.dtype)),
+                f"{file.name}: {piece.name} is tied to another weight but holds other values",
+            )
         else:
             values.copy_(read)
 

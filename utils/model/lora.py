@@ -86,8 +86,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
         inject(model, config, lora.adapter)
         match_tensors(model, Path(lora.adapter))
     else:
-        modules = [name for name, _ in model.named_modules()]
-        whole = _known(lora.modules_to_save, modules, "--modules_to_save")
+        whole = _known(lora.modules_to_save, dict(model.named_modules()), "--modules_to_save")
         config = LoraConfig(
             r=lora.lora_rank,
             lora_alpha=lora.lora_alpha,
@@ -344,7 +343,7 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
         return _all_linear(model, layers.keys() - alone)
     pattern = targets
     if not re.search(r"[\\*+?\[\](){}|^$]", targets):
-        pattern = rf"(.*\.)?({'|'.join(_known(targets, list(layers), TARGETS))})"
+        pattern = rf"(.*\.)?({'|'.join(_known(targets, layers, TARGETS))})"
     with others_code(f"{TARGETS} {targets}", "names separated by commas"):
         wanted = {name for name in layers if re.fullmatch(pattern, name)}
     example = next((name for name in layers if "0" in name), "")
@@ -381,7 +380,7 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
     return sorted(config.target_modules)
 
 
-def _known(text: str, known: list[str], flag: str) -> list[str]:
+def _known(text: str, known: dict[str, nn.Module], flag: str) -> list[str]:
     """Split names at commas. Raises ConfigError unless each is the end of a known name."""
     leaves = sorted({name.rpartition(".")[2] for name in known})
     wanted = [name.strip() for name in text.split(",") if name.strip()]

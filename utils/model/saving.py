@@ -25,7 +25,7 @@ from ..run.errors import check
 from ..run.files import check_replaceable, disk_errors, file_inside, publish, remove_siblings
 from ..run.folder import check_space
 from .folder import INDEX, read_json
-from .loading import Piece, Place, is_writer, lay_out, local, local_box, runs, transfer
+from .loading import Piece, Place, is_writer, lay_out, runs, transfer
 
 # Files beside the weights that a save copies from the source. chat_template.json: of older processors.
 COMPANIONS = """*.py LICENSE* NOTICE* USE_POLICY* *processor_config.json
@@ -77,8 +77,8 @@ def save_model(
                 if not target.exists():
                     shutil.copyfile(file_inside(source, path.name), target)
 
-    layout = lay_out(pieces, save_dtype)
-    save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
+    parts = partial(local_parts, state, world)
+    save_folder(out, world, pieces, parts, prepare, lay_out(pieces, save_dtype))
 
 
 def save_folder(
@@ -139,14 +139,8 @@ def save_folder(
 def local_parts(state: dict[str, Tensor], world: World, piece: Piece) -> Iterator[Part]:
     """The parts of a piece in this rank's shard, if this rank writes them."""
     parameter = state[piece.param]
-    boxes = local_box(parameter, piece)
-    if boxes is None or not is_writer(parameter, world):
-        return
-    in_shard, in_piece = boxes
-    rows, shape = local(parameter)[in_shard], piece.shape
-    if piece.transposed:
-        rows, shape = rows.mT.contiguous(), piece.info.shape
-    yield from runs(rows, in_piece, shape, CHUNK)
+    if is_writer(parameter, world):
+        yield from runs(parameter, piece, CHUNK)
 
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:

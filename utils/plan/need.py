@@ -651,14 +651,9 @@ def comfortable_of(pools: int, steady: int) -> int:
 # --- whether that fits
 
 
-def bytes_missing(setting: Setting, need: Need, room: Room) -> float:
-    """Bytes that are missing on the device or the host; 0 or less if the setting fits, also tightly."""
-    return max(need.device - room.device, need.host * setting.local_ranks - room.host)
-
-
 def answer_of(setting: Setting, need: Need, room: Room) -> str:
     """FITS, TIGHT, MAYBE or TOO_LARGE."""
-    if bytes_missing(setting, need, room) > 0:
+    if need.device > room.device or need.host * setting.local_ranks > room.host:
         return TOO_LARGE
     if setting.gpu and need.device > SURE * room.device:
         return MAYBE

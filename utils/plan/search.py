@@ -19,7 +19,6 @@ from .need import (
     Room,
     Setting,
     answer_of,
-    bytes_missing,
     need_of,
 )
 
@@ -159,7 +158,7 @@ def most(setting_of: Callable[[int], Setting], room: Room) -> int:
 
     def fits(size: int) -> bool:
         setting = setting_of(size)
-        return bytes_missing(setting, need_of(setting), room) <= 0
+        return answer_of(setting, need_of(setting), room) != TOO_LARGE
 
     low, high = 0, 1
     while high <= MOST and fits(high):

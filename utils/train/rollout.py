@@ -105,8 +105,8 @@ def generate(
     found = {}
     for start in starts[world.rank :: world.size]:
         batch = order[start : start + sampling.batch_size]
-        rows = [(prompts[i], keys[i]) for i in batch]
-        drawn = _draw_batch(model, rows, sampling, world, lockstep)
+        own_prompts, own_keys = [prompts[i] for i in batch], [keys[i] for i in batch]
+        drawn = _draw_batch(model, own_prompts, own_keys, sampling, world, lockstep)
         found |= zip(batch, drawn, strict=True)
     if lockstep:
         filler = torch.tensor([[sampling.pad_id]], device=world.device)
@@ -133,17 +133,15 @@ def draw_all(
     with gathered(found, reshard_after_forward):
         drawn = generate(model, prompts, keys, sampling, world, lockstep=not found)
     with patience():  # another rank may draw longer completions
-        of_ranks = gather(world, drawn)
-    for of_rank in of_ranks:
-        drawn |= of_rank
+        for of_rank in gather(world, drawn):
+            drawn |= of_rank
     return [drawn[i] for i in range(len(prompts))]
 
 
-def _draw_batch(model, rows, sampling, world, lockstep) -> list[Completion]:
-    """Sample the completions of one batch: rows, (prompt, key) of each; see generate for the others. Prompts
-    are padded on the left. A completion that has ended leaves the batch.
+def _draw_batch(model, prompts, keys, sampling, world, lockstep) -> list[Completion]:
+    """Sample the completions of one batch; see generate. Prompts are padded on the left. A completion that
+    has ended leaves the batch.
     """
-    prompts, keys = zip(*rows, strict=True)
     ids, mask = (tensor.to(world.device) for tensor in pad_left(prompts, sampling.pad_id))
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
     randoms = [random_numbers(key, sampling.max_new_tokens) for key in keys]
@@ -315,8 +313,7 @@ class Asker:
             )
             return [found[i].ids for i in sorted(found)]
 
-        groups = [[prompt] for prompt in prompts]
-        return self.ask(groups, answers, judge)
+        return self.ask([[prompt] for prompt in prompts], answers, judge)
 
     def ask(self, groups: list[list], answers: Callable, judge: Callable) -> list[dict]:
         """The rows of all groups. Only rows that the file does not have are computed. answers: called with
@@ -333,13 +330,12 @@ class Asker:
         size = max(1, self.batch_size // largest)
         batches = [longest_first[i : i + size] for i in range(0, len(groups), size)]
         batches = [batch for batch in batches if not known.keys() >= {*batch}]
-        bar = tqdm(
+        with tqdm(
             total=len(groups),
             initial=len(groups) - sum(map(len, batches)),
             unit=" items",
             disable=True if self.world.rank else None,  # None: disabled if not a terminal
-        )
-        with bar:
+        ) as bar:
             for start in range(0, len(batches), self.world.size):
                 several = batches[start : start + self.world.size]
                 rank = self.world.rank
@@ -368,8 +364,7 @@ class Asker:
         lines = []
         if self.file and self.world.rank == 0 and self.file.exists():
             *lines, _ = self.file.read_text("utf-8").split("\n")
-            text = "".join(line + "\n" for line in lines)
-            replace_file(self.file, text)
+            replace_file(self.file, "".join(line + "\n" for line in lines))
         rows = map(json.loads, broadcast(self.world, lines))
         return {row["number"]: row for row in rows}
 

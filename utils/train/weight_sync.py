@@ -74,9 +74,8 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     kinds = [range(learners), range(learners, world.size)]
     group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
     set_timeout()  # torch gives new groups 30 minutes
-    learns = world.rank < learners
     own = replace(world, rank=group.rank(), size=group.size(), group=group)
-    return Roles(learns, own, world, learners)
+    return Roles(world.rank < learners, own, world, learners)
 
 
 def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
