@@ -404,7 +404,12 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
                     figures[f"{task} {name.removesuffix(',none')}"] = value
         return figures
 
-    return Task(f"lm_eval {version}", [], {}, results)
+    data = f"lm_eval {version}"
+    if cfg.include_path:  # the tasks in the folder count too
+        files = [*Path(cfg.include_path).rglob("*.yaml"), *Path(cfg.include_path).rglob("*.py")]
+        for file in sorted(files):
+            data += hashlib.sha256(file.read_bytes()).hexdigest()
+    return Task(data, [], {}, results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}

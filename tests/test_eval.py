@@ -6,6 +6,7 @@ python -m pytest tests/test_eval.py
 import json
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -422,6 +423,45 @@ def on_ranks(world, recorded):
 def test_every_rank_gets_all_answers_of_lm_eval(recorded):
     first, second = run_ranks(on_ranks, 2, recorded)
     assert first == second == answers_of(recorded, harness(recorded))
+
+
+@pytest.fixture
+def small_lm_eval(tmp_path, monkeypatch):
+    """lm_eval is not installed: a package that gives a task's file as its result stands in for it."""
+    for name, text in {
+        "__init__": "__version__ = '0'",
+        "api/__init__": "",
+        "api/model": "class TemplateLM: pass",
+        "tasks": "class TaskManager:\n    def __init__(self, include_path):\n"
+        "        self.path, self.all_tasks = include_path, ['mine']",
+        "evaluator": "def simple_evaluate(task_manager, **_):\n"
+        "    found = float(open(task_manager.path + '/mine.yaml').read())\n"
+        "    return {'results': {'mine': {'acc,none': found}}}",
+    }.items():
+        file = tmp_path / "site" / "lm_eval" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        del sys.modules[name]
+
+
+def test_the_tasks_in_a_folder_are_part_of_what_the_answers_follow_from(
+    folder, tmp_path, small_lm_eval
+):
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "mine.yaml").write_text("0.25")
+    flags = {"model": str(folder), "task": "lm_eval", "tasks": "mine", "include_path": str(tasks)}
+    flags["output_dir"] = str(tmp_path / "out")
+    for _ in range(2):
+        recipe.main(recipe.Config(**flags))
+        results = json.loads((tmp_path / "out" / "eval.json").read_text())["results"]
+        assert results["mine acc"] == 0.25
+    (tasks / "mine.yaml").write_text("0.75")
+    with pytest.raises(ConfigError, match="something else: data"):
+        recipe.main(recipe.Config(**flags))
 
 
 def test_a_task_of_lm_eval_limits_its_answers_by_any_of_the_names(recorded):

@@ -231,7 +231,6 @@ WRONG = [
     ({"prompt": "a", "chosen": "b"}, "expected chosen and rejected, or a label"),
     ({"prompt": "a", "completion": "b", "label": True}, "or a label with prefer.py --loss kto"),
     ({"chosen": "a", "rejected": "b"}, "prompt: missing; the row has 'chosen', 'rejected'"),
-    ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "after 2 turns of the prompt"),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, "after 2 turns of the prompt"),
     ({"chosen": [ASK, GOOD], "rejected": [user("x"), BAD]}, "no common beginning"),
     ({**TEXTS, "chosen": [user("x"), GOOD], "rejected": [user("x"), BAD]}, "prompt: not the last"),
@@ -292,11 +291,13 @@ def test_finetune_sends_preferences_to_their_recipe(tokenizer):
 def test_equal_answers_and_full_prompts_are_dropped_and_counted(tokenizer):
     equal = TEXTS | {"rejected": "Hi to you"}
     ultra = {"prompt": "Say hi", "chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}
+    whole = {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}
+    said = dict.fromkeys(whole, transcript(ASK, GOOD))
     full = TEXTS | {"prompt": "so many words " * 50}
     for task, kept in (("pairs", 1), ("labels", 2)):
-        read = load([TEXTS, equal, ultra, full], tokenizer, task=task, seq_len=48)
+        read = load([TEXTS, equal, ultra, whole, said, full], tokenizer, task=task, seq_len=48)
         assert len(read) == kept
-        assert read.dropped == {EQUAL: 2, "no trained token in the first 48 tokens": 1}
+        assert read.dropped == {EQUAL: 4, "no trained token in the first 48 tokens": 1}
         assert read.summary().startswith(f"{kept} {task}, ")
 
 

@@ -6,6 +6,7 @@ python -m pytest tests/test_stream.py
 import json
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -206,6 +207,19 @@ def test_bits_per_byte_are_all_nats_over_the_bytes_of_the_texts(tokenizer, tmp_p
     size_bytes = sum(len(text.encode()) for text in texts)
     bits = nats / predicted * loader.bits_per_byte()
     assert bits == pytest.approx(nats / math.log(2) / size_bytes)
+
+
+def test_ids_have_the_bytes_of_their_text(tokenizer, tmp_path):
+    """The end-of-text token is no text: its name has bytes that no text of the same documents has."""
+    texts = texts_of(12)
+    examples, _ = documents(tokenizer, write(tmp_path / "a.jsonl", texts))
+    bounds = examples.bounds.tolist()
+    found = [examples.ids[begin:end].tolist() for begin, end in pairwise(bounds)]
+    rows = [json.dumps({"input_ids": ids}) for ids in found]
+    (tmp_path / "ids.jsonl").write_text("\n".join(rows))
+    ids, _ = documents(tokenizer, str(tmp_path / "ids.jsonl"))
+    assert ids.fingerprint == examples.fingerprint  # which holds the bytes
+    assert ids.row_sizes.tolist() == [len(text.encode()) for text in texts]
 
 
 def test_rows_of_every_form_become_documents(tokenizer, tmp_path):

@@ -155,7 +155,7 @@ def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) 
     """
     chosen, rejected = conversations[0], conversations[-1]
     start = sum(chosen[: i + 1] == rejected[: i + 1] for i in range(len(chosen)))
-    if prompt_key and chosen == rejected:
+    if chosen == rejected:
         start -= 1  # a single conversation, or equal answers, which add_cuts drops and counts
     asked = [turn["content"] for turn in chosen[:start] if turn["role"] in ("user", "text")]
     if not asked:
