@@ -111,7 +111,7 @@ class Config:
     output_dir: str = ""  # folder of the results; empty: the next free one in output/
 
     def __post_init__(self):
-        check_least(self, num_fewshot=-1)
+        check_least(self, seq_len=0, num_fewshot=-1)
         own = HAS[self.task].split()
         for field in fields(self):
             name = field.name
