@@ -61,8 +61,7 @@ class Batch:
 
         after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
         places = (after != IGNORE).flatten().nonzero().flatten()
-        fields = vars(self) | {"places": places}
-        return type(self)(**tree_map_only(Tensor, move, fields))
+        return type(self)(**tree_map_only(Tensor, move, vars(self) | {"places": places}))
 
 
 @cache
@@ -121,8 +120,7 @@ class GlobalBatches:
         epoch = step // self.per_epoch
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         rows = self.of_step(order, step)
-        lengths = self.examples.lengths[rows]
-        longest_first = lengths.argsort(descending=True, stable=True)
+        longest_first = self.examples.lengths[rows].argsort(descending=True, stable=True)
         return rows[longest_first].tolist()
 
     def of_step(self, order: Tensor, step: int) -> Tensor:
