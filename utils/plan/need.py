@@ -104,7 +104,7 @@ class Peak:
 
     phase: str
     parts: dict[str, int]
-    pools: dict[str, int] = field(default_factory=dict)
+    pools: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -270,7 +270,7 @@ class Replay:
         self.live = Counter()  # bytes by part
         self.live_bytes = 0  # of all parts together
         self.most_bytes = 0  # their peak
-        self.peak = Peak("", {})
+        self.peak = Peak("", {}, {})
         self.pools = Counter()  # bytes by stream
         self.most_of_pools: dict[str, int] = {}
         self.open: set[Unit] = set()  # units that are gathered
