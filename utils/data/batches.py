@@ -199,8 +199,12 @@ def divide_batch(
         fix = f"{', '.join(map(str, divisors))} ranks"
         if sizes:
             fix = f"--batch_size {', '.join(map(str, sizes))}"
-        text = f"--global_batch_size {global_batch_size} is no multiple of {product}"
-        raise ConfigError(f"{text} (fix: {fix})")
-    text = f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
-    check(grad_accum in (0, micro_batches), f"{text} (fix: leave one of them out)")
+        raise ConfigError(
+            f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})"
+        )
+    check(
+        grad_accum in (0, micro_batches),
+        f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
+        " (fix: leave one of them out)",
+    )
     return global_batch_size, micro_batches
