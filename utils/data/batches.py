@@ -61,8 +61,7 @@ class Batch:
 
         after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
         places = (after != IGNORE).flatten().nonzero().flatten()
-        fields = vars(self) | {"places": places}
-        return type(self)(**tree_map_only(Tensor, move, fields))
+        return type(self)(**tree_map_only(Tensor, move, vars(self) | {"places": places}))
 
 
 @cache
@@ -121,8 +120,7 @@ class GlobalBatches:
         epoch = step // self.per_epoch
         order = permutation(len(self.examples), f"{self.key} {epoch}")
         rows = self.of_step(order, step)
-        lengths = self.examples.lengths[rows]
-        longest_first = lengths.argsort(descending=True, stable=True)
+        longest_first = self.examples.lengths[rows].argsort(descending=True, stable=True)
         return rows[longest_first].tolist()
 
     def of_step(self, order: Tensor, step: int) -> Tensor:
@@ -201,8 +199,12 @@ def divide_batch(
         fix = f"{', '.join(map(str, divisors))} ranks"
         if sizes:
             fix = f"--batch_size {', '.join(map(str, sizes))}"
-        text = f"--global_batch_size {global_batch_size} is no multiple of {product}"
-        raise ConfigError(f"{text} (fix: {fix})")
-    text = f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
-    check(grad_accum in (0, micro_batches), f"{text} (fix: leave one of them out)")
+        raise ConfigError(
+            f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})"
+        )
+    check(
+        grad_accum in (0, micro_batches),
+        f"--grad_accum {grad_accum} x {product} is not --global_batch_size {global_batch_size}"
+        " (fix: leave one of them out)",
+    )
     return global_batch_size, micro_batches

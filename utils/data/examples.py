@@ -330,15 +330,13 @@ def read_tokens(folder: Path | str) -> Examples:
 
         examples = replace(examples, rows=mixed_rows(examples, permutation))
     keys = examples.keys[examples.rows]
-    notes = examples.notes | {TWICE: len(keys) - len(keys.unique())}
-    return replace(examples, notes=notes)
+    return replace(examples, notes=examples.notes | {TWICE: len(keys) - len(keys.unique())})
 
 
 @lru_cache(maxsize=4)
 def permutation(rows: int, key: str) -> Tensor:
     """The numbers below `rows`, (rows,), in an order that depends only on `key`, not on the machine."""
-    generator = torch.Generator().manual_seed(seed_of(key))
-    return torch.randperm(rows, generator=generator)
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed_of(key)))
 
 
 def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:

@@ -213,10 +213,13 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
         frame = traceback.extract_tb(error.__traceback__)[-1]
         fault = f"{reason_of_others(error)} ({frame.filename}:{frame.lineno})"
         shown = text_of(given["completions"][0])[:200]
-        text = f"{reward.flag} {reward.name}: {fault}; {where[0]}, completion {shown!r}"
-        raise ConfigError(text) from error
-    counts = f"{len(values)} values for {len(where)} completions"
-    check(len(values) == len(where), f"{reward.flag} {reward.name}: {counts} of {where[0]}")
+        raise ConfigError(
+            f"{reward.flag} {reward.name}: {fault}; {where[0]}, completion {shown!r}"
+        ) from error
+    check(
+        len(values) == len(where),
+        f"{reward.flag} {reward.name}: {len(values)} values for {len(where)} completions of {where[0]}",
+    )
     return values
 
 

@@ -4,6 +4,7 @@ that a model keeps packed documents apart. RMS norms in one kernel of a GPU.
 
 import re
 from inspect import signature
+from operator import attrgetter
 from types import MethodType, SimpleNamespace
 
 import torch
@@ -28,6 +29,9 @@ NOT_IN_VARLEN = """attn_logit_softcapping attention_chunk_size attention_dropout
     attention_probs_dropout_prob""".split()
 # The first two do not pass the documents on to attention, the others apply their windows in masks only.
 NEED_MASKS = ("nemotron", "stablelm", "phimoe", "qwen2_moe")
+_code_of = attrgetter(  # class -> the code of its forward, without its name and place
+    "forward.__code__.co_code", "forward.__code__.co_names", "forward.__code__.co_consts"
+)
 LONGEST = 1024  # most tokens of a document in check_packing, for speed, even if a block is longer
 
 
@@ -41,11 +45,6 @@ def fuse_norms(model: nn.Module) -> None:
     for module in model.modules():
         if _code_of(type(module)) == _code_of(LlamaRMSNorm):
             module.forward = MethodType(_fused_norm, module)
-
-
-def _code_of(module_class: type) -> tuple:
-    code = module_class.forward.__code__
-    return code.co_code, code.co_names, code.co_consts
 
 
 def _fused_norm(self, hidden: Tensor) -> Tensor:

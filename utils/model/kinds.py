@@ -11,7 +11,7 @@ from torch import nn
 from ..run.errors import check, first_five
 from .loading import Piece, local
 from .loss import backbone, documents_by, one_document
-from .sharding import plain_name, reads_text
+from .sharding import numel, plain_name, reads_text
 
 # --- a score of each sequence: the head of a reward model
 #
@@ -117,10 +117,6 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of the vision tower: of each ModuleList outside the language model that has more than 5 %
     of all parameters.
     """
-
-    def numel(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters())
-
     layers, least = [], 0.05 * numel(model)
     seen = set(reads_text(model).modules())
     for name, module in model.named_modules():

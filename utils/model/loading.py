@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -402,7 +402,7 @@ def load_pieces(
                         module.load_rows(partial(read_elements, file, piece), piece, device)
                     else:
                         _load_piece(file, piece, state[name], filled, staging)
-    _fill_buffers(model, state.values())
+    _fill_buffers(model, {*state.values()})
     for buffer in model.buffers():
         buffer.data = buffer.to(device)
 
@@ -440,7 +440,7 @@ def read_elements(file, piece: Piece, first: int, into: Tensor) -> None:
     check(read_bytes == len(data), f"{file.name}: cut short while it was read {AGAIN}")
 
 
-def _fill_buffers(model: nn.Module, loaded: Iterable[Tensor]) -> None:
+def _fill_buffers(model: nn.Module, loaded: set[Tensor]) -> None:
     """Compute the buffers that no checkpoint holds: rotary frequencies, embedding scales.
 
     After to_empty they hold arbitrary values, and nothing warns. As in transformers' own loader, loaded
@@ -452,10 +452,10 @@ def _fill_buffers(model: nn.Module, loaded: Iterable[Tensor]) -> None:
         tensor._is_hf_initialized = True
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        module._is_hf_initialized = bool(tensors) and all(map(_is_loaded, tensors))
+        module._is_hf_initialized = bool(tensors) and loaded.issuperset(tensors)
     computed = {}
     for name, buffer in model.named_buffers():
-        if buffer.numel() and not _is_loaded(buffer):
+        if buffer.numel() and buffer not in loaded:
             computed[name] = buffer.view(-1).view(torch.uint8).fill_(255)
     # transformers takes the classes that FSDP2 makes for custom code, and skips some modules of custom code.
     model.is_custom_code = family_of(model).is_custom_code
@@ -467,7 +467,3 @@ def _fill_buffers(model: nn.Module, loaded: Iterable[Tensor]) -> None:
         " _init_weights does not fill them"
         " (fix: a model whose _init_weights fills all of its buffers, or --low_cpu_fsdp false)",
     )
-
-
-def _is_loaded(tensor: Tensor) -> bool:
-    return getattr(tensor, "_is_hf_initialized", False)

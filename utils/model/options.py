@@ -61,10 +61,15 @@ def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
     alone = changed_flags(lora)
     check(lora or not alone, f"{alone} without --lora_rank changes nothing (fix: --lora_rank 16)")
     alone = changed_flags(quant)
-    why = f"{alone} without --quantization changes nothing"
-    check(quant or not alone, f"{why} (fix: --quantization 8bit)")
-    frozen = f"--quantization {quant.quantization} freezes the weights and --lora_rank is 0"
-    check(lora or not quant, f"{frozen}: nothing would train (fix: --lora_rank 16)")
+    check(
+        quant or not alone,
+        f"{alone} without --quantization changes nothing (fix: --quantization 8bit)",
+    )
+    check(
+        lora or not quant,
+        f"--quantization {quant.quantization} freezes the weights and --lora_rank is 0: nothing would train"
+        " (fix: --lora_rank 16)",
+    )
     check(
         not quant or SHARDS_INTEGERS,
         f"--quantization: FSDP2 of torch {torch.__version__} shards no integers"
@@ -72,5 +77,8 @@ def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
     )
     both = quant.quantization == "4bit" and quant.int8_mode != "dequant"
     check(not both, "--int8_mode llm_int8 is of --quantization 8bit (fix: leave it out)")
-    plain = "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
-    check(not lora or param_dtype == "fp32", f"{plain} (fix: leave it out)")
+    check(
+        not lora or param_dtype == "fp32",
+        "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
+        " (fix: leave it out)",
+    )

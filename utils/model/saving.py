@@ -159,8 +159,10 @@ def verify_chunks(folder: Path, chunks: Iterable[Chunk]) -> None:
         found = torch.empty_like(data)
         found_bytes = transfer(os.preadv, file, at, found)
         same = found_bytes == len(data) and torch.equal(found, data)
-        changed = f"{tensor} reads back other than it was written"
-        check(same, f"{file.name}: {changed} (fix: check the disk)")
+        check(
+            same,
+            f"{file.name}: {tensor} reads back other than it was written (fix: check the disk)",
+        )
 
 
 def _opened(folder: Path, chunks: Iterable[Chunk], mode: str) -> Iterator[tuple]:

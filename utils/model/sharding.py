@@ -76,8 +76,7 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
         # needed.
         is_lookup = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
         found.append(Unit([embedding], param_dtype, unshard_in_backward=not is_lookup))
-        head_dtype = torch.float32 if head in in_fp32 else param_dtype
-        found.append(Unit([head], head_dtype, **of_head))
+        found.append(Unit([head], torch.float32 if head in in_fp32 else param_dtype, **of_head))
     taken = {module for unit in found for module in nn.ModuleList(unit.modules).modules()}
     others = [module for module in in_fp32 if module not in taken]
     if others:
@@ -206,7 +205,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList) and len(m)]
     check(lists, f"{type(model).__name__} has no list of layers to shard by")
-    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    return max(lists, key=numel)
+
+
+def numel(module: nn.Module) -> int:
+    """The number of elements of a module's parameters."""
+    return sum(p.numel() for p in module.parameters())
 
 
 def recompute_activations(model: nn.Module, mode: str) -> nn.Module:

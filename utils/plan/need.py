@@ -104,7 +104,7 @@ class Peak:
 
     phase: str
     parts: dict[str, int]
-    pools: dict[str, int] = field(default_factory=dict)
+    pools: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -270,7 +270,7 @@ class Replay:
         self.live = Counter()  # bytes by part
         self.live_bytes = 0  # of all parts together
         self.most_bytes = 0  # their peak
-        self.peak = Peak("", {})
+        self.peak = Peak("", {}, {})
         self.pools = Counter()  # bytes by stream
         self.most_of_pools: dict[str, int] = {}
         self.open: set[Unit] = set()  # units that are gathered
@@ -451,14 +451,6 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     return replay.peak  # the fused optimizer needs no more memory
 
 
-def check_peak(units: tuple, states: States, setting: Setting) -> int:
-    """Peak bytes of the loss check after loading: two forwards of a few tokens, without optimizer states."""
-    replay = Replay(States(states.weights, 0, 0), setting)
-    forward(replay, units, None)
-    forward(replay, units, None)
-    return replay.peak.total
-
-
 # --- the reserves, and the answers
 
 FITS, TIGHT, MAYBE, TOO_LARGE = "fits", "fits tightly", "may not fit", "does not fit"
@@ -601,7 +593,11 @@ def need_of(setting: Setting) -> Need:
     head = model.get_output_embeddings()
     checks_loss = setting.kind != "scores" and not hasattr(head, "base_layer")
     if checks_loss and head.weight.is_floating_point():
-        load = max(load, check_peak(units, states, setting))
+        # Two forwards of a few tokens, after loading and without optimizer states.
+        replay = Replay(States(states.weights, 0, 0), setting)
+        forward(replay, units, None)
+        forward(replay, units, None)
+        load = max(load, replay.peak.total)
     steady = on_device.weights + on_device.optimizer
     train = (peak or on_device).total + copy * on_host
     save = steady + (copy + SAVE_BYTES) * on_host

@@ -161,12 +161,11 @@ def record_step(
     repeats = [layer for layer in decoder_layers(model) if layer not in firsts]
     live, traced = LiveBytes(), None
     with ExitStack() as stack:
+        enter = stack.enter_context
         if repeats_keys:
-            stack.enter_context(
-                patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False)
-            )
+            enter(patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False))
         if not packed:
-            stack.enter_context(documents_by(one_document))  # positions have no values here
+            enter(documents_by(one_document))  # positions have no values here
         if recompute != "none":
             recompute_activations(model, recompute)
             stack.callback(model.activation_checkpointing_disable)
@@ -178,21 +177,18 @@ def record_step(
                 )
         if pictures:
             live, traced = pictures.trace(model, dtype, batch, seq_len, recompute)
-        stack.enter_context(on_meta())
-        stack.enter_context(parameters_in(dtype, model, repeats))
+        enter(on_meta())
+        enter(parameters_in(dtype, model, repeats))
         for layer in repeats:
-            stack.enter_context(patch.object(layer, "forward", partial(pass_over, live)))
+            enter(patch.object(layer, "forward", partial(pass_over, live)))
         for layer in firsts:
-            marked = mark_block(layer, live, layer is firsts[0])
-            stack.enter_context(patch.object(layer, "forward", marked))
+            enter(patch.object(layer, "forward", mark_block(layer, live, layer is firsts[0])))
         head = model.get_output_embeddings()
         live.table = model.get_input_embeddings().weight.shape
-        stack.enter_context(
-            patch.multiple(loss, chunk_slices=few_chunks, _add_product=first_product)
-        )
+        enter(patch.multiple(loss, chunk_slices=few_chunks, _add_product=first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
-        stack.enter_context(live)
+        enter(live)
         if traced:
             hidden = traced.hidden(ids)
         else:
