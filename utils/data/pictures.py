@@ -374,7 +374,10 @@ def file_of(source: str, folder: str) -> Path | io.BytesIO:
     root = Path(folder).resolve()
     file = (root / (unquote(url.path) if url.scheme else source)).resolve()
     if not file.is_relative_to(root):
-        raise ValueError(f"it leads out of {folder} (fix: --image_dir)")
+        raise ValueError(
+            f"it leads out of {folder}, to {file}; symbolic links must not do so either (fix: --image_dir"
+            " FOLDER, and paths relative to it)"
+        )
     if not os.path.isfile(file):
         raise ValueError(f"no such file in {folder} (fix: --image_dir)")
     return file
