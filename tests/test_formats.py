@@ -347,7 +347,16 @@ BAD = [
         {"messages": [user(), says(3, tool_calls=[CALL])]},
         "messages[1].content: expected text, got number",
     ),
+    (calling(call={"function": 5}), "tool_calls[0].function: expected object, got number"),
     ({**calling(), "tools": "[{"}, "tools: not JSON"),
+    (
+        {**calling(), "tools": [{"type": "function", "function": None}]},
+        "tools[0].function: expected object, got null",
+    ),
+    (
+        {"instruction": "a", "output": "b", "history": 5},
+        "history: expected list, got number",
+    ),
     ({**calling(), "tools": ["add"]}, "tools: expected a list of objects"),
     ({"messages": [user(), says(weight=0.5)]}, "messages[1].weight: expected 0 or 1, got 0.5"),
     (

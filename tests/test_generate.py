@@ -388,3 +388,6 @@ def test_messages_and_tools_are_read_as_for_training(tmp_path):
     assert prompt.content[1]["content"] == "The sea?"
     assert prompt.content[2]["tool_calls"][0]["function"]["arguments"] == {}
     assert prompt.tools == [{"type": "function", "function": tool}]
+    file.write_text(json.dumps({"instruction": "Add.", "input": "1 and 2", "output": "3"}) + "\n")
+    (prompt,) = generate.read_prompts(file, False, "")
+    assert prompt.content == [{"role": "user", "content": "Add.\n\n1 and 2"}]

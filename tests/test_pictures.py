@@ -280,14 +280,20 @@ def test_paths_are_relative_to_the_data_file_or_to_image_dir(opened, pictures):
 
 
 @pytest.mark.parametrize(
-    "source", ["../out.png", "/etc/hostname", "link.png", "file:///etc/hostname"]
+    "source", ["../out.png", "/etc/hostname", "link.png", "folder/out.png", "file:///etc/hostname"]
 )
 def test_no_path_leads_out_of_the_folder(source, opened, pictures, tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside") / "out.png"
     outside.write_bytes(png())
     (pictures / "link.png").symlink_to(outside)
+    (pictures / "folder").symlink_to(outside.parent)
     row = {"messages": [user(PART | {"path": source}), ANSWER]}
-    assert "leads out of" in refusal(load, [row], *opened("llava")[:2])
+    said = refusal(load, [row], *opened("llava")[:2])
+    assert "leads out of" in said
+    if source in ("link.png", "folder/out.png"):
+        assert f"to {outside}; symbolic links must not do so either (fix: --image_dir" in said
+        row = {"messages": [user(PART | {"path": "out.png"}), ANSWER]}
+        assert load([row], *opened("llava")[:2], image_dir="folder")
 
 
 @pytest.mark.parametrize("source", ["http://x/a.png", "https://x/a.png", "s3://x/a.png", "gs://a"])

@@ -130,6 +130,21 @@ def test_a_conversation_whose_question_stands_beside_it_too_is_read(tokenizer, t
         load(tokenizer, tmp_path / "rows.jsonl", [{"prompt": "other", "messages": talk}])
 
 
+def test_an_alpaca_row_is_asked_as_it_is_trained_and_its_output_is_the_answer(folder, tmp_path):
+    tokenizer = load_tokenizer(folder, str(folder / "tools.jinja"))
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "level": 1}
+    more = {"instruction": "And 4?", "history": [["1 and 2?", "3"]], "system": "Add."}
+    named = {"prompt": "x", "instruction": "y"}  # a prompt goes first
+    found = load(tokenizer, tmp_path / "rows.jsonl", [row, more, named])
+    assert found[0].ids == asked(tokenizer, [user("Add.\n\n1 and 2")])
+    assert (found[0].columns["answer"], found[0].columns["level"]) == ("3", 1)
+    turns = [user("1 and 2?"), answer("3"), user("And 4?")]
+    assert found[1].ids == asked(tokenizer, [{"role": "system", "content": "Add."}, *turns])
+    assert found[1].columns["answer"] is None
+    assert found[2].ids == asked(tokenizer, [user("x")])
+    assert found[2].columns["instruction"] == "y"
+
+
 def test_columns_are_renamed_in_any_kind_of_file_and_max_rows_is_of_each_source(
     tokenizer, tmp_path
 ):

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from tokenizers import (
+    AddedToken,
     Tokenizer,
     decoders,
     models,
@@ -311,6 +312,19 @@ def test_generation_marks_teach_what_the_search_teaches(tokenizer):
     # Marks around the words alone: the end token follows directly, and is trained as well.
     tokenizer.chat_template = marked.replace("+ '<|im_end|>' }}" + end, "}}" + end + "<|im_end|>")
     assert encode(tokenizer, talk) == (ids, loss_mask)
+
+
+@pytest.mark.parametrize("lead", ["", " ", "\n"])
+def test_a_token_of_the_prompt_that_takes_in_white_space_is_not_trained(lead):
+    """The tokens of Phi-3 take in the white space behind them, also that of the answer."""
+    tokenizer = metaspace()
+    header = AddedToken("<|assistant|>", rstrip=True, normalized=False, special=True)
+    tokenizer.add_tokens([header], special_tokens=True)
+    tokenizer.chat_template = PHI3
+    ids, mask = encode(tokenizer, talk("Say blue", f"{lead}blue"))
+    assert trained_texts(tokenizer, ids, mask) == ["blue<|end|>"]
+    prompt = tokenizer.apply_chat_template(talk("Say blue"), add_generation_prompt=True)
+    assert ids[: mask.find(1)] == prompt["input_ids"]
 
 
 def test_marks_that_start_with_a_space_are_not_lost(tokenizer):

@@ -269,8 +269,12 @@ def encode_chat(tokenizer, chat: Chat) -> Sequence:
     """
     tokens = cut_after_prompts(tokenizer, chat, encode(tokenizer, chat.text))
     mask = bytearray(len(tokens.ids))
-    for first, last, _ in chat.spans:
+    for first, last, exact in chat.spans:
         begin = bisect_right(tokens.ends, first)  # the first token that ends after `first`
+        if exact and added_ids(tokenizer) & {*tokens.ids[begin : begin + 1]}:
+            # Phi-3: a token of the prompt also holds the white space with which the answer begins
+            space = chat.text[first : tokens.ends[begin]].isspace()
+            begin += space and tokens.starts[begin] < first
         end = bisect_left(tokens.starts, last)  # the first one that starts at `last` or later
         mask[begin:end] = b"\1" * (end - begin)
     return tokens.ids, mask

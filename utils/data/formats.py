@@ -167,7 +167,8 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
     question = text_of(row, "instruction")
     if row.get("input") not in (None, ""):
         question += "\n\n" + typed(row, "input", str)
-    pairs = [*(row.get("history") or []), [question, text_of(row, "output")]]
+    history = typed(row, "history", list) if row.get("history") else []
+    pairs = [*history, [question, text_of(row, "output")]]
     turns = []
     for i, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -314,8 +315,7 @@ def content_of(turn: dict, key: str, at: str) -> str:
 def call_of(call: object, at: str) -> dict:
     """A tool call in the form that chat templates expect, with its arguments as an object."""
     function = call.get("function", call) if isinstance(call, dict) else call
-    if not isinstance(function, dict):
-        raise ValueError(f"{at}function: expected object, got {json_name(function)}")
+    typed({"function": function}, "function", dict, at)
     name = text_of(function, "name", f"{at}function.")
     arguments = parsed({"arguments": {}} | function, "arguments", f"{at}function.")
     if not isinstance(arguments, dict):
@@ -335,7 +335,7 @@ def tools_of(row: dict) -> list | None:
         raise ValueError("tools: expected a list of objects, or JSON text of one")
     wrapped = []
     for i, tool in enumerate(tools):
-        function = tool.get("function", tool)
+        function = typed({"function": tool} | tool, "function", dict, f"tools[{i}].")
         text_of(function, "name", f"tools[{i}].")
         wrapped.append({"type": "function", "function": function})
     return wrapped or None

@@ -33,11 +33,10 @@ from PIL import Image, ImageOps
 from ..run.errors import others_code, reason_of_others
 from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
-from .prompts import BESIDE, Prompt, Row, prompt_of, turns_of
+from .prompts import Prompt, Row, prompt_of, turns_of
 from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"
-OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # the keys of an alpaca row's prompt
 KINDS = ("image", "image_url")  # types of a part that is a picture
 SOURCES = ("image_url", "image", "path", "url")  # keys of a part that may hold the source
 NO_ROOM = (
@@ -248,11 +247,7 @@ def picture_prompt(row: Row, rows) -> Prompt:
     data = row.data
     if isinstance(data.get("texts"), list):
         data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
-    if "instruction" in data:
-        words = {key: data[key] for key in OF_ALPACA if key in data}
-        (*messages, _), tools, sources, _ = read(words | {"output": "to come"}, "alpaca", Counter())
-    else:
-        messages, tools, _, sources, _ = turns_of(data, read)
+    messages, tools, _, sources, _ = turns_of(data, read)
     content = [in_parts(message) for message in messages]
     return Prompt(row.where, content, tools, sized(sources, row.where, rows))
 
@@ -374,7 +369,10 @@ def file_of(source: str, folder: str) -> Path | io.BytesIO:
     root = Path(folder).resolve()
     file = (root / (unquote(url.path) if url.scheme else source)).resolve()
     if not file.is_relative_to(root):
-        raise ValueError(f"it leads out of {folder} (fix: --image_dir)")
+        raise ValueError(
+            f"it leads out of {folder}, to {file}; symbolic links must not do so either (fix: --image_dir"
+            " FOLDER, and paths relative to it)"
+        )
     if not os.path.isfile(file):
         raise ValueError(f"no such file in {folder} (fix: --image_dir)")
     return file

@@ -19,6 +19,7 @@ BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PIC
 
 PROMPTS = {"prompt", "messages", "conversations"}
 NO_COLUMNS = {*PROMPTS, *BESIDE}
+OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # the keys of an alpaca row's prompt
 
 
 class Row(NamedTuple):
@@ -55,12 +56,17 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     """(prompt, tools, answer, ...) of a row. prompt: a text, or messages; answer: None if the row has none.
 
     The row is {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, with system and tools as in
-    formats.py. If the last turn is the assistant's, it is the answer and no part of the prompt. read: returns
-    (messages, tools, ...); its further values are returned too. ValueError names what is wrong with the row.
+    formats.py, or an alpaca row. The output of the latter is the answer, and so is a last turn of the
+    assistant, which is no part of the prompt. read: returns (messages, tools, ...); its further values are
+    returned too. ValueError names what is wrong with the row.
     """
     text, messages = row.get("prompt"), row.get("messages") or row.get("conversations")
     if text and repr(text) in repr(messages):
         text = None  # UltraChat has the question also by itself
+    if "instruction" in row and not text and not messages:
+        words = {key: row[key] for key in OF_ALPACA if key in row} | {"output": "to come"}
+        (*messages, _), tools, *others = read(words, "alpaca", Counter())
+        return messages, tools, row.get("output") or None, *others
     beside = {key: row[key] for key in BESIDE if row.get(key)}
     if isinstance(text, str) and text and messages is None:
         if not beside:
@@ -105,7 +111,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     """Add the prompt of a row to `part`, an encode.Part. Returns its form. rows: an encode.Rows.
     ValueError names what is wrong with the row.
     """
-    if not PROMPTS & row.keys():
+    if not {*PROMPTS, "instruction"} & row.keys():
         raise ValueError(f"no prompt to answer; {FORMS} (fix: --columns prompt=THEIRS)")
     content, tools, answer = turns_of(row)
     form = "prompts"

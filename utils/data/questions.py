@@ -1,9 +1,10 @@
 """What eval.py and grpo.py ask a model: prompts with columns, for rewards; windows of long texts and
 choices of questions, whose tokens are scored; and a model for EleutherAI's lm-eval.
 
-A row of prompts is {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}. All other keys are its
-columns. If the last turn is the assistant's, it becomes the column `answer`. A text is a user turn; it is
-plain text with --format completion, or if the tokenizer has no chat template. Sources of these forms:
+A row of prompts is {"prompt": TEXT or [turn, ...]}, {"messages": [turn, ...]} or an alpaca row. All other
+keys are its columns. A last turn of the assistant, or alpaca's output, becomes the column `answer`. A text is
+a user turn; it is plain text with --format completion, or if the tokenizer has no chat template. Sources of
+these forms:
 https://huggingface.co/docs/trl/dataset_formats (prompt-only), https://huggingface.co/datasets/openai/gsm8k.
 """
 
