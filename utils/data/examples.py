@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
 from ..run.units import IGNORE, seed_of
-from .encode import TWICE, Part, Rows, chunks, encode_rows
+from .encode import TWICE, Part, Rows, chunks, encode_rows, lost_pictures
 from .formats import FORMS, IGNORED, PLAIN
 from .rows import Source, find_sources
 
@@ -238,14 +238,10 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
         if large:
             from .cache import cached_tokens
 
-            def is_stale(cached: Path) -> bool:
-                if not rows.processor:
-                    return False
-                from .pictures import have_changed
-
-                return have_changed(read_tokens(cached), rows)
-
-            return read_tokens(cached_tokens(sources, encode, write, is_stale))
+            cached = cached_tokens(
+                sources, encode, write, lambda found: lost_pictures(read_tokens(found), rows)
+            )
+            return read_tokens(cached)
         with TemporaryDirectory() as folder:
             write(folder, partial(map, encode))
             return read_tokens(folder)
