@@ -16,9 +16,8 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
@@ -34,7 +33,7 @@ from utils.data.batches import Batch, collate
 from utils.data.examples import Example, FormName, Rows, load_examples
 from utils.data.pairs import sequences
 from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
-from utils.data.rewards import NEXT, PART, check_columns, parse_rewards, score
+from utils.data.rewards import check_columns, parse_rewards, score
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
 from utils.model.loss import add_chunked_loss, check_chunked_loss
@@ -126,10 +125,14 @@ class Config:
         )
         known = self.dataset or self.task in (*TINY_ROWS, "lm_eval")
         check(known, f"--task {self.task}: what is asked? (fix: --dataset FILE)")
-        named = self.tasks or self.task != "lm_eval"
-        check(named, "--task lm_eval: which ones? (fix: --tasks hellaswag,gsm8k)")
-        given = self.model or self.adapter or self.checkpoint
-        check(given or (TINY / "config.json").exists(), "no --model given (fix: --model FOLDER)")
+        check(
+            self.tasks or self.task != "lm_eval",
+            "--task lm_eval: which ones? (fix: --tasks hellaswag,gsm8k)",
+        )
+        check(
+            self.model or self.adapter or self.checkpoint or (TINY / "config.json").exists(),
+            "no --model given (fix: --model FOLDER)",
+        )
 
 
 @releases_output
@@ -244,8 +247,8 @@ class Task(NamedTuple):
 
 def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Greedy answers to questions, compared with the rows' answers."""
-    longest = rows.seq_len - cfg.max_new_tokens
-    questions = load_questions(replace(rows, seq_len=longest), tokenizer)
+    rows = replace(rows, seq_len=rows.seq_len - cfg.max_new_tokens)  # of a prompt
+    questions = load_questions(rows, tokenizer)
     rewards = parse_rewards(cfg.match, "--match")
     check_columns(rewards, questions)
     asked = list(questions)
@@ -271,11 +274,15 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         scores = [row["scores"] for row in answers]
         return means(scores, [reward.name for reward in rewards]) | {"longest_answers": cut}
 
-    data = questions.fingerprint
-    for part in NEXT.split(cfg.match):  # the content of reward files counts too
-        if file := PART.fullmatch(part.strip())[2]:
-            data += hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    data = with_files(questions.fingerprint, [reward.file for reward in rewards])
     return Task(data, [[prompt] for prompt in prompts], questions.dropped, results)
+
+
+def with_files(data: str, files: Iterable) -> str:
+    """The fingerprint `data`, with the content of files that judge the answers."""
+    for file in sorted(filter(None, files)):
+        data += hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return data
 
 
 def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -374,10 +381,12 @@ def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
 def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Tasks of EleutherAI's harness."""
     try:
-        version = import_module("lm_eval").__version__
-        base = import_module("lm_eval.api.model").TemplateLM
-        evaluate = import_module("lm_eval.evaluator").simple_evaluate
-        manager = import_module("lm_eval.tasks").TaskManager(include_path=cfg.include_path or None)
+        from lm_eval import __version__ as version
+        from lm_eval.api.model import TemplateLM
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager(include_path=cfg.include_path or None)
     except ImportError as error:
         raise ConfigError(f"--task lm_eval: {error} (fix: pip install lm-eval)") from None
     names = cfg.tasks.split(",")
@@ -385,9 +394,9 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     check(not unknown, f"--tasks: lm_eval has no {', '.join(sorted(unknown))}")
 
     def results(asker: Asker) -> dict:
-        harness = harness_of(base, tokenizer, asker, rows.seq_len, cfg.max_new_tokens)
+        harness = harness_of(TemplateLM, tokenizer, asker, rows.seq_len, cfg.max_new_tokens)
         with others_code("lm_eval"):
-            found = evaluate(
+            found = simple_evaluate(
                 model=harness,
                 tasks=names,
                 num_fewshot=None if cfg.num_fewshot < 0 else cfg.num_fewshot,
@@ -404,12 +413,9 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
                     figures[f"{task} {name.removesuffix(',none')}"] = value
         return figures
 
-    data = f"lm_eval {version}"
-    if cfg.include_path:  # the tasks in the folder count too
-        files = [*Path(cfg.include_path).rglob("*.yaml"), *Path(cfg.include_path).rglob("*.py")]
-        for file in sorted(files):
-            data += hashlib.sha256(file.read_bytes()).hexdigest()
-    return Task(data, [], {}, results)
+    # .yaml and .py, not .pyc
+    files = Path(cfg.include_path).rglob("*.[py]*[ly]") if cfg.include_path else ()
+    return Task(with_files(f"lm_eval {version}", files), [], {}, results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}

@@ -47,6 +47,7 @@ class Reward(NamedTuple):
     function: Callable
     weight: float
     flag: str  # the flag that set it, for errors
+    file: str | None = None  # the file of the function, if it is not built in
 
 
 def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
@@ -72,7 +73,7 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
             )
         if name in {"model"} | {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
-        rewards.append(Reward(name, function, float(weight or 1), flag))
+        rewards.append(Reward(name, function, float(weight or 1), flag, file))
     return rewards
 
 
