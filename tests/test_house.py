@@ -33,7 +33,6 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("data/encode", "data/prompts"),
     ("data/examples", "data/cache"),
     ("data/examples", "data/held_out"),
-    ("data/examples", "data/pictures"),
     ("data/rows", "data/tables"),
     ("data/tokens", "data/spelled"),
     ("model/folder", "model/hub"),
