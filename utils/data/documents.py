@@ -14,8 +14,9 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
 
     A conversation is rendered with the chat template. Text and ids are taken unchanged. The document begins
     with a BOS token if the tokenizer adds one, and ends with an end-of-text token if the tokenizer has one;
-    neither is added twice. part.row_sizes gets the document's size in UTF-8 bytes, without special tokens.
-    ids are stored as uint16 if all ids of the tokenizer fit. ValueError names what is wrong with the row.
+    neither is added twice. part.row_sizes gets the document's size in UTF-8 bytes, of ids without special
+    tokens. ids are stored as uint16 if all ids of the tokenizer fit. ValueError names what is wrong with the
+    row.
     """
     messages, tools = to_messages(row, form, notes)
     kind = messages[0]["role"]
@@ -26,10 +27,11 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             message.pop("weight", None)  # all is trained
         (chat,) = render_chats(tokenizer, messages, tools, "all", notes)
         ids = encode(tokenizer, chat.text).ids
-    if kind == "text":
-        text = "".join(message["content"] for message in messages)
-    else:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+    text = (
+        "".join(message["content"] for message in messages)
+        if kind == "text"
+        else tokenizer.decode(ids, skip_special_tokens=kind == "tokens")
+    )
     if not text.strip():
         part.dropped["empty documents"] += 1
         return form
