@@ -307,8 +307,10 @@ def main(cfg: Config) -> Path:
         steps = cfg.steps or loader.steps(cfg.tokens, cfg.epochs)
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         earlier.check_facts(facts, steps, cfg.allow_new_data)
-        sizes = (source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype)
-    check_space(out, estimate_disk(*sizes), world, but="checkpoints/*/*")
+        disk = estimate_disk(
+            source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
+        )
+    check_space(out, disk, world, but="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")

@@ -21,8 +21,10 @@ from tiny import tiny_model_folder
 from transformers import AutoConfig
 
 from utils.model.folder import run_facts
+from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 from utils.run.signals import CAUGHT, stop_at_once
+from utils.train.resume import print_way_on
 
 RUN = {
     "steps": 5,
@@ -241,6 +243,16 @@ def test_a_named_checkpoint_starts_a_new_folder_and_the_same_command_goes_on_the
     train(None, named, again)
     lines = (again / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["run"] for line in lines] == [1] * 4 + [2] * 2
+
+
+def test_the_way_on_does_not_refuse_what_the_run_has_left(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["finetune.py", "--resume", "none"])
+    checkpoint = tmp_path / "checkpoints" / "step_00000072"
+    print_way_on("SIGTERM", checkpoint, finetune.Config(resume="none"), ALONE)
+    stopped, way_on = capsys.readouterr().out.splitlines()
+    assert stopped == f"stopped   by SIGTERM after step 72: {checkpoint}"
+    command = f"python finetune.py --resume none --output_dir {tmp_path} --resume auto"
+    assert way_on == f"to go on  {command}"  # the last one counts
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(whole, tmp_path):

@@ -129,7 +129,7 @@ def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
 
 def check_space(folder: Path, needed_bytes: int, world: World = ALONE, but: str = "") -> None:
     """Raise ConfigError unless the disk has room. but: files in the folder that match this pattern count as
-    free, because they will be removed.
+    free, because needed_bytes contains them.
 
     If all ranks of a `world` call it, rank 0 reads the free space for all of them. Readings of a busy disk
     differ from rank to rank, and then the error would be printed once per rank.
