@@ -292,8 +292,9 @@ def main(cfg: Config) -> Path:
         loader = Batches(examples, cfg.seed, global_batch, *shares, *options)
         loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else multiple
         if held_out:
-            at_once = cfg.batch_size * world.size
-            eval_loader = Batches(held_out, cfg.seed, at_once, *shares, *options)
+            eval_loader = Batches(
+                held_out, cfg.seed, cfg.batch_size * world.size, *shares, *options
+            )
             eval_loader.multiple = loader.multiple
         length = examples.lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -432,6 +433,8 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
+        if held_out and earlier.state.get("eval_left"):  # a signal came before its end
+            log.step(step=first, eval_loss=eval_loss(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
             log.begin()
@@ -475,11 +478,11 @@ def main(cfg: Config) -> Path:
                 trained_tokens=int(trained_tokens),
             )
             stop = stop_asked()
-            evals = held_out and not stop and log.due(done, cfg.eval_every)
-            saves = cfg.save_every and (stop or log.due(done, cfg.save_every))
+            evals = held_out and log.due(done, cfg.eval_every)
+            saves = cfg.save_every and log.due(done, cfg.save_every)
             if stop or evals or saves or log.due(done, cfg.log_every):
                 log.read()  # the only place that waits for the GPU
-            if evals:
+            if evals and not stop:
                 held_out_loss = eval_loss(model, eval_loader, world)
                 stop = stop_asked()  # a signal ends an evaluation
                 if not stop:
@@ -493,6 +496,7 @@ def main(cfg: Config) -> Path:
                     "template": tokenizer.template_name,
                     "scaler": scaler.state_dict(),
                     "step_seconds": log.seconds,
+                    "eval_left": evals and stop,
                 }
                 path = saver.save(done, model, optimizer, facts | state)
             if stop:

@@ -548,6 +548,8 @@ def main(cfg: Config) -> Path:
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
+        if held_out and earlier.state.get("eval_left"):  # a signal came before its end
+            log.step(step=first, **evaluate(list(held_out), draw, reward, sampling))
         for step in range(first, steps):
             log.begin()
             set_seed(cfg.seed, step, world)  # for dropout
@@ -628,16 +630,12 @@ def main(cfg: Config) -> Path:
                 tokens=sum(len(r.prompt) + len(r.ids) for r in rollouts),
             )
             stop = stop_asked(world.group)
-            evals = held_out and not stop and log.due(done, cfg.eval_every)
-            saves = cfg.save_every and (stop or log.due(done, cfg.save_every))
+            evals = held_out and log.due(done, cfg.eval_every)
+            saves = cfg.save_every and log.due(done, cfg.save_every)
             if stop or evals or saves or log.due(done, cfg.log_every):
                 log.read()  # the only place that waits for the GPU
-            if evals:
-                asked = list(held_out)  # one greedy completion each
-                keys = [(i,) for i in range(len(asked))]
-                completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
-                rewarded = reward(asked, completions, group_size=1)
-                log.step(step=done, **reward_means(rewarded, "eval_"))
+            if evals and not stop:
+                log.step(step=done, **evaluate(list(held_out), draw, reward, sampling))
                 stop = stop_asked(world.group)
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
@@ -648,6 +646,7 @@ def main(cfg: Config) -> Path:
                     "template": tokenizer.template_name,
                     "scaler": scaler.state_dict(),
                     "step_seconds": log.seconds,
+                    "eval_left": evals and stop,
                 }
                 path = saver.save(done, model, optimizer, facts | state)
             if stop:
@@ -678,6 +677,13 @@ def main(cfg: Config) -> Path:
     plan.finish(out, world, steps=steps, global_batch_size=cfg.global_batch_size)
     print0(f"finished  {steps} steps; {result if cfg.save_model else out}")
     return out
+
+
+def evaluate(asked: list, draw, reward, sampling) -> dict[str, float]:
+    """The mean rewards of the likeliest completion of each held-out prompt. All learners call it."""
+    keys = [(i,) for i in range(len(asked))]
+    completions = draw([q.ids for q in asked], keys, replace(sampling, temperature=0.0))
+    return reward_means(reward(asked, completions, group_size=1), "eval_")
 
 
 def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:

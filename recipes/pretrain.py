@@ -433,11 +433,11 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
+        if held_out and (
+            not first or earlier.state.get("eval_left")
+        ):  # a signal came before its end
+            log.step(step=first, **evaluate(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
-        if held_out and not first:
-            means = evaluate(model, eval_loader, world)
-            if not stop_asked():
-                log.step(step=0, **means)
         for step in range(first, steps):
             log.begin()
             set_seed(cfg.seed, step, world)  # for dropout
@@ -481,11 +481,11 @@ def main(cfg: Config) -> Path:
                 trained_tokens=int(trained_tokens),
             )
             stop = stop_asked()
-            evals = held_out and not stop and log.due(done, cfg.eval_every)
-            saves = cfg.save_every and (stop or log.due(done, cfg.save_every))
+            evals = held_out and log.due(done, cfg.eval_every)
+            saves = cfg.save_every and log.due(done, cfg.save_every)
             if stop or evals or saves or log.due(done, cfg.log_every):
                 log.read()  # the only place that waits for the GPU
-            if evals:
+            if evals and not stop:
                 means = evaluate(model, eval_loader, world)
                 stop = stop_asked()  # a signal ends an evaluation
                 if not stop:
@@ -499,6 +499,7 @@ def main(cfg: Config) -> Path:
                     "template": tokenizer.template_name,
                     "scaler": scaler.state_dict(),
                     "step_seconds": log.seconds,
+                    "eval_left": evals and stop,
                 }
                 path = saver.save(done, model, optimizer, facts | state)
             if stop:

@@ -421,6 +421,8 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
+        if held_out and earlier.state.get("eval_left"):  # a signal came before its end
+            log.step(step=first, **evaluate(model, eval_loader, cfg.center_weight, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
             log.begin()
@@ -468,11 +470,11 @@ def main(cfg: Config) -> Path:
                 trained_tokens=int(trained_tokens),
             )
             stop = stop_asked()
-            evals = held_out and not stop and log.due(done, cfg.eval_every)
-            saves = cfg.save_every and (stop or log.due(done, cfg.save_every))
+            evals = held_out and log.due(done, cfg.eval_every)
+            saves = cfg.save_every and log.due(done, cfg.save_every)
             if stop or evals or saves or log.due(done, cfg.log_every):
                 log.read()  # the only place that waits for the GPU
-            if evals:
+            if evals and not stop:
                 means = evaluate(model, eval_loader, cfg.center_weight, world)
                 stop = stop_asked()  # a signal ends an evaluation
                 if not stop:
@@ -486,6 +488,7 @@ def main(cfg: Config) -> Path:
                     "template": tokenizer.template_name,
                     "scaler": scaler.state_dict(),
                     "step_seconds": log.seconds,
+                    "eval_left": evals and stop,
                 }
                 path = saver.save(done, model, optimizer, facts | state)
             if stop:

@@ -5,10 +5,14 @@ from pathlib import Path
 
 
 def read_metrics(file: Path) -> list[dict]:
-    """The objects of metrics.jsonl, by step. Where a step was taken again after a restart, only the objects
-    of the last start stay.
+    """The objects of metrics.jsonl, by step. Where a step was taken or evaluated again after a restart, only
+    those of the last start stay.
     """
     objects = [json.loads(line) for line in file.read_text().splitlines()]
-    last_start = {found["step"]: found.get("run", 1) for found in objects}
-    kept = [found for found in objects if found.get("run", 1) == last_start[found["step"]]]
+    last_start = {kind_of(found): found.get("run", 1) for found in objects}
+    kept = [found for found in objects if found.get("run", 1) == last_start[kind_of(found)]]
     return sorted(kept, key=lambda found: found["step"])
+
+
+def kind_of(found: dict) -> tuple:
+    return found["step"], "loss" in found

@@ -247,7 +247,8 @@ def test_what_is_answered_is_not_asked_again(task, alone, tmp_path):
     out = shutil.copytree(before, tmp_path / "out")
     lines = (out / "items.jsonl").read_text().splitlines()
     first = json.loads(lines[0]) | {"where": "kept"}
-    (out / "items.jsonl").write_text(json.dumps(first) + "\n" + lines[1] + "\n" + lines[2][:20])
+    cut = lines[2][:20].encode() + "火".encode()[:1]  # within a character
+    (out / "items.jsonl").write_bytes(f"{json.dumps(first)}\n{lines[1]}\n".encode() + cut)
     facts = json.loads((out / "eval.json").read_text())
     (out / "eval.json").write_text(json.dumps({"facts": facts["facts"]}))
     again, others = evaluated(out, **flags)

@@ -287,8 +287,9 @@ def test_a_start_that_was_killed_goes_on_after_the_answers_that_are_kept(llama, 
     marked = []
     for line in whole[: generate.KEPT_BATCHES]:
         marked.append(json.dumps(json.loads(line) | {"answer": "kept"}))
-    # The kill cut the next batches, whose random numbers are drawn anew, from their first on.
-    kept.write_text("".join(line + "\n" for line in [*marked, marked[0]]) + whole[-1][:7])
+    # The kill cut the next batches, whose random numbers are drawn anew, from their first on, in a character.
+    begun = "".join(line + "\n" for line in [*marked, marked[0]]) + whole[-1][:7]
+    kept.write_bytes(begun.encode() + "火".encode()[:1])
     on_rank(None, flags)
     assert output.read_text().splitlines() == marked + whole[generate.KEPT_BATCHES :]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "prompts.txt"]

@@ -209,6 +209,18 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit_and_reads_its_reference(files, t
     assert losses[0] == losses[1]
 
 
+def test_what_a_run_has_read_as_its_reference_stays_when_another_run_adds_answers(files, tmp_path):
+    """The other run's batches round otherwise, and the first would not go on bit for bit."""
+    trained(1, tmp_path / "first", files, loss="dpo", steps=1)
+    (file,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")
+    known = {key: value + 1e-4 for key, value in json.loads(file.read_text()).items()}
+    file.write_text(json.dumps(known))
+    trained(1, tmp_path / "second", files, loss="dpo")
+    more = json.loads(file.read_text())
+    assert len(known) < len(more)
+    assert {key: more[key] for key in known} == known
+
+
 def test_a_reference_of_other_weights_is_refused(files, tmp_path):
     trained(1, tmp_path / "first", files, loss="dpo")
     (file,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")

@@ -8,11 +8,16 @@ import os
 import re
 import shutil
 import signal
+import sys
 
 import finetune
+import grpo
 import prefer
+import pretrain
 import pytest
+import reward
 import torch
+import vision
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -21,6 +26,7 @@ from tiny import tiny_model_folder
 from transformers import AutoConfig
 
 from utils.model.folder import run_facts
+from utils.run import signals
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
 from utils.run.signals import CAUGHT, stop_at_once
@@ -49,8 +55,9 @@ def whole(tmp_path_factory):
     return flags, run_ranks(train, 2, flags, root / "whole")[0]
 
 
-def train(world, flags, out):
-    return finetune.main(finetune.Config(**flags, output_dir=str(out)))
+def train(world, flags, out, name="finetune"):
+    recipe = sys.modules[name]
+    return recipe.main(recipe.Config(**flags, output_dir=str(out)))
 
 
 def cut(whole, out, step):
@@ -200,22 +207,29 @@ def test_a_resume_on_fewer_ranks_is_planned_with_its_micro_batches(whole, tmp_pa
     assert planned[0] == planned[1]
 
 
-def train_with_a_signal(world, flags, out):
-    """A run whose rank 1 gets SIGTERM when its first evaluation begins."""
-    evaluate = finetune.eval_loss
+def train_with_a_signal(world, flags, out, name="finetune"):
+    """A run whose last rank gets SIGTERM when the first evaluation after a step begins."""
+    recipe = sys.modules[name]
+    called = "evaluate" if hasattr(recipe, "evaluate") else "eval_loss"
+    evaluate = getattr(recipe, called)
+    before = [None] * (recipe is pretrain)  # it also evaluates before the first step
 
     def signalled(*given):
-        finetune.eval_loss = evaluate
-        if world.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if before:
+            before.pop()
+        else:
+            setattr(recipe, called, evaluate)
+            if world.rank == world.size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(*given)
 
-    finetune.eval_loss = signalled
+    setattr(recipe, called, signalled)
     handlers = {number: signal.getsignal(number) for number in CAUGHT}
     stop_at_once()
     try:
-        return train(world, flags, out)
+        return train(world, flags, out, name)
     finally:
+        signals._received.clear()  # this process goes on with other tests
         signal.set_wakeup_fd(-1)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -230,6 +244,35 @@ def test_a_signal_ends_an_evaluation_and_the_step_is_saved(whole, tmp_path):
     run_ranks(train, 2, flags, out)
     ours = weights(out)
     assert all(torch.equal(ours[name], tensor) for name, tensor in weights(whole_out).items())
+    held_out = [number[::2][:2] for number in curve(out) if number[2]]
+    assert [step for step, _ in held_out] == [3, 5]  # that of step 3 is made up for
+    assert held_out[-1][1] == curve(whole_out)[-1][2]
+
+
+MORE = {
+    grpo: {"model": str(grpo.TINY / "started"), "group_size": 2, "max_new_tokens": 4},
+    prefer: {"loss": "simpo"},
+    pretrain: {"seq_len": 64},
+    vision: {"workers": 0},
+}
+
+
+@pytest.mark.parametrize("recipe", [finetune, prefer, reward, grpo, vision, pretrain])
+def test_the_last_evaluation_that_a_signal_ended_is_made_by_the_same_command(recipe, tmp_path):
+    flags = {"steps": 2, "lr": 1e-3, "max_rows": 12, "eval_share": 0.4, **MORE.get(recipe, {})}
+    name = recipe.__name__
+    whole = run_ranks(train, 1, flags, tmp_path / "whole", name)[0]
+    out = run_ranks(train_with_a_signal, 1, flags, tmp_path / "out", name)[0]
+    assert not (out / "model").exists()
+    run_ranks(train, 1, flags, out, name)
+    last = [
+        {key: value for key, value in numbers.items() if key.startswith("eval_")}
+        for numbers in (read_metrics(folder / "metrics.jsonl")[-1] for folder in (whole, out))
+    ]
+    assert last[0]
+    assert last[0] == last[1]
+    models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, out)]
+    assert models[0] == models[1]
 
 
 def test_a_named_checkpoint_starts_a_new_folder_and_the_same_command_goes_on_there(whole, tmp_path):

@@ -309,8 +309,7 @@ def read_tokens(folder: Path | str) -> Examples:
 
     def mapped(name: str, dtype: torch.dtype) -> Tensor:
         file = Path(folder, name)
-        size = file.stat().st_size // dtype.itemsize
-        return torch.from_file(str(file), size=size, dtype=dtype)
+        return torch.from_file(str(file), size=file.stat().st_size // dtype.itemsize, dtype=dtype)
 
     fields = {name: mapped(name, dtype) for name, dtype in ARRAYS.items()}
     for name in TEXTS:

@@ -309,8 +309,7 @@ def plan_pieces(
     if new_head and not covered[new_head]:
         extra = [name for name in extra if not name.startswith(HEADS)]
         covered[new_head] = state[new_head].numel()
-        dtype = next(iter(weights.values())).dtype
-        pieces.append(whole(new_head, state[new_head].to(dtype)))
+        pieces.append(whole(new_head, state[new_head].to(next(iter(weights.values())).dtype)))
     # A tied weight may be stored under only one of its names.
     complete = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
     missing = [name for name, tensor in state.items() if id(tensor) not in complete]

@@ -79,8 +79,7 @@ def known_transforms(model: nn.Module) -> list[Transform]:
     config = model.config.get_text_config()
 
     def values(fields: tuple[str, ...]) -> list[float]:
-        found = [getattr(config, field, None) for field in fields]
-        return [value for value in found if value]
+        return [*filter(None, (getattr(config, field, None) for field in fields))]
 
     factors = [*(1 / divisor for divisor in values(DIVISORS)), *values(FACTORS), 1.0]
     capped = [partial(_capped, cap=cap) for cap in values(CAPS)]

@@ -234,9 +234,8 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
 
 def agree(world: World, values: dict, what: str) -> None:
     """Raise ConfigError on all ranks unless every rank has the values of rank 0; name those that differ."""
-    first = broadcast(world, values)
     with together(world):
-        changed = differences(first, values)
+        changed = differences(broadcast(world, values), values)
         text = f"other {what} than on rank 0: {changed}"
         check(not changed, f"{text} (fix: the same {what} on every machine)")
 

@@ -77,6 +77,12 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {reason} (fix: another --output_dir{room})") from None
 
 
+def drop_half_line(path: Path) -> None:
+    """Remove a last line that a kill or a full disk cut, perhaps within a character, if the file exists."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
 def sync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
@@ -89,9 +95,8 @@ def publish(temp: Path, out: Path) -> None:
     """
     for path in (*temp.iterdir(), temp):
         sync_path(path)
-    old = out.with_name(temp.name.replace(".tmp", ".old", 1))
     if out.exists():
-        os.rename(out, old)
+        os.rename(out, out.with_name(temp.name.replace(".tmp", ".old", 1)))
     os.rename(temp, out)
     sync_path(out.parent)
     remove_siblings(out, ".old")

@@ -136,9 +136,10 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE, but: str 
     """
     disk = shutil.disk_usage(folder)
     # Some network file systems do not report their free space.
-    free_bytes = broadcast(world, disk.free if disk.total else math.inf)
+    free_bytes = disk.free if disk.total else math.inf
     if but:
-        free_bytes += broadcast(world, sum(file.stat().st_size for file in folder.glob(but)))
+        free_bytes += sum(file.stat().st_size for file in folder.glob(but))
+    free_bytes = broadcast(world, free_bytes)
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"no space left: need {needed_bytes / GIB:.3f} GiB, have {free_bytes / GIB:.3f} GiB at {folder}"

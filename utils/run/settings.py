@@ -174,8 +174,9 @@ def check_training(cfg: object, **least: int) -> None:
 def save_config(cfg: object, path: str | Path) -> None:
     """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
     values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(cfg).items()}
-    text = yaml.safe_dump(values, sort_keys=False, width=math.inf, allow_unicode=True)
-    replace_file(Path(path), text)
+    replace_file(
+        Path(path), yaml.safe_dump(values, sort_keys=False, width=math.inf, allow_unicode=True)
+    )
 
 
 def read_yaml(

@@ -8,5 +8,4 @@ IGNORE = -100  # the label of a token that is not trained; cross-entropy leaves 
 
 def seed_of(key: str) -> int:
     """A seed computed from `key` alone, so it is the same on every machine."""
-    digest = hashlib.sha256(key.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1

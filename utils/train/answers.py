@@ -93,7 +93,7 @@ class Reference:
                     " (fix: remove the file)",
                 )
         for of_rank in gather(self.world, found):
-            known |= of_rank
+            known = of_rank | known  # what a run has read from the file stays
         self.known = known
         said = f"{'kept in' if missing else 'read from'} {file}"
         if self.world.rank == 0 and missing:

@@ -257,7 +257,7 @@ def _retire(final: Path, keep: int) -> None:
     """Remove all checkpoints up to `final` but the newest `keep`, and the leftovers of killed saves."""
     older = [path for path in complete_checkpoints(final.parent) if path < final]
     with suppress(OSError):  # a failed removal must not stop the training
-        for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
+        for path in older[: 1 - keep or None] if keep else []:  # with `final`, `keep` stay
             (path / "manifest.json").unlink()  # first: without it, it is no checkpoint
             os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
         for path in final.parent.glob(".tmp_*"):

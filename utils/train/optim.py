@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..run.distributed import World, all_reduce_sum, together
 from ..run.errors import ConfigError, check, first_five, silence
-from ..run.files import disk_errors
+from ..run.files import disk_errors, drop_half_line
 from ..run.memory import peak_memory_bytes
 from ..run.units import GIB
 
@@ -89,10 +89,8 @@ class RunLog(AbstractContextManager):
             file=sys.stdout,
             disable=None if run else True,  # None: disabled if not a terminal
         )
-        if run and self.file.exists():
-            # remove an incomplete last line of a killed start, which would spoil the next line
-            with open(self.file, "r+b") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
+        if run:
+            drop_half_line(self.file)  # it would spoil the next line
 
     def begin(self) -> None:
         """Call it where a step begins."""
@@ -107,8 +105,9 @@ class RunLog(AbstractContextManager):
         on_device = torch.stack([v.to(loss) for v in (loss, grad_norm, *means.values())])
         numbers["peak_memory_gib"] = peak_memory_bytes() / GIB
         if "tokens" not in numbers:
-            tokens = sum(batch.tokens for batch in batches)
-            numbers["tokens"] = int(all_reduce_sum(tokens, self.world))
+            numbers["tokens"] = int(
+                all_reduce_sum(sum(batch.tokens for batch in batches), self.world)
+            )
         self.unread.append((on_device, losses, [batch.where for batch in batches], means, numbers))
         if self.profiler:
             self.profiler.step()

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from ..model.log_probs import token_log_probs
 from ..model.sharding import Unit, reshard
 from ..run.distributed import World, all_reduce_sum, broadcast, gather, patience, together
-from ..run.files import disk_errors, replace_file
+from ..run.files import disk_errors, drop_half_line
 from ..run.units import IGNORE, seed_of
 
 # --- completions
@@ -363,8 +363,8 @@ class Asker:
         """The rows of the file, by number. A last line that a kill left incomplete is removed from it."""
         lines = []
         if self.file and self.world.rank == 0 and self.file.exists():
-            *lines, _ = self.file.read_text("utf-8").split("\n")
-            replace_file(self.file, "".join(line + "\n" for line in lines))
+            drop_half_line(self.file)
+            lines = self.file.read_bytes().splitlines()
         rows = map(json.loads, broadcast(self.world, lines))
         return {row["number"]: row for row in rows}
 
