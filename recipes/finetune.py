@@ -433,7 +433,7 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        if held_out and earlier.state.get("eval_left"):  # a signal came before its end
+        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
             log.step(step=first, eval_loss=eval_loss(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):

@@ -548,7 +548,7 @@ def main(cfg: Config) -> Path:
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
-        if held_out and earlier.state.get("eval_left"):  # a signal came before its end
+        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
             log.step(step=first, **evaluate(list(held_out), draw, reward, sampling))
         for step in range(first, steps):
             log.begin()

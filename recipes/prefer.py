@@ -488,7 +488,7 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        if held_out and earlier.state.get("eval_left"):  # a signal came before its end
+        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
             log.step(step=first, **evaluate(cfg, model, eval_loader, reference, world, mesh))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):

@@ -433,9 +433,8 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        if held_out and (
-            not first or earlier.state.get("eval_left")
-        ):  # a signal came before its end
+        eval_left = earlier.state.get("eval_left")  # a signal has ended it
+        if held_out and (eval_left or not first):
             log.step(step=first, **evaluate(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
