@@ -9,7 +9,8 @@ three; --loss selects prefer.py, and --train, or a model without a text-only cla
     python recipes/preview.py --model DIR --dataset rows.jsonl --image_dir pictures --train language,projector
     torchrun --nproc_per_node 8 recipes/preview.py --config run.yaml    # the first process does the work
 
-Everything that a run checks before it reads weights is checked. Exit code 1: the run does not fit.
+Everything of this that a run checks before it reads weights is checked; flags that change nothing of it,
+such as --lr, are named and left out. Exit code 1: the run does not fit.
 """
 
 import gc
@@ -59,7 +60,7 @@ TINY_VALUES = {"epochs": 3, "batch_size": 16}
 TASKS = {"": "rows", "kto": "labels"}  # loss -> task; other losses: pairs
 # Flags of the three recipes that do not change what is shown.
 OTHERS = """beta label_smoothing margin sft_weight desirable_weight undesirable_weight eval_every lr warmup
-schedule weight_decay clip_norm lr_projector lr_vision workers fit force output_dir resume save_every keep
+schedule weight_decay lr_projector lr_vision workers fit force output_dir resume save_every keep
 allow_new_data timeout save_model save_dtype log_every profile tensorboard wandb""".split()
 
 
@@ -98,6 +99,7 @@ class Config:
     seq_len: int = 2048  # maximum tokens of a row
     too_long: Literal["truncate", "drop", "error"] = "truncate"  # what to do with longer rows
     packing: bool = False  # several documents in one row; batch sizes then count packs
+    clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0  # random seed: data order, new weights, dropout
 
     # How
@@ -140,6 +142,12 @@ class Config:
         check(
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
+        check(
+            self.packing or self.attn != "varlen",
+            "--attn varlen is for --packing (fix: leave out --attn)",
+        )
+        both = self.packing and self.loss == "kto"
+        check(not both, "--packing: kto pairs each prompt with another answer (fix: without it)")
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
 
 
@@ -251,7 +259,13 @@ def main(cfg: Config) -> bool:
         cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, ranks
     )
     shares = (cfg.batch_size, 0, ranks, pad_id(tokenizer))
+    if cfg.optimizer_in_backward:
+        from utils.train.in_backward import check_in_backward
+
+        check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
     if cfg.loss == "kto":
+        text = "--loss kto compares each answer with another of its global batch"
+        check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
         loader = LabelBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
     elif cfg.loss and cfg.packing:
         loader = PackedPairs(examples, cfg.seed, global_batch, *shares, 2 * cfg.seq_len)

@@ -379,6 +379,13 @@ BAD = [
     ),
     ({**turns("user", "assistant"), "weight": 0.5}, "weight: 0.5: whole rows cannot be weighted"),
     ({**turns("user", "assistant"), "train": False}, "train: False: whole rows cannot be weighted"),
+    *(
+        (
+            {"input_ids": [5, 6], mask: [0, 1]},
+            f"{mask}: [0, 1]: whole rows cannot be weighted; masks are -100 in",
+        )
+        for mask in ("loss_mask", "completion_mask", "assistant_masks")
+    ),
     ({**turns("user", "assistant"), "tools": [{"parameters": {}}]}, "tools[0].name: missing"),
     (
         {"prompt": "a", "completion": "b", "tools": TOOLS},

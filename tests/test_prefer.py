@@ -9,6 +9,7 @@ import re
 import shutil
 
 import prefer
+import preview
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from utils.data.examples import Rows, load_examples
 from utils.data.pairs import PairBatches
 from utils.data.tokens import load_tokenizer
+from utils.run.distributed import stop_distributed
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
 
@@ -292,6 +294,31 @@ def test_kto_refuses_global_batches_of_one(files, tmp_path):
     flags = {"loss": "kto", "batch_size": 1, "global_batch_size": 1}
     with pytest.raises(AssertionError, match=r"--loss kto compares .* \(fix: --global_batch_size"):
         trained(1, tmp_path / "out", files, **flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"loss": "kto", "packing": True},
+        {"loss": "kto", "batch_size": 1},
+        {"loss": "dpo", "attn": "varlen"},
+        {"loss": "dpo", "optimizer_in_backward": True},
+    ],
+)
+def test_a_preview_refuses_the_flags_that_the_run_refuses(flags, files, tmp_path):
+    flags = flags | files
+    said = []
+    for start in (
+        lambda: preview.main(preview.Config(**flags, show=0)),
+        lambda: prefer.main(prefer.Config(**flags, output_dir=str(tmp_path / "out"))),
+    ):
+        try:
+            with pytest.raises(ConfigError) as refused:
+                start()
+        finally:
+            stop_distributed()
+        said.append(str(refused.value))
+    assert said[0] == said[1]
 
 
 def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):

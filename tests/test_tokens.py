@@ -533,7 +533,7 @@ def test_turns_of_weight_0_are_read_and_not_taught(tokenizer):
     rows[1]["weight"] = 0
     ids, loss_mask = encode(tokenizer, rows)
     assert trained_texts(tokenizer, ids, loss_mask) == ["blue<|eot_id|>"]
-    with pytest.raises(ValueError, match="a turn of weight 0, and --train_on all"):
+    with pytest.raises(ValueError, match="a turn of weight 0 or of a prompt, and --train_on all"):
         encode(tokenizer, rows, train_on="all")
 
 

@@ -79,7 +79,9 @@ def render_chats(
     asked = answers[-1:] if train_on == "last_assistant" else answers
     trained = [i for i in asked if messages[i].get("weight", 1)]
     if train_on == "all" and trained != answers:
-        raise ValueError("a turn of weight 0, and --train_on all (fix: --train_on assistant)")
+        raise ValueError(
+            "a turn of weight 0 or of a prompt, and --train_on all (fix: --train_on assistant)"
+        )
     safe = hidden(tokenizer, messages)
     notes[SPELLED] += safe != messages
     messages = renderable(tokenizer, safe, tools)

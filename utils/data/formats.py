@@ -7,8 +7,8 @@
 {"text": "..."}                                                                               text
 {"input_ids": [5, 6, 0], "labels": [-100, 6, -100], "attention_mask": [1, 1, 0]}              tokens
 
-Rows that need another recipe or loss (pairs, labels, pictures, weights of rows) are refused. The error names
-the key that shows it.
+Rows that need another recipe or loss (pairs, labels, pictures, weights or masks of rows) are refused. The
+error names the key that shows it.
 """
 
 import json
@@ -76,7 +76,10 @@ REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTU
 REFUSED |= dict.fromkeys(
     "chosen rejected chosen_messages rejected_messages kto_tag kto_tags".split(), PAIRS
 )
-WEIGHTS = set("weight loss_weight sample_weight train training masked".split())
+WEIGHTS = set(
+    """weight loss_weight sample_weight train training masked
+    loss_mask completion_mask assistant_masks""".split()
+)
 # Keys of a turn that other projects use to mask it, or that hold tool calls in an older form.
 FOREIGN = set(
     """loss_weight training masked train_detail training_detail mask loss_mask trainable loss
@@ -144,7 +147,9 @@ def check_one_answer(row: dict, form: str) -> None:
         if key in REFUSED:
             raise ValueError(f"{key}: {REFUSED[key]}")
         if key in WEIGHTS and form and row[key] != (key != "masked"):
-            raise ValueError(f"{key}: {row[key]!r:.40}: whole rows cannot be weighted ({REMEDY})")
+            raise ValueError(
+                f"{key}: {row[key]!r:.40}: whole rows cannot be weighted; masks are -100 in labels ({REMEDY})"
+            )
     is_class = form in ("text", "tokens")  # then "label" is a class, not a preference
     if str(row.get("label")).lower() in ("true", "false", "0", "1") and not is_class:
         raise ValueError(f"label: {PAIRS}")

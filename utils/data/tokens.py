@@ -217,7 +217,7 @@ def print_template_notes(tokenizer) -> None:
     """Print what the user should know about the chat template."""
     if tokenizer.template_name == "built-in plain":
         print0(
-            "template  the tokenizer has none: plain text, saved with the model (see --chat_template)"
+            "template  plain, saved with the model: the tokenizer has none, or --chat_template says so"
         )
     tools = needed_tools(tokenizer)
     tail, end = turn_end(tokenizer, ANSWERED, tools)
