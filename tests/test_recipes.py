@@ -138,6 +138,9 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     if "plan.py" in command:
         begins = f"{words[words.index('--model') + 1]}: "
     assert result.stdout.startswith(begins)
+    if "--gpu_memory 40" in command:  # configs/README.md shows its output, without some rows
+        shown = re.search(r"```\n(llama-3-8b: .*?)```", READMES, re.S)[1].splitlines()
+        assert {*shown} - {"  ..."} <= {*result.stdout.splitlines()}
 
 
 @pytest.mark.slow

@@ -95,7 +95,8 @@ def files_of(name: str) -> list[Path] | None:
     inner = [f" (fix: '{p.parent}/*')" for p in within if kind_of(p) in KINDS]
     check(
         found and {*kinds} <= {*KINDS},
-        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them{min(inner, default='')}",
+        f"{name}: no {', '.join(KINDS)} files found, nor .gz of them"
+        f"{min(inner, default=' (fix: a file or folder, or OWNER/NAME of the hub)')}",
     )
     check(
         len(kinds) == 1,
