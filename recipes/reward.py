@@ -50,6 +50,7 @@ from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
 from utils.model.sharding import (
     DTYPES,
+    clip_gradients,
     decoder_layers,
     lacks_grouped_kernels,
     recompute_activations,
@@ -82,10 +83,10 @@ from utils.run.folder import (
     releases_output,
     start_run,
 )
-from utils.run.settings import check_training, from_settings, parse_cli
+from utils.run.settings import check_packages, check_training, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_after_step, stop_asked, stop_at_once
 from utils.train.checkpoint import CheckpointSaver, set_seed
-from utils.train.optim import RunLog, check_packages, clip_gradients
+from utils.train.log import RunLog
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # Values of flags that are not given, if --model is not given either.

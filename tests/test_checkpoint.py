@@ -12,9 +12,9 @@ from ranks import run_ranks
 from tiny import build_optimizer, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
+from utils.model.sharding import clip_gradients
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
-from utils.train.optim import clip_gradients
 from utils.train.resume import load_checkpoint, read_state
 from utils.train.trained_run import shard_model
 

@@ -32,7 +32,7 @@ from utils.run.distributed import (
     use_all_cores,
 )
 from utils.run.errors import ConfigError
-from utils.train.optim import check_packages
+from utils.run.settings import check_packages
 from utils.train.profiling import mfu
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")

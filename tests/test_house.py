@@ -45,7 +45,7 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("plan/need", "model/kinds"),
     ("plan/need", "train/optim_8bit"),
     ("train/checkpoint", "train/background"),
-    ("train/optim", "train/profiling"),
+    ("train/log", "train/profiling"),
     ("plan/trace", "model/activation_offload"),
     ("train/answers", "model/lora"),
     ("train/trained_run", "model/lora"),

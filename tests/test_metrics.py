@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.plan.need import States, estimate_states, sum_of
 from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.train.optim import RunLog, check_packages
+from utils.run.settings import check_packages
+from utils.train.log import RunLog
 from utils.train.profiling import (
     Tracker,
     flops_per_token,
@@ -105,7 +106,7 @@ import termios
 from pathlib import Path
 from types import SimpleNamespace
 from utils.run.distributed import ALONE
-from utils.train.optim import RunLog
+from utils.train.log import RunLog
 options = SimpleNamespace(log_every=1, profile=False, tensorboard=False, wandb=False)
 log = RunLog(Path(sys.argv[1]), 4, 0, 1, ALONE, 0.0, options)
 for step in range(1, 5):

@@ -31,9 +31,9 @@ from utils.model.log_probs import token_log_probs
 from utils.model.lora import add_adapters, freeze_base
 from utils.model.loss import summed_cross_entropy
 from utils.model.options import Lora, Quant
+from utils.model.sharding import clip_gradients
 from utils.run.distributed import ALONE
 from utils.train.answers import Reference, log_probs_of, sums_of
-from utils.train.optim import clip_gradients
 from utils.train.rollout import token_sums
 
 PREFERENCES = ("dpo", "ipo", "orpo", "simpo", "kto")

@@ -22,7 +22,7 @@ recipe = importlib.import_module(sys.argv.pop(1))
 
 from utils.data.batches import Batch
 from utils.run.settings import parse_cli
-from utils.train.optim import RunLog
+from utils.train.log import RunLog
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default}

@@ -133,9 +133,8 @@ def _ours(
     from utils.model.attention import fuse_norms
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
-    from utils.model.sharding import decoder_layers, recompute_activations
+    from utils.model.sharding import clip_gradients, decoder_layers, recompute_activations
     from utils.run.distributed import build_mesh
-    from utils.train.optim import clip_gradients
     from utils.train.trained_run import shard_model
 
     device = worker.world.device

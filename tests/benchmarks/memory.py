@@ -18,11 +18,10 @@ from tiny import build_optimizer
 from utils.model.loading import load_pieces, local
 from utils.model.lora import init_lora
 from utils.model.options import SHARDS_INTEGERS, Lora, Quant
-from utils.model.sharding import recompute_activations
+from utils.model.sharding import clip_gradients, recompute_activations
 from utils.plan.need import Setting, _planned_model, need_of
 from utils.run.distributed import World, build_mesh
 from utils.run.units import GIB
-from utils.train.optim import clip_gradients
 from utils.train.trained_run import shard_model
 
 CONTENDERS = {

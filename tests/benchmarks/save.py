@@ -38,9 +38,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from utils.model import saving
 from utils.model.folder import open_weights
 from utils.model.loading import plan_pieces
+from utils.model.sharding import clip_gradients
 from utils.run.distributed import broadcast, build_mesh
 from utils.train.checkpoint import CheckpointSaver, checkpoint_tensors
-from utils.train.optim import clip_gradients
 from utils.train.trained_run import shard_model
 
 CONTENDERS = {

@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.core_model_loading import build_glob_alternation
 
@@ -191,6 +192,25 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
     if hasattr(model, "reset_iter_state"):  # not in torch 2.11
         model.reset_iter_state()
+
+
+def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> torch.Tensor:
+    """Scale the gradients so that their global L2 norm is at most max_norm (0: do not scale). Returns the
+    norm before scaling, (), on the device of the gradients. in_backward: a StepInBackward, which has updated
+    every weight already and knows the norm.
+
+    Every rank must call it, because the norm of sharded gradients is a collective. If the norm is not finite,
+    the gradients have been scaled by it: do not step then.
+    """
+    if in_backward:
+        return in_backward.grad_norm()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    # foreach: a few kernel launches instead of one per DTensor
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm
 
 
 def reads_text(model: nn.Module) -> nn.Module:

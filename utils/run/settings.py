@@ -7,12 +7,15 @@ says which value that means: `field(default="none", metadata={"bare": "8bit"})`.
 
 import difflib
 import math
+import os
 import sys
 import typing
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import fire
 import yaml
@@ -169,6 +172,30 @@ def check_training(cfg: object, **least: int) -> None:
         cfg.eval_dataset or cfg.eval_share or not cfg.eval_every,
         "--eval_every has no rows (fix: --eval_share 0.02)",
     )
+
+
+def check_packages(cfg: object, gpu: str) -> None:
+    """Raise ConfigError if a package that the settings need is not installed, or does not support their dtype
+    or device. gpu: the name of the GPU; "" without one.
+    """
+    for name in ("tensorboard", "wandb"):
+        if vars(cfg)[name]:
+            spec = find_spec(name)
+            # A folder named wandb, left by an earlier run, is found too, but has no origin.
+            check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    fix = "(fix: apt install build-essential, or CC=COMPILER)"
+    check(
+        not cfg.compile or any(map(which, compilers)),
+        f"--compile needs a C compiler, none is here {fix}",
+    )
+    if cfg.attn == "flash_attention_2":
+        from transformers.utils import is_flash_attn_2_available
+
+        where = f"--attn {cfg.attn} computes in 16 bit on GPUs, not in {cfg.dtype} on {gpu or 'the CPU'}"
+        check(gpu and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
+        fix = "(fix: pip install flash-attn)"
+        check(is_flash_attn_2_available(), f"--attn {cfg.attn}: the package is missing {fix}")
 
 
 def save_config(cfg: object, path: str | Path) -> None:

@@ -1,17 +1,12 @@
-"""Gradient clipping; metrics.jsonl and the console line; checks for what is not finite, or not installed."""
+"""The log of a run: metrics.jsonl, the console line, and the end of a run that is no longer finite."""
 
 import json
 import math
-import os
 import sys
 import time
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
-from shutil import which
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from ..run.distributed import World, all_reduce_sum, together
@@ -38,25 +33,6 @@ LINE = {
     "mfu": "mfu {:.1%}",
     "peak_memory_gib": "peak {:.2f} GiB",
 }
-
-
-def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> torch.Tensor:
-    """Scale the gradients so that their global L2 norm is at most max_norm (0: do not scale). Returns the
-    norm before scaling, (), on the device of the gradients. in_backward: a StepInBackward, which has updated
-    every weight already and knows the norm.
-
-    Every rank must call it, because the norm of sharded gradients is a collective. If the norm is not finite,
-    the gradients have been scaled by it: do not step then.
-    """
-    if in_backward:
-        return in_backward.grad_norm()
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    # foreach: a few kernel launches instead of one per DTensor
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
-    return norm
 
 
 class RunLog(AbstractContextManager):
@@ -185,27 +161,3 @@ class RunLog(AbstractContextManager):
         self.bar.close()
         for tracker in self.trackers:
             tracker.close()
-
-
-def check_packages(cfg: object, gpu: str) -> None:
-    """Raise ConfigError if a package that the settings need is not installed, or does not support their dtype
-    or device. gpu: the name of the GPU; "" without one.
-    """
-    for name in ("tensorboard", "wandb"):
-        if vars(cfg)[name]:
-            spec = find_spec(name)
-            # A folder named wandb, left by an earlier run, is found too, but has no origin.
-            check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")
-    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
-    fix = "(fix: apt install build-essential, or CC=COMPILER)"
-    check(
-        not cfg.compile or any(map(which, compilers)),
-        f"--compile needs a C compiler, none is here {fix}",
-    )
-    if cfg.attn == "flash_attention_2":
-        from transformers.utils import is_flash_attn_2_available
-
-        where = f"--attn {cfg.attn} computes in 16 bit on GPUs, not in {cfg.dtype} on {gpu or 'the CPU'}"
-        check(gpu and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
-        fix = "(fix: pip install flash-attn)"
-        check(is_flash_attn_2_available(), f"--attn {cfg.attn}: the package is missing {fix}")
