@@ -247,7 +247,8 @@ def main(cfg: Config) -> Path:
         rows = from_settings(Rows, cfg, processor=str(source.folder))
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
-        if not examples.row_sizes[examples.rows].any():  # no pictures
+        patches = examples.row_sizes[examples.rows]
+        if "language" in cfg.train and not patches.any():  # no pictures
             cfg = replace(cfg, train="language")  # nothing else has a gradient
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
@@ -349,6 +350,11 @@ def main(cfg: Config) -> Path:
             trains = any(model.get_parameter(name).requires_grad for name in members)
             fix = f"leave it out, or --train language,{part}; with LoRA see --lora_targets"
             check(trains or not rates.get(part), f"--lr_{part}: nothing there trains (fix: {fix})")
+            check(
+                trains or part != "language" or patches.all(),
+                f"{(patches == 0).sum():,} rows have no picture, and the language model is frozen: they have"
+                " no gradient (fix: leave them out, or --train language too; with LoRA see --lora_targets)",
+            )
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:

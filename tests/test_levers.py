@@ -9,13 +9,14 @@ import shutil
 import finetune
 import pytest
 import torch
+from families import family_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_parity import GLOBAL_BATCH, curve_of, plain_loop, with_recipe, write_rows
 from tiny import tiny_model, tiny_model_folder
 from torch.distributed.tensor import DTensor
 
-from utils.model.activation_offload import HostCopies, hook_inputs
+from utils.model.activation_offload import HostCopies, hook_inputs, offload_inputs
 from utils.model.sharding import recompute_activations
 from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError
@@ -214,6 +215,23 @@ def test_inputs_of_blocks_and_nothing_else_wait_on_the_host_for_their_backward(m
     with torch.no_grad():
         model(ids, use_cache=False)
     assert copies.copies == []
+
+
+# Layers that add to a product in place, and layers with two inputs.
+@pytest.mark.parametrize(
+    ("family", "mode", "waits"),
+    [("gemma3n_text", "selective", False), ("gemma4_text", "full", True), ("zaya", "full", True)],
+)
+def test_gradients_are_those_of_a_model_that_keeps_everything(family, mode, waits):
+    ids = torch.arange(3, 51).view(2, 24)
+    plain, model = (family_model(family).train() for _ in range(2))
+    recompute_activations(model, mode)
+    if waits:
+        offload_inputs(model, ids.device)
+    for one in (plain, model):
+        one(ids, labels=ids, use_cache=False).loss.backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, msg=name)
 
 
 def test_inputs_wait_only_where_blocks_are_recomputed():

@@ -34,6 +34,7 @@ from utils.data.picture_batches import PictureBatches
 from utils.data.pictures import load_processor, read_pictured
 from utils.data.tokens import load_tokenizer, pad_id, render
 from utils.model.kinds import part_names
+from utils.run.errors import ConfigError
 
 sys.path.append(str(ROOT / "recipes" / "tiny"))
 
@@ -336,6 +337,20 @@ def test_without_a_picture_the_language_model_alone_trains(folder_of, rows, tmp_
     }
     assert changed
     assert not [name for name in changed if "vision_tower" in name or "projector" in name]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "texts.jsonl"])
+@pytest.mark.parametrize(
+    "flags",
+    [{"train": "projector,vision"}, {"lora_rank": 4, "lora_targets": ".*multi_modal.*linear_1"}],
+    ids=["parts", "lora"],
+)
+def test_rows_without_a_picture_are_refused_where_the_language_model_is_frozen(
+    flags, name, folder_of, rows, tmp_path
+):
+    given = {"model": str(folder_of("llava")), "dataset": str(rows.parent / name)}
+    with pytest.raises(ConfigError, match="[0-9] rows have no picture, .* they have no gradient"):
+        vision.main(vision.Config(**RUN | given | flags, output_dir=str(tmp_path / "out")))
 
 
 @slow

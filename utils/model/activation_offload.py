@@ -75,8 +75,9 @@ class HostCopies:
         return copy
 
     def unpack(self, copy: HostCopy) -> Tensor:
-        while self.copies.pop() is not copy:  # a forward without a backward left them
-            pass
+        if copy in self.copies:  # not if it follows another input of its block
+            # those after it are of its block, or of a forward without a backward
+            del self.copies[self.copies.index(copy) :]
         if not self.on_gpu:
             return copy.host
         computing, (leave, arrive) = torch.cuda.current_stream(), self.streams

@@ -24,8 +24,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 # What peft adds to the names of parameters.
 ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -258,13 +256,14 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
 def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
     """Keep results that take long to compute for their size: attention, and matrix products. Recompute
     products with an inner dim below an eighth of their width, such as that of an adapter from its rank
-    to the full width.
+    to the full width, or below 8, such as Gemma 3n's over its 4 streams: it adds to the result in place,
+    and torch would not notice that the kept one changes.
     """
     name = op.name().partition("::")[2]
     keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))
-    if name in PRODUCTS:
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
         inner, width = args[-1].shape[-2:]
-        keep = 8 * inner >= width
+        keep = 8 * inner >= max(width, 64)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -288,5 +287,6 @@ def lacks_grouped_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     T). Flash attention needs compute capability 8 and 16 bit, and the memory-efficient kernel does not
     support groups (https://github.com/pytorch/pytorch/issues/181528).
     """
-    on_gpu = device.type == "cuda"
-    return on_gpu and (dtype == torch.float32 or torch.cuda.get_device_capability(device) < (8, 0))
+    return device.type == "cuda" and (
+        dtype == torch.float32 or torch.cuda.get_device_capability(device) < (8, 0)
+    )
