@@ -72,7 +72,12 @@ class Pictures:
         tokens, one, two = self.known[key]
         if len(one.calls) != len(two.calls):  # one call for each picture
             one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
-        resize = partial(resized, tokens=tokens, rows=rows, seq_len=seq_len)
+        resize = partial(
+            resized,
+            tokens=tokens,
+            rows=rows,
+            seq_len=seq_len,
+        )
         return PictureBytes(), tree_map(resize, one, two)
 
 
@@ -326,7 +331,11 @@ def meta_like(value: Tensor) -> Tensor:
     values.
     """
     if value.is_floating_point() or value.is_meta:
-        return value.new_empty(value.shape, device="meta", requires_grad=value.requires_grad)
+        return value.new_empty(
+            value.shape,
+            device="meta",
+            requires_grad=value.requires_grad,
+        )
     return value
 
 

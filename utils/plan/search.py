@@ -74,8 +74,9 @@ def ways(setting: Setting) -> Iterator[Setting]:
     time, then recomputing, then more micro-batches, then gathering layers twice.
     """
     rows = setting.batch_size * setting.grad_accum
-    most_accum = 1 if setting.optimizer_in_backward else rows
-    divisors = [n for n in range(1, most_accum + 1) if rows % n == 0]
+    divisors = [
+        n for n in range(1, (1 if setting.optimizer_in_backward else rows) + 1) if rows % n == 0
+    ]
     for offload, recompute, accum, reshard in itertools.product(
         (False, True)
         if setting.gpu and not setting.optimizer_in_backward
@@ -106,9 +107,7 @@ def methods(setting: Setting) -> list[Setting]:
             setting,
             lora=setting.lora or replace(setting.lora, lora_rank=16),
             quant=replace(
-                setting.quant,
-                quantization=kind,
-                keep_experts_16bit=has_experts and kind != "none",
+                setting.quant, quantization=kind, keep_experts_16bit=has_experts and kind != "none"
             ),
             train=setting.train and "language",
         )
