@@ -295,12 +295,16 @@ def main(cfg: Config) -> dict:
     if has_tables:
         scaled = scaled_of(asked)
         plan["strategies"] = strategies(scaled, room, cfg.answers)
-        best = fastest_traced(scaled, room)
+        # The parameters of adapters are fp32.
+        in_fp32 = replace(scaled, param_dtype=torch.float32)
+        best = fastest_traced(scaled, room) or fastest_traced(in_fp32, room)
         if best:
             host = need_of(best).host * best.local_ranks
             answer = answer_of(best, need_of(best), room)
             plan["recommended"] = levers_of(best) | {"answer": answer, "host_bytes": host}
-            plain = Setting(config, best.dtype, best.dtype, 1, kind=asked.kind)
+            plain = Setting(
+                config, best.param_dtype, best.dtype, 1, kind=asked.kind, train=asked.train
+            )
             plan["command"] = command(cfg, flags_between(plain, best))
             other = fastest_traced(scaled, room, may_offload=False)
             if best.cpu_offload and other:
@@ -343,7 +347,8 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         kind="scores" if cfg.recipe == "reward" else "text",
     )
     if cfg.images:
-        asked = replace(asked, kind="pictures", parts=cfg.train or "language,projector")
+        train = "" if asked.lora else cfg.train or "language,projector"
+        asked = replace(asked, kind="pictures", train=train)
         asked = replace(asked, pictures=pictures_of(cfg, asked))
     frozen = []
     if cfg.kl_beta and not asked.lora:  # the model at the start
@@ -506,10 +511,11 @@ def command(cfg: Config, levers: str) -> str:
     has_lora = cfg.adapter or "--lora_rank" in levers
     names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init low_cpu_fsdp
         compile activation_offload replicate shard sync_each_microbatch async_save trust_remote_code"""
-    if has_lora:
+    if has_lora:  # what trains is fp32
+        names = names.replace(" param_dtype", "")
         names += " lora_targets lora_dropout use_dora modules_to_save"
     if "--quantization" in levers:
-        names += " int8_mode quantize_head keep_experts_16bit"
+        names += " int8_mode quantize_head"
     for name in names.split():
         value = getattr(cfg, name)
         if value != getattr(Config, name):

@@ -214,7 +214,7 @@ def main(cfg: Config) -> bool:
 
             parts = [sequences(part) for part in parts]
         check_positions(model, *parts)
-    pictured, of_pictures = None, {}
+    pictured, of_pictures = None, {"train": ""}
     if kind == "pictures":
         read = (rows, processor, 0)
         pictured = PictureBatches(examples, 0, 1, 1, 0, 1, pad_id(tokenizer), *read)
@@ -222,7 +222,7 @@ def main(cfg: Config) -> bool:
             train = "language"
         of_pictures = {
             "kind": "pictures",
-            "parts": "" if lora else train,
+            "train": "" if lora else train,
             "pictures": Pictures(pictured.largest),
         }
     if cfg.loss:

@@ -275,7 +275,7 @@ def main(cfg: Config) -> Path:
             quant=from_settings(Quant, cfg),
             attn=attn,
             kind="pictures",
-            parts="" if from_settings(Lora, cfg) else cfg.train,
+            train="" if from_settings(Lora, cfg) else cfg.train,
             pictures=Pictures(pictured.largest),
             repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )

@@ -67,7 +67,7 @@ def peaks(folder: Path, parts: str, recompute: str, dtype: torch.dtype) -> tuple
         seq_len=SEQ_LEN,
         shards=2,
         kind="pictures",
-        parts=parts,
+        train=parts,
         pictures=pictures,
         activation_checkpointing=recompute,
         batch_size=ROWS,

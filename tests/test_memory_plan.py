@@ -28,7 +28,16 @@ from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.sharding import decoder_layers
 from utils.plan.need import FITS, Room, Setting, answer_of, need_of, planned_model, trace_of
-from utils.plan.search import fastest, flags_between, levers_of, refusal, smallest_change
+from utils.plan.search import (
+    changes,
+    fastest,
+    fit_levers,
+    flags_between,
+    levers_of,
+    methods,
+    refusal,
+    smallest_change,
+)
 from utils.plan.trace import attention_on_meta, norm_on_meta, record_step
 from utils.run.errors import ConfigError
 from utils.run.settings import parse_cli, save_config
@@ -340,6 +349,39 @@ def test_a_change_is_a_change_and_one_that_fits(turned, share):
         assert answer_of(change, need_of(change), room) == FITS
         for name, value in levers_of(setting).items():
             assert f"--{name} {value} " not in f"{flags_between(setting, change)} "
+
+
+FLAGS = {"model": "m", "dataset": "d"}
+
+
+def test_a_proposed_method_is_one_that_the_recipe_takes():
+    """Adapters beside the language of a picture model, with what is trained in fp32 and experts in 16 bit."""
+    run = vision.Config(**FLAGS, train="language,projector", fit="any")
+    setting = replace(
+        of_llama(kind="pictures", train=run.train),
+        config=plan.find_config("qwen2.5-vl-7b", False),
+    )
+    for method in methods(setting)[1:]:
+        assert vision.Config(**vars(run) | changes(setting, method)).train == "language"
+    assert not [method for method in methods(of_llama()) if method.quant.keep_experts_16bit]
+    config = tiny_config("mixtral", **SIZES)
+    kept = [m.quant.keep_experts_16bit for m in methods(replace(of_llama(), config=config))]
+    assert kept == [False, False, True, True]
+    bf16 = replace(of_llama(), param_dtype=torch.bfloat16)
+    for setting in (bf16, replace(of_llama(), may_adapt=False)):
+        assert methods(setting) == [setting]
+        with pytest.raises(ConfigError) as refused:
+            fit_levers(setting, Room(1, 1, ""), False)
+        assert "--fit any" not in str(refused.value)
+
+
+def test_a_command_with_adapters_has_no_param_dtype():
+    """Their recipe refuses it: what they train is fp32."""
+    cfg = parse_cli(plan.Config, "--model 10M --param_dtype bf16".split())
+    words = plan.command(cfg, "--lora_rank 16").partition("finetune.py ")[2].split()
+    assert finetune.Config(**FLAGS, lora_rank=16) == parse_cli(
+        finetune.Config, [*words, "--model", "m", "--dataset", "d", "--seq_len", "2048"]
+    )
 
 
 @slow

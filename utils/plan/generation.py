@@ -43,8 +43,9 @@ def estimate_generation(
     def of(field: str, default: int = 0) -> int:
         return getattr(config, field, None) or default
 
-    of_experts = of("moe_intermediate_size") * of("num_experts_per_tok")
-    inner = max(of("intermediate_size", 4 * width), of_experts)
+    inner = max(
+        of("intermediate_size", 4 * width), of("moe_intermediate_size") * of("num_experts_per_tok")
+    )
     keys = of("num_key_value_heads", heads) * of("head_dim", width // heads)
     gathered = 0
     activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
@@ -111,11 +112,7 @@ def plan_rollout(
     ranks = setting.shards * setting.replicate + generate_ranks
     if generate_ranks:
         setting = replace(
-            setting,
-            param_dtype=setting.dtype,
-            shards=generate_ranks,
-            rows=0,
-            frozen_bytes=0,
+            setting, param_dtype=setting.dtype, shards=generate_ranks, rows=0, frozen_bytes=0
         )
     model = planned_model(setting)
     parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)

@@ -57,7 +57,7 @@ class Setting:
     attn: str = "auto"
     trust_remote_code: bool = False
     kind: str = "text"  # a key of loading.KINDS
-    parts: str = ""  # the parts of a picture model that train, see kinds.parse_parts; "": all
+    train: str = ""  # the parts of a picture model that train, see kinds.parse_parts; "": all
     pictures: object = None  # a pictures.Pictures
     frozen_bytes: int = 0  # bytes of a rank's shards of other models, which do not train
     masked: bool = False  # a mask keeps the documents of a pack apart
@@ -78,7 +78,7 @@ class Setting:
 
 
 # The fields of a Setting on which the model depends, before it is sharded.
-OF_MODEL = "config param_dtype dtype lora quant attn trust_remote_code gpu kind parts".split()
+OF_MODEL = "config param_dtype dtype lora quant attn trust_remote_code gpu kind train".split()
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,10 @@ def _planned_model(setting: Setting) -> nn.Module:
         from ..model.attention import fuse_norms
 
         fuse_norms(model)
-    if setting.parts:
+    if setting.train:
         from ..model.kinds import freeze_parts, parse_parts
 
-        freeze_parts(model, parse_parts(setting.parts), setting.dtype)
+        freeze_parts(model, parse_parts(setting.train), setting.dtype)
     if setting.lora:
         from ..model.lora import add_adapters, freeze_base
 

@@ -20,17 +20,19 @@ from .need import (
     Setting,
     answer_of,
     need_of,
+    planned_model,
 )
 
 RECOMPUTE = ("none", "selective", "full")
 TOKENS_STEP = 64  # step of a row's length
+MORE = {True: "more or larger GPUs", False: "a machine with more memory"}  # by Setting.gpu
 MOST = 2**16  # limit of a search: rows, or steps of a row's length
 
 # Flags that a plan may change -> the attribute of a setting.
 LEVERS = {
     attribute.rpartition(".")[2]: attribute
     for attribute in "batch_size grad_accum activation_checkpointing cpu_offload reshard_after_forward"
-    " lora.lora_rank quant.quantization".split()
+    " lora.lora_rank quant.quantization quant.keep_experts_16bit train".split()
 }
 
 
@@ -72,12 +74,13 @@ def ways(setting: Setting) -> Iterator[Setting]:
     time, then recomputing, then more micro-batches, then gathering layers twice.
     """
     rows = setting.batch_size * setting.grad_accum
-    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-    may_offload = setting.gpu and not setting.optimizer_in_backward
-    if setting.optimizer_in_backward:
-        divisors = [1]
+    divisors = [
+        n for n in range(1, (1 if setting.optimizer_in_backward else rows) + 1) if rows % n == 0
+    ]
     for offload, recompute, accum, reshard in itertools.product(
-        (False, True) if may_offload else (setting.cpu_offload,),
+        (False, True)
+        if setting.gpu and not setting.optimizer_in_backward
+        else (setting.cpu_offload,),
         RECOMPUTE[1:] if setting.activation_offload else RECOMPUTE,
         divisors,
         (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
@@ -93,12 +96,21 @@ def ways(setting: Setting) -> Iterator[Setting]:
 
 
 def methods(setting: Setting) -> list[Setting]:
-    """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if the recipe has adapters."""
-    if not setting.may_adapt:
+    """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if the recipe has adapters and
+    would take them: what they train is fp32, and of a model that reads pictures it is the language.
+    """
+    if not setting.may_adapt or setting.param_dtype.itemsize < 4:
         return [setting]
-    lora = setting.lora or replace(setting.lora, lora_rank=16)
+    has_experts = ".experts." in " ".join(planned_model(setting).state_dict())
     adapted = (
-        replace(setting, lora=lora, quant=replace(setting.quant, quantization=kind))
+        replace(
+            setting,
+            lora=setting.lora or replace(setting.lora, lora_rank=16),
+            quant=replace(
+                setting.quant, quantization=kind, keep_experts_16bit=has_experts and kind != "none"
+            ),
+            train=setting.train and "language",
+        )
         for kind in ("none", "8bit", "4bit")
     )
     return list(dict.fromkeys([setting, *adapted]))
@@ -129,11 +141,7 @@ def remedy(setting: Setting, room: Room) -> str:
     """The flags of the smallest change that fits; if there is none, other advice."""
     if change := smallest_change(setting, room):
         return flags_between(setting, change)
-    return f"{more_memory(setting)}, or a smaller --seq_len"
-
-
-def more_memory(setting: Setting) -> str:
-    return "more or larger GPUs" if setting.gpu else "a machine with more memory"
+    return f"{MORE[setting.gpu]}, or a smaller --seq_len"
 
 
 def largest_batch(setting: Setting, room: Room) -> int:
@@ -180,15 +188,14 @@ def fit_levers(
     """
     best = fastest(setting, room, any_method)
     if not best:
-        wider = "" if any_method else ", --fit any"
+        wider = "" if any_method or methods(setting) == [setting] else ", --fit any"
         raise ConfigError(
-            f"--fit: nothing fits in {room.text} (fix: {more_memory(setting)}{wider}, a smaller --seq_len)"
+            f"--fit: nothing fits in {room.text} (fix: {MORE[setting.gpu]}{wider}, a smaller --seq_len)"
         )
-    rows = best.batch_size * best.grad_accum
     chosen = changes(setting, best) | {
         "batch_size": best.batch_size,
         "grad_accum": 0,
-        "global_batch_size": rows * setting.shards * setting.replicate,
+        "global_batch_size": best.rows * setting.shards * setting.replicate,
     }
     return best, chosen, f"fitted    {flags_between(setting, best) or 'nothing had to change'}"
 
@@ -210,8 +217,6 @@ def fitted_before(out: Path) -> dict[str, object]:
     {} for another run, or without that file.
     """
     file = out / "config.yaml"
-    if not file.exists():
-        return {}
-    settings = yaml.safe_load(file.read_text())
+    settings = yaml.safe_load(file.read_text()) if file.exists() else {}
     names = {*LEVERS, "global_batch_size"} & settings.keys()
-    return {name: settings[name] for name in names} if settings.get("fit") else {}
+    return {name: settings[name] for name in names if settings.get("fit")}
