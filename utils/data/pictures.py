@@ -81,11 +81,7 @@ def load_processor(folder: Path | str, tokenizer):
                 if name != "video_processor":
                     super().check_argument_for_proper_class(name, value)
 
-        parts = {
-            "tokenizer": tokenizer,
-            "image_processor": images,
-            "video_processor": NoVideos(),
-        }
+        parts = {"tokenizer": tokenizer, "image_processor": images, "video_processor": NoVideos()}
         processor = Processor.from_args_and_dict(
             [parts[name] for name in kind.get_attributes()], words
         )

@@ -6,7 +6,7 @@ import re
 from types import MethodType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..run.errors import check, first_five
 from .loading import Piece, local
@@ -35,7 +35,7 @@ def add_scores(model: nn.Module, pad_id: int) -> nn.Module:
     return model
 
 
-def sequence_scores(model: nn.Module, batch) -> torch.Tensor:
+def sequence_scores(model: nn.Module, batch) -> Tensor:
     """The score (S,) of each sequence of a PairBatch on the device, in fp32; (0,) for a filler batch.
 
     Padding is on the right, so causal attention needs no mask.

@@ -204,10 +204,7 @@ KINDS = {  # by what a model reads or returns
 CHUNK = 2**20  # elements that are read, and converted or quantized, at a time
 # How experts that are separate on disk are fused in memory: stacked along a new dim 0; gate and up are also
 # concatenated along dim 1.
-KNOWN = (
-    [("MergeModulelist", 0)],
-    [("MergeModulelist", 0), ("Concatenate", 1)],
-)
+KNOWN = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 HEADS = ("lm_head.", "embed_out.")  # names of the head in checkpoints
 UNPADS = [("Inkling2UnpadVocab", None)]
 TRANSPOSES = [("Transpose", None)]

@@ -36,12 +36,7 @@ def token_log_probs(
     """
     if temperature != 1:
         per_token = partial(_cross_entropy, temperature=temperature)
-    places, found = model(
-        batch.ids,
-        per_token=per_token,
-        chunked=_TokenLosses,
-        **arguments(batch),
-    )
+    places, found = model(batch.ids, per_token=per_token, chunked=_TokenLosses, **arguments(batch))
     everywhere = found.new_zeros(batch.labels.numel())
     return everywhere.index_copy(0, places + 1, found).view_as(batch.labels)
 

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -123,7 +123,7 @@ def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
         cast_to(parameter, max(trained, key=torch.numel).dtype)
 
 
-def cast_to(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+def cast_to(tensor: Tensor, dtype: torch.dtype | None) -> None:
     if dtype and tensor.is_floating_point():
         tensor.data = tensor.data.to(dtype)
 
@@ -192,7 +192,7 @@ def reshard(model: nn.Module) -> None:
         model.reset_iter_state()
 
 
-def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> torch.Tensor:
+def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> Tensor:
     """Scale the gradients so that their global L2 norm is at most max_norm (0: do not scale). Returns the
     norm before scaling, (), on the device of the gradients. in_backward: a StepInBackward, which has updated
     every weight already and knows the norm.

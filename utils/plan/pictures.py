@@ -72,16 +72,11 @@ class Pictures:
         tokens, one, two = self.known[key]
         if len(one.calls) != len(two.calls):  # one call for each picture
             one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
-        resize = partial(
-            resized,
-            tokens=tokens,
-            rows=rows,
-            seq_len=seq_len,
-        )
+        resize = partial(resized, tokens, rows, seq_len)
         return PictureBytes(), tree_map(resize, one, two)
 
 
-def resized(one, two, tokens: int, rows: int, seq_len: int) -> object:
+def resized(tokens: int, rows: int, seq_len: int, one, two) -> object:
     """A number of bytes or a tensor for `rows` rows of `seq_len` tokens, from its values for
     micro-batches (1, tokens) and (2, tokens + MORE). Integer tensors of at most 2**26 elements are real,
     other tensors on meta.

@@ -74,13 +74,12 @@ def ways(setting: Setting) -> Iterator[Setting]:
     time, then recomputing, then more micro-batches, then gathering layers twice.
     """
     rows = setting.batch_size * setting.grad_accum
-    divisors = [
-        n for n in range(1, (1 if setting.optimizer_in_backward else rows) + 1) if rows % n == 0
-    ]
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    may_offload = setting.gpu and not setting.optimizer_in_backward
+    if setting.optimizer_in_backward:
+        divisors = [1]
     for offload, recompute, accum, reshard in itertools.product(
-        (False, True)
-        if setting.gpu and not setting.optimizer_in_backward
-        else (setting.cpu_offload,),
+        (False, True) if may_offload else (setting.cpu_offload,),
         RECOMPUTE[1:] if setting.activation_offload else RECOMPUTE,
         divisors,
         (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
@@ -101,19 +100,14 @@ def methods(setting: Setting) -> list[Setting]:
     """
     if not setting.may_adapt or setting.param_dtype.itemsize < 4:
         return [setting]
+    lora = setting.lora or replace(setting.lora, lora_rank=16)
     has_experts = ".experts." in " ".join(planned_model(setting).state_dict())
-    adapted = (
-        replace(
-            setting,
-            lora=setting.lora or replace(setting.lora, lora_rank=16),
-            quant=replace(
-                setting.quant, quantization=kind, keep_experts_16bit=has_experts and kind != "none"
-            ),
-            train=setting.train and "language",
-        )
-        for kind in ("none", "8bit", "4bit")
-    )
-    return list(dict.fromkeys([setting, *adapted]))
+    train = setting.train and "language"
+    found = [setting]
+    for kind, keeps in (("none", False), ("8bit", has_experts), ("4bit", has_experts)):
+        quant = replace(setting.quant, quantization=kind, keep_experts_16bit=keeps)
+        found.append(replace(setting, lora=lora, quant=quant, train=train))
+    return list(dict.fromkeys(found))
 
 
 def fastest(

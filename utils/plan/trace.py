@@ -98,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
 
 def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
     """The segments of a log by name. scaled: turns bytes of the log into those to count."""
-    segments: dict[str, list[Segment]] = {}
+    segments = {}
     live = most = 0
     for entry in log:
         if isinstance(entry, str):
@@ -115,12 +115,7 @@ def tensors_in(values: object) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def trace_of_log(
-    kinds: list[int],
-    log: list[int | str],
-    input_bytes: int,
-    scaled=int,
-) -> Trace:
+def trace_of_log(kinds: list[int], log: list[int | str], input_bytes: int, scaled=int) -> Trace:
     """The Trace of a log. scaled: see segments_of."""
     segments = segments_of(log, scaled)
     backward = [*segments["back"], segments["end"][0]]

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
 from ..run.distributed import World, broadcast
@@ -86,10 +86,7 @@ class CheckpointSaver(AbstractContextManager):
         # Without this key, DCP could reuse the plan of an earlier run in this process, with other dtypes.
         planner._cached_plans_key = self.token
         save = partial(
-            dcp.save,
-            storage_writer=self.writer,
-            planner=planner,
-            process_group=self.group,
+            dcp.save, storage_writer=self.writer, planner=planner, process_group=self.group
         )
         if self.background:
             self.pending = self.background.submit(save, tensors)
@@ -128,9 +125,7 @@ class CheckpointSaver(AbstractContextManager):
         self.seconds = self.writer.seconds
 
 
-def checkpoint_tensors(
-    model: nn.Module, optimizer: Optimizer | None = None
-) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """The trained parameters and their optimizer state, under flat names, in their current sharding. A tied
     weight is included once. AdamW state that does not exist yet is created, as fused AdamW does in its first
     step.

@@ -9,7 +9,7 @@ https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutor
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -50,7 +50,7 @@ class StepInBackward:
 
     def __init__(self, optimizer: Optimizer, mesh: DeviceMesh):
         self.optimizer, self.mesh = optimizer, mesh
-        self.squares: list[torch.Tensor] = []  # () fp32: squared norm of each local gradient
+        self.squares: list[Tensor] = []  # () fp32: squared norm of each local gradient
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(partial(self._step, group))
@@ -66,7 +66,7 @@ class StepInBackward:
         self.optimizer.param_groups = groups
         parameter.grad = None
 
-    def grad_norm(self) -> torch.Tensor:
+    def grad_norm(self) -> Tensor:
         """The global L2 norm () of the gradients of the last backward. All ranks call it."""
         copies = self.mesh.size() // self.mesh["shard"].size()  # HSDP: each holds all gradients
         squares = torch.stack(self.squares).sum()

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -221,9 +221,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
     return read_state(path)
 
 
-def check_tensors(
-    path: Path, tensors: dict[str, torch.Tensor], fix: str, dtypes: bool = True
-) -> None:
+def check_tensors(path: Path, tensors: dict[str, Tensor], fix: str, dtypes: bool = True) -> None:
     """Raise ConfigError if a checkpoint has other names, shapes or, with `dtypes`, other dtypes. tensors:
     from checkpoint_tensors. If they have no optimizer state, that of the checkpoint is not compared.
     """
@@ -242,7 +240,7 @@ def check_tensors(
     check(not changed, f"{path} is of another model, then -> now: {changed} (fix: {fix})")
 
 
-def read_tensors(path: Path, tensors: dict[str, torch.Tensor], world: World | None = None) -> None:
+def read_tensors(path: Path, tensors: dict[str, Tensor], world: World | None = None) -> None:
     """Read a checkpoint into `tensors`, in place and in any sharding. Every rank calls it."""
     try:
         dcp.load(tensors, storage_reader=Reader(path), process_group=world.group if world else None)

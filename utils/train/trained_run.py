@@ -249,7 +249,7 @@ class RewardModel:
         count = len(texts)
         turns = math.ceil(count / world.size)  # equal on each rank: some texts are scored twice
         share = [(i * world.size + world.rank) % count for i in range(turns)]
-        own: dict[int, float] = {}
+        own = {}  # number of a text -> its score
         for start in range(0, turns, batch_size):
             part = share[start : start + batch_size]
             rows = [torch.tensor(self.ids_of(asked[i], texts[i])) for i in part]
