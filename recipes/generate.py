@@ -50,7 +50,7 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0
-from utils.run.files import drop_half_line, replace_file
+from utils.run.files import replace_file
 from utils.run.folder import releases_output
 from utils.run.settings import check_least, parse_cli
 from utils.run.signals import report_errors, stop_at_once
@@ -501,8 +501,8 @@ def count_kept(file: Path | None, prompts: list[Prompt], at_once: int) -> int:
     """
     if not file or not file.exists():
         return 0
-    drop_half_line(file)
-    *lines, _ = file.read_text("utf-8").split("\n")
+    # a kill or a full disk may cut the last line within a character
+    *lines, _ = file.read_text("utf-8", "replace").split("\n")
     lines = lines[: len(lines) // at_once * at_once]
     replace_file(file, "".join(line + "\n" for line in lines))
     for line, prompt in zip(lines, prompts, strict=False):

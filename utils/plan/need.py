@@ -275,10 +275,10 @@ class Replay:
         self.most_of_pools: dict[str, int] = {}
         self.open: set[Unit] = set()  # units that are gathered
         # unit -> bytes of its all-gather buffer, before it is copied out
-        self.fetched: dict[Unit, int] = {}
+        self.fetched = {}
         self.kept_buffer = 0  # bytes of buffers that are copied out but not freed yet
         # unit -> bytes of whole gradients that wait for the last micro-batch
-        self.deferred: dict[Unit, int] = {}
+        self.deferred = {}
         self.reduced: set[Unit] = set()  # units whose sharded gradients exist
         self.alone = setting.shards == 1  # one rank copies, and gathers nothing
         self.gather_stream = COMPUTE if self.alone else GATHER

@@ -65,8 +65,8 @@ class RunLog(AbstractContextManager):
             file=sys.stdout,
             disable=None if run else True,  # None: disabled if not a terminal
         )
-        if run:
-            drop_half_line(self.file)  # it would spoil the next line
+        for name in ("metrics.jsonl", "samples.jsonl") if run else ():
+            drop_half_line(folder / name)  # it would spoil the next line
 
     def begin(self) -> None:
         """Call it where a step begins."""

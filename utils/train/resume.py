@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..run.distributed import World, broadcast, gather, together
 from ..run.errors import ConfigError, check, differences, print0
-from ..run.files import drop_half_line
 from ..run.folder import Resumed
 from .checkpoint import Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
 
@@ -67,8 +66,6 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
                 f"{out} holds a finished run with other settings: {changed}"
                 f" (fix: another --output_dir; with --resume {out} it goes on from the last checkpoint)",
             )
-    if world.rank == 0 and not finished:
-        drop_half_line(out / "samples.jsonl")  # as RunLog does in metrics.jsonl
     checkpoint = None if finished else find_checkpoint(resume, out, world)
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
