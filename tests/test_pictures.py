@@ -14,6 +14,7 @@ from picture_families import NAMES, family_folder
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from utils.data import cache
 from utils.data import examples as data
 from utils.data.chats import Chat
 from utils.data.encode import Rows
@@ -506,6 +507,7 @@ def test_tokens_on_disk_are_made_again_if_pictures_have_changed(opened, pictures
     """Otherwise a picture that is gone, or has another size, would stop the training."""
     folder, tokenizer, _ = opened("gemma3")
     monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.setattr(cache, "in_processes", map)  # the test above has the processes
     monkeypatch.setenv("XDG_CACHE_HOME", str(pictures / "cache"))
     rows = [{"messages": [user(PART, "What?"), ANSWER]}]
     first = load(rows, folder, tokenizer)

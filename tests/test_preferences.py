@@ -12,6 +12,7 @@ from templates import KINDS
 from test_data import examples_of, refusal
 from test_tokens import byte_level
 
+from utils.data import cache
 from utils.data import examples as data
 from utils.data.encode import Part
 from utils.data.examples import Examples, Rows, load_data
@@ -370,6 +371,7 @@ def test_the_cache_holds_what_memory_would_hold(plain, tmp_path, monkeypatch):
         memory = load([*many(150), TEXTS | {"rejected": "Hi to you"}], plain, task)
         with monkeypatch.context() as patch:
             patch.setattr(data, "SMALL", 0)
+            patch.setattr(cache, "in_processes", map)
             mapped = data.load_examples(Rows("p.jsonl", 256, task=task), plain)
         assert mapped.fingerprint == memory.fingerprint
         assert torch.equal(mapped.row_sizes, memory.row_sizes)

@@ -262,12 +262,14 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows_and_masks_none(
     tokenizer, tmp_path, monkeypatch
 ):
     """In memory, and in the cache on the disk, which gives the same documents."""
+    from utils.data import cache
     from utils.data import examples as module
 
     file = write(tmp_path / "a.jsonl", texts_of(200))
     small, _ = documents(tokenizer, file)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(cache, "in_processes", map)
     cached, _ = documents(tokenizer, file)
     assert cached.ids.dtype == small.ids.dtype == torch.uint16
     assert len(cached.loss_mask) == 0
