@@ -32,6 +32,11 @@ test: lint      ## lint and tests, at most 5 minutes on 2 cores
 test-all: lint  ## the slow tests, which `make test` leaves out, at most 20 minutes
 	$(BIN)/python -m pytest $(SPREAD) -m "slow and not gpu"
 
+OLDEST := $(shell sed -n 's/^transformers>=\([0-9.]*\),.*/\1.0/p' requirements.txt)
+test-oldest: lint ## the tests of `make test`, with the oldest transformers of requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .oldest transformers==$(OLDEST)
+	PYTHONPATH=.oldest $(BIN)/python -m pytest $(SPREAD)
+
 lint: $(READY)  ## ruff: style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,4 +63,4 @@ house: $(READY) ## figures of the code: tokens, lines, density, imports
 tiny: $(READY)  ## make recipes/tiny again: text, tokenizer, model, task
 	$(BIN)/python recipes/tiny/make.py
 
-.PHONY: help setup demo demo-all test test-all lint format bench gpu house tiny
+.PHONY: help setup demo demo-all test test-all test-oldest lint format bench gpu house tiny

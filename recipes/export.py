@@ -11,6 +11,7 @@ number of ranks. The checkpoint of a LoRA run holds only the adapter, and become
 """
 
 import gc
+import math
 import os
 import shutil
 import sys
@@ -110,8 +111,8 @@ def main(cfg: Config) -> Path:
             base = base_of(Path(cfg.adapter))
     trained = open_trained(base, "", cfg.checkpoint, "", world, cfg.trust_remote_code)
     with together(world):
-        files = {info.file for info in trained.source.weights.values()}
-        disk_bytes = sum(os.stat(file).st_size for file in files)
+        infos = trained.source.weights.values()
+        disk_bytes = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
     parent = next(path for path in out.parents if path.is_dir())
     check_space(parent, disk_bytes, world)
     print0(f"model     {trained.name}: {trained.source.sentence()}")

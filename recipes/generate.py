@@ -21,9 +21,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 if __name__ == "__main__":
     gc.disable()  # the imports leave nothing to collect: saves 0.5 s
@@ -35,7 +35,8 @@ import transformers
 from tqdm import tqdm
 
 from utils.data.encode import Rows
-from utils.data.prompts import Prompt, Row, prompt_ids, read_rows, turns_of
+from utils.data.prompts import Prompt, prompt_ids, turns_of
+from utils.data.rows import as_object, find_sources
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
@@ -372,6 +373,22 @@ def read_line() -> str:
             break
         line += byte
     return line.decode(errors="replace").strip()
+
+
+class Row(NamedTuple):
+    where: str
+    data: dict
+
+
+def read_rows(name: str | Path) -> list[Row]:
+    """All rows of the data that a flag names, unchanged. ConfigError names the first bad row."""
+    rows = []
+    for where, value in chain.from_iterable(source.read() for source in find_sources(str(name))):
+        try:
+            rows.append(Row(where, as_object(value)))
+        except ValueError as fault:
+            raise ConfigError(f"{where}: {fault}") from None
+    return rows
 
 
 def read_prompts(

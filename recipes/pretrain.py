@@ -87,7 +87,6 @@ from utils.train.checkpoint import CheckpointSaver, set_seed
 from utils.train.log import RunLog
 
 TINY = Path(__file__).resolve().parent / "tiny"
-SHAPES = Path(__file__).resolve().parent.parent / "configs" / "shapes"
 # Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {
     "init": "random",
@@ -210,7 +209,7 @@ def main(cfg: Config) -> Path:
     if cfg.init == "random":
         from utils.model.init import draw_weights, open_config, plan_weights
 
-        source = open_config(cfg.model, SHAPES, world, cfg.tokenizer, trust)
+        source = open_config(cfg.model, world, cfg.tokenizer, trust)
     else:
         source = open_model(cfg.model, world, trust)
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder

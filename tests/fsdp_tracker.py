@@ -17,6 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shards import shard_training
 from tiny import build_optimizer, make_states, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -31,7 +32,6 @@ from utils.model.sharding import recompute_activations
 from utils.plan.need import Setting, _planned_model, planned_model
 from utils.plan.trace import norm_on_meta
 from utils.train.in_backward import StepInBackward
-from utils.train.trained_run import shard_model
 
 aten = torch.ops.aten
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -99,7 +99,7 @@ def peak(case: dict) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         model.tie_weights()
-        shard_model(
+        shard_training(
             model,
             mesh,
             plan.dtype,

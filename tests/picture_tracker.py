@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
+from shards import shard_training
 from tiny import build_optimizer, make_states
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +32,6 @@ from utils.model.sharding import recompute_activations
 from utils.plan.need import Setting, _planned_model, need_of, planned_model
 from utils.plan.pictures import Pictures
 from utils.plan.trace import norm_on_meta
-from utils.train.trained_run import shard_model
 
 SEQ_LEN, ROWS = 192, 2
 PARTS = ("language,projector", "language,projector,vision")
@@ -78,7 +78,7 @@ def peaks(folder: Path, parts: str, recompute: str, dtype: torch.dtype) -> tuple
     F.rms_norm = norm_on_meta  # a CPU has no kernel for it either
     if recompute != "none":
         recompute_activations(model, recompute)
-    shard_model(model, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), dtype)
+    shard_training(model, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), dtype)
     model.to_empty(device="cpu")
     model.tie_weights()
     with torch.no_grad():

@@ -19,13 +19,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from generate import read_rows
 from test_data import examples_of
 from tiny import tiny_config, tiny_model_folder
 from transformers import AutoModelForCausalLM
 
 from utils.data.encode import Part
 from utils.data.examples import check_positions
-from utils.data.prompts import read_rows
 from utils.run.distributed import stop_distributed
 from utils.run.errors import ConfigError
 

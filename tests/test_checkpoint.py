@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from ranks import run_ranks
+from shards import shard_training
 from tiny import build_optimizer, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,7 +17,6 @@ from utils.model.sharding import clip_gradients
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
 from utils.train.resume import load_checkpoint, read_state
-from utils.train.trained_run import shard_model
 
 SMALL = {
     "hidden_size": 8,
@@ -30,7 +30,7 @@ SMALL = {
 
 def build(world, kind="llama", seed=0, **changes):
     model = tiny_model(kind, seed=seed, **{**SMALL, **changes})
-    model = shard_model(model, init_device_mesh("cpu", (world.size,)), torch.float32)
+    model = shard_training(model, init_device_mesh("cpu", (world.size,)), torch.float32)
     return model, build_optimizer(model, lr=1e-2, weight_decay=0.1)
 
 
@@ -71,7 +71,8 @@ def straight_and_resumed(world, folder, kind):
     resumed = train(world, first, first_optimizer, 0, 2)
     path = save_checkpoint(folder, 2, first, first_optimizer, {"epoch": 1}, 0, world)
     second, second_optimizer = build(world, kind, seed=1)
-    state = load_checkpoint(path, second, second_optimizer, world)
+    load_checkpoint(path, second, second_optimizer, world)
+    state = read_state(path)
     resumed += train(world, second, second_optimizer, state["step"], 4)
     return (
         straight == resumed,

@@ -13,8 +13,8 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from generate import read_rows
 
-from utils.data.prompts import read_rows
 from utils.data.rows import find_sources
 from utils.run.errors import ConfigError
 

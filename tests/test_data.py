@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from generate import read_rows
 from templates import KINDS
 from test_tokens import byte_level
 
@@ -21,7 +22,6 @@ from utils.data.examples import (
     write_bad_rows,
 )
 from utils.data.held_out import split_by_hash
-from utils.data.prompts import read_rows
 from utils.data.tokens import load_tokenizer
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE

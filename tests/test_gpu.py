@@ -12,6 +12,7 @@ import prefer
 import pytest
 import torch
 from safetensors.torch import load_file
+from shards import shard_training
 from shell import shell
 from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, write_rows
 from tiny import build_optimizer, in_chunks, tiny_config, tiny_model_folder
@@ -30,7 +31,6 @@ from utils.model.options import SHARDS_INTEGERS
 from utils.model.quantize import KINDS
 from utils.plan.fit import room_here
 from utils.run.distributed import build_mesh, init_distributed, stop_distributed
-from utils.train.trained_run import shard_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,7 +171,7 @@ def test_the_room_on_a_gpu_is_what_is_free_and_not_what_the_card_has():
 def test_offloaded_shards_are_pinned_and_the_gpu_holds_no_weight_between_steps(setting):
     world = init_distributed()
     model = add_chunked_loss(build_model(AutoConfig.from_pretrained(setting[0]), torch.float32))
-    shard_model(model, build_mesh(world), torch.float32, cpu_offload=True)
+    shard_training(model, build_mesh(world), torch.float32, cpu_offload=True)
     pieces = plan_pieces(model, open_weights(setting[0]), setting[0])
     load_pieces(model, pieces, world.device, cpu_offload=True)
     optimizer = build_optimizer(model, 1e-3, 0.0)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT
 from tiny import tiny_config, tiny_tokenizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -150,16 +149,16 @@ def test_a_family_whose_rules_leave_a_tensor_is_refused_before_memory_is_used():
 
 
 def test_a_model_is_a_config_folder_or_a_shape(tmp_path):
-    world, shapes = init_distributed(), ROOT / "configs" / "shapes"
-    config = open_config("LLAMA-3-8b", shapes, world, "TOKENIZER").config
+    world = init_distributed()
+    config = open_config("LLAMA-3-8b", world, "TOKENIZER", False).config
     assert (config.model_type, config.hidden_size) == ("llama", 4096)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3").to_dict()))
-    assert open_config(str(tmp_path), shapes, world, "").config.model_type == "qwen3"
+    assert open_config(str(tmp_path), world, "", False).config.model_type == "qwen3"
     for name, tokenizer, reason in (
         ("llama-3-8b", "", "fix: --tokenizer"),
         ("llama-4-8b", "x", "a name in .*configs/shapes"),
         (str(tmp_path / "no"), "", "no folder"),
     ):
         with pytest.raises(ConfigError, match=reason) as refused:
-            open_config(name, shapes, world, tokenizer)
+            open_config(name, world, tokenizer, False)
         assert "\n" not in str(refused.value)

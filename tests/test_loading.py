@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from shards import shard_training
 from tiny import KINDS, tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +20,6 @@ from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.saving import save_model
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
-from utils.train.trained_run import shard_model
 
 IDS = torch.arange(40).view(2, 20) * 23 % 1003
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,7 +33,7 @@ def sharded(world, folder, dtype=torch.float32, whole=False):
         else build_model(config, torch.float32)
     )
     pieces = plan_pieces(model, open_weights(folder), folder)
-    shard_model(model, build_mesh(world), dtype)
+    shard_training(model, build_mesh(world), dtype)
     if not whole:
         load_pieces(model, pieces, world.device)
     return model.eval()
@@ -76,7 +76,7 @@ def round_trip(world, folder, out):
     config = AutoConfig.from_pretrained(folder)
     model = build_model(config, torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)
-    shard_model(model, build_mesh(world), torch.float32)
+    shard_training(model, build_mesh(world), torch.float32)
     load_pieces(model, pieces, world.device)
     save_model(out, model, pieces, world, source=folder)
 
@@ -112,7 +112,7 @@ def shares(world, folder):
     sharded(world, folder)  # so that every import is done
     model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)
-    shard_model(model, build_mesh(world), torch.float32)
+    shard_training(model, build_mesh(world), torch.float32)
     before = bytes_read()
     load_pieces(model, pieces, world.device)
     read = bytes_read() - before

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from ranks import run_ranks
+from shards import shard_training
 from test_loss import Calls, some_batch
 from test_packing import documents
 from tiny import in_chunks, tiny_model
@@ -24,7 +25,6 @@ from utils.model.loss import add_chunked_loss, check_chunked_loss
 from utils.model.options import Lora
 from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
-from utils.train.trained_run import shard_model
 
 CPU = torch.device("cpu")
 V = 1003
@@ -284,7 +284,7 @@ def sharded_step(world, kind, change, ranks_share, temperature, dtype=torch.floa
         change(model)
     in_chunks(model, 8)
     if ranks_share:
-        shard_model(model, build_mesh(world), dtype)
+        shard_training(model, build_mesh(world), dtype)
     check_chunked_loss(model, CPU)
     whole = some_batch(4)
     rows = slice(world.rank, None, world.size) if ranks_share else slice(None)

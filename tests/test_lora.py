@@ -12,6 +12,7 @@ from families import family_config
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import gathered, run_ranks
 from safetensors.torch import load_file, save_file
+from shards import shard_training
 from test_quantize import loss_of, token_ids
 from tiny import build_optimizer, tiny_config, tiny_model_folder
 from torch.distributed.tensor import distribute_tensor
@@ -36,7 +37,6 @@ from utils.model.quantize import quantize_linears
 from utils.model.sharding import recompute_activations
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
-from utils.train.trained_run import shard_model
 
 EVERY = {"lora_targets": "all-linear", "use_rslora": True}
 CASES = {  # of Lora
@@ -68,7 +68,7 @@ def sharded(world, folder, case, kind="", recompute=False, adapter=None, replica
     if recompute:
         recompute_activations(model, "full")
     names = base_names(model)
-    shard_model(model, build_mesh(world, mesh_axes(world.size, replicate)), torch.float32)
+    shard_training(model, build_mesh(world, mesh_axes(world.size, replicate)), torch.float32)
     load_pieces(model, pieces, world.device, names=names)
     if adapter:
         load_adapter(model, adapter)
@@ -485,7 +485,7 @@ def base_answers(world, folder, kind):
     model.requires_grad_(False)
     if kind:
         quantize_linears(model, Quant(kind), torch.float32)
-    shard_model(model, build_mesh(world), torch.float32)
+    shard_training(model, build_mesh(world), torch.float32)
     load_pieces(model, pieces, world.device)
     with torch.no_grad():
         ids = token_ids().chunk(world.size)[world.rank]

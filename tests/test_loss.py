@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from shards import shard_training
 from tiny import in_chunks, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,6 @@ from utils.data.batches import Batch
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
-from utils.train.trained_run import shard_model
 
 CPU = torch.device("cpu")
 ALL_KINDS = ["llama", "qwen2", "gemma2", "cohere", "granite", "mixtral", "qwen3_moe"]
@@ -196,7 +196,7 @@ def collectives(world, kind, micro_batches):
     """(all-gathers, reduce-scatters) of one step."""
     model = tiny_model(kind)
     in_chunks(model, 8)
-    shard_model(model, build_mesh(world), torch.float32)
+    shard_training(model, build_mesh(world), torch.float32)
     batch = some_batch()
     with Calls() as calls:
         for i in range(micro_batches):

@@ -6,6 +6,7 @@ python -m pytest tests/test_optim_8bit.py
 import pytest
 import torch
 from ranks import run_ranks
+from shards import shard_training
 from test_checkpoint import SMALL, fingerprint, train
 from tiny import build_optimizer, tiny_model
 from torch import nn
@@ -18,7 +19,6 @@ from utils.plan.need import estimate_states
 from utils.run.errors import ConfigError
 from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
 from utils.train.resume import load_checkpoint
-from utils.train.trained_run import shard_model
 
 SHAPES = {
     "uneven": (37, 512),  # rows are whole blocks of 256
@@ -202,7 +202,7 @@ def test_a_paged_step_that_is_not_finite_is_left_out_by_the_host():
 
 def build(world, name, **changes):
     model = tiny_model("llama", **{**SMALL, "seed": 0, **changes})
-    model = shard_model(model, init_device_mesh("cpu", (world.size,)), torch.float32)
+    model = shard_training(model, init_device_mesh("cpu", (world.size,)), torch.float32)
     return model, build_optimizer(model, lr=1e-2, weight_decay=0.1, name=name)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from families import TYPES, VOCABULARY, family_config, family_model
 from ranks import run_ranks
+from shards import shard_training
 from test_data import examples_of
 from test_parity import write_rows
 from tiny import KINDS, tiny_model, tiny_model_folder
@@ -34,7 +35,6 @@ from utils.model.quantize import quantize_linears
 from utils.model.sharding import recompute_activations
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
-from utils.train.trained_run import shard_model
 
 CPU = torch.device("cpu")
 LONG = 38  # tokens that half of the rows exceed
@@ -403,7 +403,7 @@ def test_a_run_with_sdpa_is_not_told_to_use_it():
 
 def check_sharded(world, model_type: str) -> tuple[str, bool]:
     """(what check_packing says on this rank, whether the parameters are shards after it)"""
-    model = shard_model(family_model(model_type), build_mesh(world), torch.bfloat16)
+    model = shard_training(family_model(model_type), build_mesh(world), torch.bfloat16)
     add_chunked_loss(model)
     said = ""
     try:

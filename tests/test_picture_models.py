@@ -13,6 +13,7 @@ from picture_families import NAMES, family_folder
 from picture_tracker import pictures_of
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from shards import shard_training
 from transformers import AutoModelForImageTextToText
 
 from utils.model.folder import open_weights, read_config
@@ -24,7 +25,6 @@ from utils.model.saving import save_model
 from utils.model.sharding import decoder_layers, recompute_activations
 from utils.run.distributed import build_mesh
 from utils.run.errors import ConfigError
-from utils.train.trained_run import shard_model
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def read_and_save(world, folder, out) -> tuple[bool, set[str], float]:
     model = on_meta(folder)
     pieces = plan_pieces(model, open_weights(folder), folder)
     add_chunked_loss(model)
-    shard_model(model, build_mesh(world), torch.float32)
+    shard_training(model, build_mesh(world), torch.float32)
     load_pieces(model, pieces, world.device)
     check_chunked_loss(model, world.device)
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

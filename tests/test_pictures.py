@@ -10,6 +10,7 @@ from collections import Counter
 import datasets
 import pytest
 import torch
+from generate import read_rows
 from picture_families import NAMES, family_folder
 from PIL import Image
 from transformers import AutoModelForImageTextToText
@@ -31,7 +32,6 @@ from utils.data.pictures import (
     url_of,
     with_room,
 )
-from utils.data.prompts import read_rows
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE

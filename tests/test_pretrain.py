@@ -7,10 +7,12 @@ import json
 import math
 import shutil
 
+import export
 import pretrain
 import pytest
 import torch
 import torch.nn.functional as F
+from families import family_config
 from launch import Forked, forked
 from metrics import read_metrics
 from ranks import run_ranks
@@ -67,6 +69,10 @@ def trained(ranks, out, flags, **more):
     """(metrics by step, final weights)."""
     flags = RUN | flags | {"output_dir": str(out), "batch_size": 8 // ranks} | more
     return results(run_ranks(train, ranks, flags)[0])
+
+
+def exported(world, options):
+    return export.main(options)
 
 
 def results(out):
@@ -224,6 +230,21 @@ def test_new_weights_are_saved_in_the_dtype_of_their_config(files, tmp_path):
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     found = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
     assert found["dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_of_new_weights_becomes_what_its_run_saves(files, tmp_path):
+    """No file has its base. The buffers of this family are not in the checkpoint either."""
+    folder = shutil.copytree((files[0] | files[1])["model"], tmp_path / "model")
+    fields = family_config("deepseek_v3").to_dict()
+    fields |= {"vocab_size": 271, "eos_token_id": 9, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    flags = {"model": str(folder), "init": "random", "steps": 1, "document_mask": False}
+    wanted = trained(1, tmp_path / "run", files[0] | flags)[1]
+    assert any(name.endswith("e_score_correction_bias") for name in wanted)
+    options = export.Config(checkpoint=str(tmp_path / "run"), output_dir=str(tmp_path / "out"))
+    found = run_ranks(exported, 2, options)[0]
+    for path in (tmp_path / "run" / "model").iterdir():
+        assert path.read_bytes() == (found / path.name).read_bytes(), path
 
 
 def test_another_length_of_rows_or_mixture_is_another_run(files, whole, tmp_path):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from families import family_config
 from ranks import gathered, run_ranks
+from shards import shard_training
 from tiny import tiny_config, tiny_model, tiny_model_folder
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,6 @@ from utils.model.quantize import (
 from utils.model.sharding import decoder_layers, recompute_activations
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
-from utils.train.trained_run import shard_model
 
 KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
 # rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks
@@ -343,7 +343,7 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
             layer.compile(backend="aot_eager", fullgraph=True)
     names = base_names(model)
     mesh = build_mesh(world, mesh_axes(world.size, 2 if lever == "hsdp" else 1))
-    shard_model(model, mesh, dtype, cpu_offload=lever == "offload")
+    shard_training(model, mesh, dtype, cpu_offload=lever == "offload")
     if lever != "whole":
         load_pieces(model, pieces, world.device, lever == "offload", names=names)
     load_adapter(model, adapter)

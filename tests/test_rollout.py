@@ -11,6 +11,7 @@ import torch
 from families import family_model
 from ranks import gathered as full
 from ranks import run_ranks
+from shards import shard_training
 from test_lora import build
 from test_loss import Calls
 from tiny import tiny_model, tiny_model_folder
@@ -25,7 +26,6 @@ from utils.model.sharding import recompute_activations, units
 from utils.run.distributed import ALONE, build_mesh, gather
 from utils.run.units import IGNORE
 from utils.train.rollout import Sampling, draw_tokens, gathered, generate, random_numbers
-from utils.train.trained_run import shard_model
 
 V = 1003
 ENDS = frozenset(range(3, V, 8))  # so that completions have many lengths
@@ -187,7 +187,7 @@ def llama(world):
     """(a sharded model that trains, its units)"""
     model = add_chunked_loss(tiny_model("llama"))
     found = units(model, torch.float32)
-    return shard_model(model, build_mesh(world), torch.float32).train(), found
+    return shard_training(model, build_mesh(world), torch.float32).train(), found
 
 
 def adapted(world, folder):
@@ -196,7 +196,7 @@ def adapted(world, folder):
     add_chunked_loss(model)
     names = base_names(model)
     found = units(model, torch.float32)
-    shard_model(model, build_mesh(world), torch.float32)
+    shard_training(model, build_mesh(world), torch.float32)
     load_pieces(model, pieces, world.device, names=names)
     init_lora(model, seed=3)
     for name, parameter in model.named_parameters():

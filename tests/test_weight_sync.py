@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import gathered as full
 from ranks import run_ranks
+from shards import shard_training
 from test_rollout import SAMPLING, asked
 from tiny import build_optimizer, tiny_model, tiny_model_folder
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +48,7 @@ from utils.run.signals import stop_asked
 from utils.train.checkpoint import CheckpointSaver
 from utils.train.resume import load_checkpoint
 from utils.train.rollout import gathered, generate
-from utils.train.trained_run import compute_alone, shard_model
+from utils.train.trained_run import compute_alone
 from utils.train.weight_sync import (
     Weight,
     ask,
@@ -105,7 +106,7 @@ def trained_weights(model):
 
 
 def learner(roles, kind, dtype, mesh=None):
-    model = shard_model(
+    model = shard_training(
         add_chunked_loss(tiny_model(kind)), mesh or build_mesh(roles.own), dtype
     ).train()
     optimizer = build_optimizer(model, 1e-2, 0.0)
@@ -118,7 +119,7 @@ def generator(roles, kind, dtype, layout):
     found = units(model, dtype)
     if layout == "whole":
         return model, []
-    return shard_model(model, build_mesh(roles.own), dtype), found
+    return shard_training(model, build_mesh(roles.own), dtype), found
 
 
 def copy_of(weights, kind, dtype):
@@ -219,7 +220,7 @@ def adapted(folder, dtype, mesh=None):
     lora = Lora(lora_rank=4, lora_alpha=8, lora_targets="all-linear")
     _, names = adapt(model, lora, Quant("8bit"), dtype)
     if mesh:
-        shard_model(add_chunked_loss(model), mesh, dtype)
+        shard_training(add_chunked_loss(model), mesh, dtype)
     else:
         compute_alone(model, dtype)
         for parameter in model.parameters():
@@ -364,7 +365,7 @@ def meet(world, generate_ranks, folder):
         path = saver.save(1, model, optimizer, {})
     with torch.no_grad():
         model.weight.zero_()
-    assert load_checkpoint(path, model, optimizer, own)["step"] == 1
+    load_checkpoint(path, model, optimizer, own)
     assert torch.equal(full(model.weight.detach()), before)
     return (own.rank, own.size), found, errors
 

@@ -128,6 +128,7 @@ def _ours(
     worker: Worker, config, batches: list[torch.Tensor], micro_batches: int
 ) -> torch.nn.Module:
     """The acts of recipes/finetune.py from `build` to `train`, without files."""
+    from shards import shard_training
     from tiny import build_optimizer
 
     from utils.model.attention import fuse_norms
@@ -135,7 +136,6 @@ def _ours(
     from utils.model.loss import add_chunked_loss
     from utils.model.sharding import clip_gradients, decoder_layers, recompute_activations
     from utils.run.distributed import build_mesh
-    from utils.train.trained_run import shard_model
 
     device = worker.world.device
     name = worker.contender.removeprefix("compiled_")
@@ -163,7 +163,7 @@ def _ours(
         for layer in decoder_layers(model):
             layer.compile()
     mesh = build_mesh(worker.world)
-    shard_model(model, mesh, torch.bfloat16, cpu_offload=offload, accumulates=False)
+    shard_training(model, mesh, torch.bfloat16, cpu_offload=offload, accumulates=False)
     load_pieces(model, [], device, offload)  # memory, and the buffers
     fill(model)
     if lora == "lora":

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from measure import MIB, Bound, Worker, measured, run_worker
 from safetensors import safe_open
+from shards import shard_training
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +28,6 @@ from transformers.utils.logging import disable_progress_bar
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces, transfer
 from utils.run.distributed import all_reduce_sum, build_mesh
-from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "ours": "utils/model/loading.py: built on meta, sharded, then each rank reads its own slices",
@@ -86,7 +86,7 @@ def prepare(folder: Path, small: bool) -> None:
 def ours(worker: Worker) -> nn.Module:
     model = build_model(LlamaConfig.from_pretrained(worker.folder), torch.float32)
     pieces = plan_pieces(model, open_weights(worker.folder), worker.folder)
-    shard_model(model, build_mesh(worker.world), torch.float32)
+    shard_training(model, build_mesh(worker.world), torch.float32)
     load_pieces(model, pieces, worker.world.device)
     return model
 
@@ -109,7 +109,7 @@ def raw_pread(worker: Worker) -> Shards:
 
 def from_pretrained(worker: Worker) -> nn.Module:
     model = LlamaForCausalLM.from_pretrained(worker.folder, dtype=torch.float32)
-    return shard_model(model, build_mesh(worker.world), torch.float32)
+    return shard_training(model, build_mesh(worker.world), torch.float32)
 
 
 def rank0_broadcast(worker: Worker) -> nn.Module:
@@ -162,7 +162,7 @@ def accelerate(worker: Worker) -> nn.Module:
 def empty_shards(worker: Worker) -> nn.Module:
     """The sharded model with its buffers; its weights are allocated but not filled."""
     model = build_model(LlamaConfig.from_pretrained(worker.folder), torch.float32)
-    shard_model(model, build_mesh(worker.world), torch.float32)
+    shard_training(model, build_mesh(worker.world), torch.float32)
     load_pieces(model, [], worker.world.device)
     return model
 

@@ -13,6 +13,7 @@ import statistics
 import torch
 from gpu import TINY, fill, write_table
 from measure import Bound, Worker, run_worker  # also puts the repository on sys.path
+from shards import shard_training
 from tiny import build_optimizer
 
 from utils.model.loading import load_pieces, local
@@ -22,7 +23,6 @@ from utils.model.sharding import clip_gradients, recompute_activations
 from utils.plan.need import Setting, _planned_model, need_of
 from utils.run.distributed import World, build_mesh
 from utils.run.units import GIB
-from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "settings": "recompute, rows, length, LoRA, 8bit, 4bit, offload and dtypes, alone and together"
@@ -118,7 +118,7 @@ def run(world: World, shape: str, seq_len: int, param_dtype: str, knobs: dict) -
     model = _planned_model.__wrapped__(chosen)  # not from its cache: the plan's own stays on meta
     if chosen.activation_checkpointing != "none":
         recompute_activations(model, chosen.activation_checkpointing)
-    shard_model(
+    shard_training(
         model,
         build_mesh(world),
         torch.bfloat16,

@@ -11,6 +11,7 @@ import time
 import load
 import torch
 from measure import MIB, Bound, Worker, measured, run_worker
+from shards import shard_training
 from step import WireBytes
 from tiny import build_optimizer
 from transformers import LlamaConfig
@@ -23,7 +24,6 @@ from utils.model.options import Lora, Quant
 from utils.model.quantize import KINDS, quantize_linears
 from utils.model.sharding import decoder_layers
 from utils.run.distributed import all_reduce_sum, build_mesh
-from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "16bit": "LoRA over bf16 weights",
@@ -77,7 +77,7 @@ def contend(worker: Worker) -> dict[str, float]:
     freeze_base(model, Quant(), torch.bfloat16)
     names = base_names(model)
     add_chunked_loss(model)
-    shard_model(model, build_mesh(world), torch.bfloat16)
+    shard_training(model, build_mesh(world), torch.bfloat16)
     with measured() as numbers:
         load_pieces(model, pieces, world.device, names=names)
         init_lora(model, 0)

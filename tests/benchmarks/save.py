@@ -29,6 +29,7 @@ from load import ELEMENTS, compare, prepare, shards_of  # noqa: F401 (prepare is
 from load import ours as load
 from measure import MIB, Bound, Worker, anonymous_bytes, measured, run_worker
 from safetensors.torch import save_file
+from shards import shard_training
 from tiny import build_optimizer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -41,7 +42,6 @@ from utils.model.loading import plan_pieces
 from utils.model.sharding import clip_gradients
 from utils.run.distributed import broadcast, build_mesh
 from utils.train.checkpoint import CheckpointSaver, checkpoint_tensors
-from utils.train.trained_run import shard_model
 
 CONTENDERS = {
     "ours": "utils/model/saving.py: every rank writes its shards at their places, reads back, compares",
@@ -146,7 +146,7 @@ class Training:
         vocab_size, width, inner, tokens = TRAINED[worker.small]
         sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
         config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=8)
-        model = shard_model(
+        model = shard_training(
             LlamaForCausalLM(config), build_mesh(worker.world), torch.float32, False
         )
         self.model, self.optimizer = model, build_optimizer(model, 1e-4, 0.0)

@@ -3,14 +3,10 @@
 import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
-from ..run.errors import ConfigError
 from .chats import renderable
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
-from .rows import as_object, find_sources
 from .tokens import adds_bos, encode, hidden, render
 
 FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
@@ -20,11 +16,6 @@ BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PIC
 PROMPTS = {"prompt", "messages", "conversations"}
 NO_COLUMNS = {*PROMPTS, *BESIDE}
 OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # the keys of an alpaca row's prompt
-
-
-class Row(NamedTuple):
-    where: str
-    data: dict
 
 
 class Prompt(NamedTuple):
@@ -39,17 +30,6 @@ class Prompt(NamedTuple):
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         return self.content
-
-
-def read_rows(name: str | Path) -> list[Row]:
-    """All rows of the data that a flag names, unchanged. ConfigError names the first bad row."""
-    rows = []
-    for where, value in chain.from_iterable(source.read() for source in find_sources(str(name))):
-        try:
-            rows.append(Row(where, as_object(value)))
-        except ValueError as fault:
-            raise ConfigError(f"{where}: {fault}") from None
-    return rows
 
 
 def turns_of(row: dict, read: Callable = to_messages) -> tuple:

@@ -38,6 +38,8 @@ class Question(NamedTuple):
     where: str
     tools: list | None = None
 
+    messages = Prompt.messages
+
 
 @dataclass(frozen=True, eq=False)
 class Questions(Examples):
@@ -134,7 +136,7 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
         ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
         ids = ids if tokenizer.eos_token_id is None else ids[:-1]
     else:
-        choice, messages = hidden(tokenizer, choice), Prompt("", question.content).messages
+        choice, messages = hidden(tokenizer, choice), question.messages
         answered = [*messages, {"role": "assistant", "content": choice}]
         prompt, whole = (prompt_of(tokenizer, m, question.tools) for m in (messages, answered))
         lead = whole[len(prompt) :].partition(choice)[0]  # Llama 2: "[/INST]", then " Yes"

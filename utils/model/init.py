@@ -24,6 +24,7 @@ from ..run.units import seed_of
 from .folder import Source, TensorInfo, read_config, read_json
 from .loading import runs, whole
 
+SHAPES = Path(__file__).resolve().parents[2] / "configs" / "shapes"
 BLOCK = 2**20  # elements
 FIX = "another family, or --init model with weights that transformers has made"
 # Functions of torch that act on each element by itself: the first fill a tensor, the others change its
@@ -73,23 +74,23 @@ def kind_of(function) -> str:
     return function._schema.name.removeprefix("aten::")
 
 
-def open_config(name: str, shapes: Path, world: World, tokenizer: str, trust=False) -> Source:
-    """The config of a folder with a config.json, or of a name in the folder `shapes`, without weights.
-    ConfigError on all ranks for another name, and for a shape without --tokenizer.
+def open_config(name: str, world: World, tokenizer: str, trust_remote_code: bool) -> Source:
+    """The config of a folder with a config.json, or of a name in SHAPES, without weights. ConfigError on all
+    ranks for another name, and for a shape without --tokenizer.
     """
     with together(world):
-        path = shapes / f"{name.lower()}.json"
+        path = SHAPES / f"{name.lower()}.json"
         if path.exists():
             check(
                 tokenizer, f"--model {name} is a shape, without a tokenizer (fix: --tokenizer DIR)"
             )
-            return Source(shapes, AutoConfig.for_model(**read_json(path)), {})
+            return Source(SHAPES, AutoConfig.for_model(**read_json(path)), {})
         folder = Path(name).expanduser()
         check(
             (folder / "config.json").is_file(),
-            f"--init random --model {name} is no folder with a config.json (fix: one, or a name in {shapes})",
+            f"--init random --model {name} is no folder with a config.json (fix: one, or a name in {SHAPES})",
         )
-        return Source(folder, read_config(folder, trust), {})
+        return Source(folder, read_config(folder, trust_remote_code), {})
 
 
 def plan_weights(

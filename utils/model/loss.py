@@ -81,17 +81,10 @@ def known_transforms(model: nn.Module) -> list[Transform]:
     def values(fields: tuple[str, ...]) -> list[float]:
         return [*filter(None, (getattr(config, field, None) for field in fields))]
 
-    factors = [*(1 / divisor for divisor in values(DIVISORS)), *values(FACTORS), 1.0]
-    capped = [partial(_capped, cap=cap) for cap in values(CAPS)]
-    return capped + [partial(_scaled, factor=factor) for factor in factors]
-
-
-def _capped(logits: Tensor, cap: float) -> Tensor:
-    return torch.tanh(logits / cap) * cap
-
-
-def _scaled(logits: Tensor, factor: float) -> Tensor:
-    return logits if factor == 1 else logits * factor
+    factors = [*(1 / divisor for divisor in values(DIVISORS)), *values(FACTORS)]
+    capped = [lambda logits, cap=cap: torch.tanh(logits / cap) * cap for cap in values(CAPS)]
+    scaled = [lambda logits, factor=factor: logits * factor for factor in factors]
+    return [*capped, *scaled, lambda logits: logits]
 
 
 @torch.no_grad()

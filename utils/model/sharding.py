@@ -52,9 +52,10 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
         inner = [module for module in layer.modules() if module in in_fp32]
         for mixer in layer.modules():
             for conv in mixer.children():
-                if conv in inner and isinstance(conv, nn.Conv1d):  # the mixer reads its weight
+                if conv in inner and isinstance(conv, nn.Conv1d):
                     inner.remove(conv)
-                    mixer.register_forward_pre_hook(partial(_unshard, conv))
+                    # The mixer reads its weight, and never calls it. The backward shards it again.
+                    mixer.register_forward_pre_hook(lambda *_, conv=conv: conv.unshard())
                     found.append(Unit([conv], torch.float32, reshard_after_forward=False))
         if inner:
             found.append(Unit(inner, torch.float32))
@@ -102,11 +103,6 @@ def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter
     trained = {p for p in dtypes if p.requires_grad}
     needs_fp32 = accumulates and any(p.dtype != torch.float32 for p in trained)
     return plain - trained if needs_fp32 or trained - plain else plain
-
-
-def _unshard(module: FSDPModule, *called) -> None:
-    """Gather a unit whose own forward is never called. After the backward it is sharded again."""
-    module.unshard()
 
 
 def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
@@ -247,7 +243,8 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, worth_keeping)
-    model.activation_checkpointing_enable(options)
+    newer = getattr(model, "activation_checkpointing_enable", None)  # in transformers 5.23
+    (newer or model.gradient_checkpointing_enable)(options)
     if hasattr(model, "_require_grads_hook"):
         model.disable_input_require_grads()  # only use_reentrant needs them
     return model

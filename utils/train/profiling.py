@@ -115,8 +115,9 @@ def start_recording(
 
 # Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;
 # fp16 for V100 and T4, which have no bf16 units. From NVIDIA's data sheets and white papers, halved where
-# those count sparsity. The first match counts.
+# those count sparsity. The first match counts. 0: not known.
 PEAK_TFLOPS = {
+    "MIG|Laptop|Ti": 0,  # a slice, or another chip of the same name
     "B200": 2250,
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -169,13 +170,9 @@ def flops_per_token(model: nn.Module, length: float, frozen: bool = False) -> fl
     return (4.0 if frozen else 6.0) * matmul_parameters(model) + attention
 
 
-def peak_flops(name: str) -> float | None:
-    """The peak FLOP/s of the device with this name of torch.cuda.get_device_name. None for a MIG slice, a
-    laptop or Ti GPU, and an unknown name.
-    """
-    if re.search(r"\b(MIG|Laptop|Ti)\b", name):
-        return None
+def peak_flops(name: str) -> float:
+    """The peak FLOP/s of the device with this name of torch.cuda.get_device_name; 0 if it is not known."""
     for pattern, tflops in PEAK_TFLOPS.items():
         if re.search(rf"\b({pattern})\b", name):
             return tflops * 1e12
-    return None
+    return 0.0

@@ -205,8 +205,8 @@ def read_state(path: Path) -> dict:
     return json.loads((path / "state.json").read_text())
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> dict:
-    """Load weights and optimizer state in place, into any sharding; returns `read_state(path)`.
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> None:
+    """Load weights and optimizer state in place, into any sharding.
 
     Every rank calls it, with the model sharded and allocated. Raises ConfigError on all ranks if names,
     shapes or dtypes differ, or if files are damaged.
@@ -215,7 +215,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
     with together(world):
         check_tensors(path, tensors, "--resume none")
     read_tensors(path, tensors, world)
-    return read_state(path)
 
 
 def check_tensors(path: Path, tensors: dict[str, Tensor], fix: str, dtypes: bool = True) -> None:

@@ -3,7 +3,7 @@ weights; and shard it. For grpo.py: a reward model, for example from reward.py, 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from ..model.sharding import (
     dtypes_as_loaded,
     plain_name,
     reshard,
-    stored_as_computed,
     units,
 )
 from ..run.distributed import World, gather, together
@@ -53,10 +52,11 @@ class Trained:
     tokenizer: tuple[Path, str, bool]  # folder, chat template ("": its own), trust_remote_code
     run: dict  # settings of the checkpoint's run; {} without a checkpoint
     kind: str  # a key of loading.KINDS
-    checkpoint: Path | None = None
-    adapter: object = None  # peft config of the adapter
+    checkpoint: Path | None
+    adapter: object  # peft config of the adapter
     # name in the base -> names in the model with adapters, see lora.base_names
-    names: dict[str, list[str]] | None = None
+    names: dict[str, list[str]] | None
+    rules: dict | None  # of init.plan_weights, for the buffers of a new model
 
 
 def open_trained(
@@ -92,15 +92,29 @@ def open_trained(
             if not tokenizer_name and (Path(adapter) / "tokenizer_config.json").exists():
                 tokenizer_name = adapter
         check(base, "the base model is not known (fix: --model FOLDER)")
-    source = open_model(base, world, trust_remote_code)
+    is_new = run.get("init") == "random"  # no file has the base
+    if is_new:
+        from ..model.init import open_config, plan_weights
+
+        source = open_config(base, world, tokenizer_name, trust_remote_code)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # as pretrain.py set them
+            setattr(source.config, name, state[f"config.{name}"])
+    else:
+        source = open_model(base, world, trust_remote_code)
     tokenizer_folder = (
         find_model(tokenizer_name, world, trust_remote_code) if tokenizer_name else source.folder
     )
-    config, names = None, None
+    config, names, rules = None, None, None
     with together(world):
+        stored = source.config.dtype or torch.float32  # build_model changes it
         dtype = DTYPES[dtype or run.get("param_dtype", "fp32")]
         kind = kind_of(run, source, adapter)
         built = build_model(source.config, dtype, "auto", trust_remote_code, kind=kind)  # on meta
+        if is_new:
+            weights, rules = plan_weights(built, stored)
+            for name, _ in built.named_parameters():  # the checkpoint has them
+                del rules[name]
+            source = replace(source, weights=weights)
         pieces = plan_pieces(built, source.weights, source.folder)
         if adapter or run.get("lora_rank"):
             from ..model.lora import add_adapters, base_names
@@ -115,7 +129,7 @@ def open_trained(
             fix = "the --model it was trained from"
             check_tensors(path, checkpoint_tensors(built), fix, dtypes=False)
     tokenizer = (tokenizer_folder, run.get("chat_template") or template, trust_remote_code)
-    return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names)
+    return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names, rules)
 
 
 def kind_of(run: dict, source: Source, adapter: str) -> str:
@@ -139,43 +153,27 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
 
 
 def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    reshard_after_forward=True,
-    cpu_offload=False,
-    accumulates=True,
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload=False
 ) -> nn.Module:
-    """Shard every parameter along dim 0 over the mesh, in place. On meta this costs nothing.
+    """Shard every parameter along dim 0 over the mesh, in place, for inference. On meta this costs nothing.
 
-    Shards keep the dtype of the parameters (fp32 master weights). They are all-gathered in `dtype`, except
-    for modules that the model's family computes in fp32. Gradients are reduced in fp32. Inputs of a layer are
-    not cast: some (rotary tables, states) are fp32 on purpose, the others have the embedding's dtype. So the
-    logits are bit for bit those of from_pretrained(dtype=dtype).
-
-    reshard_after_forward False keeps the layers gathered until their backward, like ZeRO stage 2: less
-    traffic, more memory. cpu_offload keeps shards, gradients and optimizer on the host. On a single rank,
-    stored_as_computed decides which parameters are not sharded; accumulates: see there.
+    Shards keep the dtype of the parameters. They are all-gathered in `dtype`, except for modules that the
+    model's family computes in fp32. Inputs of a layer are not cast: some (rotary tables, states) are fp32 on
+    purpose, the others have the embedding's dtype. So the logits are bit for bit those of
+    from_pretrained(dtype=dtype). cpu_offload keeps the shards on the host.
     """
     offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    found = units(model, dtype, tower_layers(model))
-    plain = set()
-    if mesh.size() == 1 and not cpu_offload:
-        plain = stored_as_computed(found, accumulates)
-    for unit in found:
+    for unit in units(model, dtype, tower_layers(model)):
         fully_shard(
             unit.modules,
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward and unit.reshard_after_forward,
+            reshard_after_forward=unit.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=unit.param_dtype,
-                reduce_dtype=torch.float32,
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
         )
-        unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     return model
 
 
@@ -189,7 +187,8 @@ def frozen_copy(
 ) -> nn.Module:
     """Shard a model of build_model, on meta, and load it in the compute dtype, for inference only."""
     compute_alone(model.requires_grad_(False), dtype)
-    shard_model(model, mesh, dtype, cpu_offload=cpu_offload)
+    if mesh.size() > 1 or cpu_offload:
+        shard_model(model, mesh, dtype, cpu_offload)
     load_pieces(model, pieces, device, cpu_offload)
     if device.type == "cuda":
         fuse_norms(model)
@@ -211,6 +210,10 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
         state = trained.model.state_dict(keep_vars=True)
         pieces = [piece for piece in pieces if not state[piece.param].requires_grad]
     load_pieces(trained.model, pieces, world.device, names=trained.names)
+    if trained.rules:
+        from ..model.init import draw_weights
+
+        draw_weights(trained.model, trained.rules, trained.run["seed"])
     if adapter:
         from ..model.lora import load_adapter
 
@@ -267,9 +270,7 @@ class RewardModel:
         """The ids of the conversation with its answer, in the model's chat template. Only the last
         tokens are kept, as many as the model has positions.
         """
-        asked = question.content
-        asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        turns = [*asked, {"role": "assistant", "content": text}]
+        turns = [*question.messages, {"role": "assistant", "content": text}]
         render = self.tokenizer.apply_chat_template
         ids = render(turns, tools=question.tools, return_dict=True)["input_ids"]
         return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]
