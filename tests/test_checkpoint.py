@@ -231,6 +231,19 @@ def test_leftovers_and_odd_names_are_not_checkpoints(tmp_path):
     assert read_state(right)["step"] == 10
 
 
+def save_nothing(world, folder):
+    with CheckpointSaver(folder, 1, world):
+        pass
+
+
+def test_a_start_that_has_no_step_left_to_save_clears_killed_saves_too(tmp_path):
+    run_ranks(save_many, 1, tmp_path, [1, 2], 2)
+    (tmp_path / ".tmp_step_00000001_dead").mkdir()
+    (tmp_path / ".tmp_step_00000001_dead" / "manifest.json").touch()
+    run_ranks(save_nothing, 1, tmp_path)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
 def test_the_newest_are_kept_and_killed_saves_are_cleared(tmp_path):
     (tmp_path / ".tmp_step_00000001_dead").mkdir()
     run_ranks(save_many, 1, tmp_path, [1, 2, 3, 4], 2)

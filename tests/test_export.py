@@ -174,6 +174,18 @@ def damaged(adapter: Path, change) -> None:
     save_file(stored, file)
 
 
+def test_the_adapter_of_a_reward_model_is_refused_with_the_place_that_says_how_to_merge_it(
+    tmp_path,
+):
+    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
+    adapter = make_adapter(base, tmp_path / "adapter")
+    score = "base_model.model.score.weight"
+    damaged(adapter, lambda stored: stored.update({score: torch.zeros(1, 64)}))
+    remedy = r"recipes/README\.md says how to merge that of a reward model"
+    with pytest.raises(ConfigError, match=rf"score\.weight absent, there \[1, 64\] .*{remedy}"):
+        exported(tmp_path / "out", model=base, adapter=adapter)
+
+
 def test_an_adapter_of_another_base_is_refused_by_name_before_anything_is_written(tmp_path):
     base = tiny_model_folder(tmp_path / "base", vocab_size=271)
     adapter = make_adapter(base, tmp_path / "adapter")

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from shards import shard_training
-from tiny import KINDS, tiny_model_folder
+from tiny import KINDS, tiny_config, tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -234,3 +234,8 @@ def test_a_layout_that_is_not_cut_into_slices_is_refused_and_the_named_remedy_wo
     with torch.no_grad():
         expected = model(IDS, use_cache=False).logits
     assert torch.equal(run_ranks(logits, 2, tmp_path / "remedied", torch.float32)[0], expected)
+
+
+def test_an_attention_that_a_model_lacks_is_refused_with_another_attn():
+    with pytest.raises(ConfigError, match=r"--attn sdpa: .*\(fix: another --attn, or other values"):
+        build_model(tiny_config("gemma2"), torch.float32, attn="sdpa")

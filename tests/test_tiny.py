@@ -62,6 +62,18 @@ def test_rows_are_a_function_of_the_random_numbers():
     assert chat_row(Random(7), False) != chat_row(Random(8), False)
 
 
+@pytest.mark.parametrize(
+    "name", ["all", *(pytest.param(n, marks=pytest.mark.slow) for n in ("make", "make_vision"))]
+)
+def test_help_makes_and_runs_nothing(name):
+    file = TINY / f"{name}.py"
+    done = shell(f"python {file} --help")
+    assert done.returncode == 0
+    assert f"python recipes/tiny/{name}.py" in done.stdout
+    assert done.stderr == ""
+    assert shell(f"python {file} --halp").returncode == 2
+
+
 def test_the_weights_are_at_most_2_mb_and_have_the_recorded_loss():
     assert (TINY / "model.safetensors").stat().st_size <= 2_000_000
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)

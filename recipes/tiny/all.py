@@ -6,6 +6,7 @@
 Exit code 1: a command failed; its last lines are shown. Nothing of this project is imported here.
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -34,7 +35,14 @@ LOGGED = {"pretrain": ("bits per byte", "eval_bits_per_byte")}
 
 
 def main() -> int:
-    names = sys.argv[1:] or [*SCORED, *LOGGED, "eval"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    everything = [*SCORED, *LOGGED, "eval"]
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(everything)}")
+    names = parser.parse_args().names or everything
+    if unknown := {*names} - {*everything}:
+        parser.error(f"no recipe of this table: {', '.join(sorted(unknown))}")
     rows = []
     for name in names:
         start = time.monotonic()

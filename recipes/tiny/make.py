@@ -6,6 +6,7 @@
 Only config.json, generation_config.json, tokenizer_config.json and chat_template.jinja are written by hand.
 """
 
+import argparse
 import hashlib
 import io
 import json
@@ -203,4 +204,8 @@ def sha256(data: bytes) -> str:
 
 
 if __name__ == "__main__":
-    main(record="--record" in sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--record", action="store_true", help="write made.json anew")
+    main(parser.parse_args().record)

@@ -7,6 +7,7 @@ stories. The vision tower is trained here to tell the shape and colour in each c
 projector between them is random, so the model cannot name what it sees yet: that is the task.
 """
 
+import argparse
 import base64
 import io
 import json
@@ -217,6 +218,9 @@ def make_model() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
     FOLDER.mkdir(exist_ok=True)
     torch.set_num_threads(1)  # rounding depends on it
     make_task(FOLDER)

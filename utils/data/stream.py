@@ -167,5 +167,5 @@ class StreamBatches(PackedBatches):
         text = f"{self.examples.summary()}; {self.rows():,} rows of {self.size} tokens"
         if self.weights:
             counts = self.pattern.bincount().tolist()
-            text += f", of {PERIOD:,} {' + '.join(map(str, counts))} of the sources"
+            text += f", of {PERIOD:,} {' + '.join(map(str, counts))} of the sources (below: the documents)"
         return text

@@ -234,7 +234,7 @@ def build_model(
     }
     problem = f"{config.model_type} cannot be built with --attn {attn}"
     if not whole:
-        fix = f"other values in the config.json of {config.name_or_path or 'the model'}"
+        fix = f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'}"
         with others_code(problem, fix), torch.device("meta"):
             model = family.from_config(config, **options)
     else:

@@ -280,7 +280,11 @@ def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
         wanted, found = shapes.get(key, "absent"), stored.get(key, "absent")
         if wanted != found:
             wrong.append(f"{key} {wanted}, there {found}")
-    check(not wrong, f"{file} does not fit: {first_five(wrong)} (fix: the adapter of this model)")
+    check(
+        not wrong,
+        f"{file} does not fit: {first_five(wrong)} (fix: the adapter of this model; recipes/README.md says"
+        " how to merge that of a reward model)",
+    )
     return names
 
 

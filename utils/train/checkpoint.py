@@ -66,6 +66,8 @@ class CheckpointSaver(AbstractContextManager):
             self.background = Background(world.device)
         self.token = broadcast(world, secrets.token_hex(4))  # makes its temporary folders unique
         self.seconds = 0.0  # duration of the last save; only on rank 0
+        if world.rank == 0:
+            _remove_leftovers(folder)
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict) -> Path:
         """Save the checkpoint after `step` optimizer steps. state: everything else a resume needs, as JSON.
@@ -76,12 +78,13 @@ class CheckpointSaver(AbstractContextManager):
         """
         self.wait()
         final = self.folder / f"step_{step:08d}"
-        state = state | {"step": step, "cwd": os.getcwd()}
         tensors = checkpoint_tensors(model, optimizer)
         # The run folder exists. A sharded tensor has the bytes of all shards.
         check_space(self.folder.parent, sum(t.nbytes for t in tensors.values()), self.world)
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
-        self.writer = _Writer(temporary, final, state, self.keep)
+        self.writer = _Writer(
+            temporary, final, state | {"step": step, "cwd": os.getcwd()}, self.keep
+        )
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         # Without this key, DCP could reuse the plan of an earlier run in this process, with other dtypes.
         planner._cached_plans_key = self.token
@@ -118,8 +121,7 @@ class CheckpointSaver(AbstractContextManager):
                 agreed=True,
             ) from error
         finally:
-            if self.world.rank == 0:
-                shutil.rmtree(self.writer.path, ignore_errors=True)
+            shutil.rmtree(self.writer.path, ignore_errors=True)  # of a save that failed
         if not self.seconds:
             _warn_of_grace(self.writer)
         self.seconds = self.writer.seconds
@@ -249,11 +251,15 @@ def _warn_of_grace(writer: _Writer) -> None:
 
 
 def _retire(final: Path, keep: int) -> None:
-    """Remove all checkpoints up to `final` but the newest `keep`, and the leftovers of killed saves."""
+    """Remove all checkpoints up to `final` but the newest `keep`."""
     older = [path for path in complete_checkpoints(final.parent) if path < final]
     with suppress(OSError):  # a failed removal must not stop the training
         for path in older[: 1 - keep or None] if keep else []:  # with `final`, `keep` stay
-            (path / "manifest.json").unlink()  # first: without it, it is no checkpoint
-            os.rename(path, path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
-        for path in final.parent.glob(".tmp_*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            path.rename(path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
+    _remove_leftovers(final.parent)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove temporary folders, also those of killed saves and removals. No save may be going on."""
+    for path in folder.glob(".tmp_*"):
+        shutil.rmtree(path, ignore_errors=True)
