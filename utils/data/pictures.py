@@ -33,7 +33,7 @@ from PIL import Image, ImageOps
 from ..run.errors import others_code, reason_of_others
 from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
-from .prompts import Prompt, Row, prompt_of, turns_of
+from .prompts import Prompt, prompt_of, turns_of
 from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"
@@ -235,9 +235,10 @@ def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]
 # --- prompts
 
 
-def picture_prompt(row: Row, rows) -> Prompt:
-    """The prompt of a row. rows: an encode.Rows, with the folder of the pictures and their maximum size. If
-    the text has no placeholders, the pictures come before the first user turn. ValueError: what is wrong.
+def picture_prompt(row, rows) -> Prompt:
+    """The prompt of a row: its `data`, and `where` it is. rows: an encode.Rows, with the folder of the
+    pictures and their maximum size. If the text has no placeholders, the pictures come before the first user
+    turn. ValueError: what is wrong.
     """
     read = partial(read_pictured, anywhere=True)
     data = row.data
