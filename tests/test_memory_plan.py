@@ -14,9 +14,10 @@ import fit_trials
 import pytest
 import torch
 import torch.nn.functional as F
-from fsdp_tracker import setting_of
+from fsdp_tracker import most_alive, setting_of
 from launch import forked
 from limited import Limit
+from ranks import run_ranks
 from shell import ROOT, shell
 from tiny import KINDS, OLDER, tiny_config, tiny_model_folder
 from torch.autograd.graph import saved_tensors_hooks
@@ -192,6 +193,17 @@ def test_selective_recomputing_needs_less_than_none_beside_adapters_too(quantiza
     totals = [peak.total for peak in peaks]
     assert totals == sorted(totals, reverse=True)
     assert peaks[1].parts["activations"] < 0.7 * peaks[0].parts["activations"]
+
+
+@slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_waited_in_fp32_are_planned_while_they_are_reduced(tied):
+    """The largest one lives on beside the input of the reduce-scatter, in fp32 too."""
+    head = {"vocab_size": 20003, "hidden_size": 64, "num_hidden_layers": 2}
+    asked = case(seq_len=8, param_dtype="bf16", grad_accum=2)
+    asked["sizes"] |= head | {"num_attention_heads": 4, "head_dim": 16, "tie_word_embeddings": tied}
+    planned = need_of(setting_of(asked)).peak.total
+    assert planned == pytest.approx(max(run_ranks(most_alive, 2, asked)), rel=0.005)
 
 
 ARCHITECTURES = [

@@ -341,26 +341,23 @@ class Replay:
 
     def reduce(self, unit: Unit, sync: bool) -> None:
         """Reshard a unit after its backward, and reduce its gradients. The input of a reduce-scatter lives
-        until the next one begins.
+        until the next one begins. Its output becomes the unit's gradients, or is added to them.
         """
         self.reshard(unit)
         waiting = self.deferred.pop(unit, 0)
         if waiting:  # the gradients of this micro-batch are added to them
             self.free("whole gradients", unit.grads)
-        if sync or not unit.reduced:
-            self.free("reduced")
-            self.add("reduced", unit.reduced)
-            self.free("whole gradients", waiting or unit.grads)
-            self.reduce_scatter(unit)
+        if unit.reduced and not sync:
+            in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
+            if in_fp32 > unit.grads and not waiting:
+                self.add("whole gradients", in_fp32)
+                self.free("whole gradients", unit.grads)
+            self.deferred[unit] = in_fp32
             return
-        in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
-        if in_fp32 > unit.grads and not waiting:
-            self.add("whole gradients", in_fp32)
-            self.free("whole gradients", unit.grads)
-        self.deferred[unit] = in_fp32
-
-    def reduce_scatter(self, unit: Unit) -> None:
-        """The output of a reduce-scatter: it becomes the unit's gradients, or is added to them."""
+        self.free("reduced")
+        self.add("reduced", unit.reduced)
+        self.free("whole gradients", waiting or unit.grads)
+        last = unit.last * 2 if waiting > unit.grads else unit.last  # those that waited are fp32
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
         keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
@@ -369,14 +366,14 @@ class Replay:
         has_replicas = self.setting.replicate > 1
         # also without a stream of its own, since gradients do not fit between activations
         stream = ALL_REDUCE if has_replicas else REDUCE
-        self.add("gradients", unit.last)
+        self.add("gradients", last)
         self.add("gradients", output, REDUCE)
         if not self.setting.gpu and self.setting.shards > 1:
             # gloo reduces a copy of its input.
             self.add("reduced", unit.reduced, REDUCE)
             self.free("reduced", unit.reduced, REDUCE)
         self.add("gradients", cast, stream)
-        self.free("gradients", unit.last)
+        self.free("gradients", last)
         if cast:
             self.free("gradients", cast - kept, stream)
         freed = output if cast else output - kept
