@@ -11,6 +11,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 from types import MethodType
+from unittest.mock import patch
 
 warnings.simplefilter("ignore")
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -173,6 +174,7 @@ def most_alive(world, case: dict) -> int:
     _planned_model.cache_clear()
     model = planned_model(plan)
     _planned_model.cache_clear()  # this one is sharded
+    recompute_activations(model, plan.activation_checkpointing)
     ranks = dist.new_group(backend="fake")
     mesh = DeviceMesh.from_group(ranks, "cpu", mesh_dim_names=("shard",))
     shard_model(model, mesh, plan.dtype, accumulates=plan.grad_accum > 1)
@@ -186,7 +188,10 @@ def most_alive(world, case: dict) -> int:
     model.forward = MethodType(loss_of_all, model)
     ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64)
     table = model.get_input_embeddings().weight.shape
-    with Storages(table, *model.parameters(), *model.buffers(), *moments) as storages:
+    with (
+        patch.object(F, "rms_norm", norm_on_meta),
+        Storages(table, *model.parameters(), *model.buffers(), *moments) as storages,
+    ):
         for i in range(plan.grad_accum):
             model.set_requires_gradient_sync(i == plan.grad_accum - 1)
             model(ids, labels=ids).backward()
