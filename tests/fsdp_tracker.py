@@ -7,9 +7,11 @@ prints the bytes of the peak. CASE is JSON: see `main`. torch/distributed/_tools
 import json
 import sys
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from types import MethodType
+from unittest.mock import patch
 
 warnings.simplefilter("ignore")
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -21,9 +23,11 @@ from shards import shard_training
 from tiny import build_optimizer, make_states, tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import masking_utils
 
 from utils.model.activation_offload import hook_inputs
@@ -71,12 +75,17 @@ def loss_of_all(self, ids, labels):
     return self.get_output_embeddings()(hidden[rows, columns], labels.view(-1)).clone()
 
 
+def in_place(func, args: tuple, table: torch.Size):
+    """Autograd adds the two gradients of a tied weight in place, but not within a mode."""
+    is_sum = func is aten.add.Tensor and args[0].shape == table
+    return aten.add_.Tensor if is_sum else func
+
+
 class Tracker(FSDPMemTracker):
-    """torch's tracker. Autograd adds the two gradients of a tied weight in place, but not within a mode."""
+    """torch's tracker."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is aten.add.Tensor and args[0].shape == self.table:
-            func = aten.add_.Tensor
+        func = in_place(func, args, self.table)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -135,6 +144,58 @@ def peak(case: dict) -> int:
         found = tracker.get_tracker_snapshot("peak")
     dist.destroy_process_group()
     return max(parts["Total"] for parts in found.values())
+
+
+class Storages(TorchDispatchMode):
+    """The most bytes of live storages. torch's tracker itself keeps alive a gradient that is accumulated."""
+
+    def __init__(self, table: torch.Size, *tensors: torch.Tensor):
+        super().__init__()
+        self.table, self.storages, self.most = table, weakref.WeakSet(), 0
+        self.note(tensors)
+
+    def note(self, values: object) -> None:
+        for value in tree_iter(values):
+            if isinstance(value, torch.Tensor):
+                self.storages.add(getattr(value, "_local_tensor", value).untyped_storage())
+        self.most = max(self.most, sum(storage.nbytes() for storage in self.storages))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = in_place(func, args, self.table)(*args, **kwargs or {})
+        self.note((args, kwargs, result))
+        return result
+
+
+def most_alive(world, case: dict) -> int:
+    """The most bytes of a rank in a step that really runs. Only the collectives do nothing: gloo's threads
+    free their tensors at any time.
+    """
+    plan = setting_of(case)
+    _planned_model.cache_clear()
+    model = planned_model(plan)
+    _planned_model.cache_clear()  # this one is sharded
+    recompute_activations(model, plan.activation_checkpointing)
+    ranks = dist.new_group(backend="fake")
+    mesh = DeviceMesh.from_group(ranks, "cpu", mesh_dim_names=("shard",))
+    shard_training(model, mesh, plan.dtype, accumulates=plan.grad_accum > 1)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.zero_()
+    optimizer = build_optimizer(model, 1e-3, 0.0)
+    make_states(optimizer)
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    model.forward = MethodType(loss_of_all, model)
+    ids = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64)
+    table = model.get_input_embeddings().weight.shape
+    with (
+        patch.object(F, "rms_norm", norm_on_meta),
+        Storages(table, *model.parameters(), *model.buffers(), *moments) as storages,
+    ):
+        for i in range(plan.grad_accum):
+            model.set_requires_gradient_sync(i == plan.grad_accum - 1)
+            model(ids, labels=ids).backward()
+    return storages.most
 
 
 if __name__ == "__main__":

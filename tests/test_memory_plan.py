@@ -14,9 +14,10 @@ import fit_trials
 import pytest
 import torch
 import torch.nn.functional as F
-from fsdp_tracker import setting_of
+from fsdp_tracker import most_alive, setting_of
 from launch import forked
 from limited import Limit
+from ranks import run_ranks
 from shell import ROOT, shell
 from tiny import KINDS, OLDER, tiny_config, tiny_model_folder
 from torch.autograd.graph import saved_tensors_hooks
@@ -192,6 +193,34 @@ def test_selective_recomputing_needs_less_than_none_beside_adapters_too(quantiza
     totals = [peak.total for peak in peaks]
     assert totals == sorted(totals, reverse=True)
     assert peaks[1].parts["activations"] < 0.7 * peaks[0].parts["activations"]
+
+
+@slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_waited_in_fp32_are_planned_while_they_are_reduced(tied):
+    """The largest one lives on beside the input of the reduce-scatter, in fp32 too."""
+    head = {"vocab_size": 20003, "hidden_size": 64, "num_hidden_layers": 2}
+    asked = case(seq_len=8, param_dtype="bf16", grad_accum=2)
+    asked["sizes"] |= head | {"num_attention_heads": 4, "head_dim": 16, "tie_word_embeddings": tied}
+    planned = need_of(setting_of(asked)).peak.total
+    assert planned == pytest.approx(max(run_ranks(most_alive, 2, asked)), rel=0.005)
+
+
+@slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        # The last block's buffer lives on while the head is copied out.
+        case(seq_len=16, dtype="fp32", shards=4, lora_rank=8),
+        # Two masks and the rotary tables live until the first block's backward ends.
+        case("gemma2", shards=1, activation_checkpointing="selective"),
+        case("llama", shards=1, activation_checkpointing="full"),
+    ],
+)
+def test_what_outlives_a_block_is_planned(asked):
+    asked["sizes"] |= {"vocab_size": 800, "hidden_size": 128, "intermediate_size": 256}
+    most = max(run_ranks(most_alive, asked["shards"], asked))
+    assert -0.005 < need_of(setting_of(asked)).peak.total / most - 1 < 0.02
 
 
 ARCHITECTURES = [
@@ -408,9 +437,9 @@ def test_offloaded_states_are_on_the_host_and_rounded_as_pinned_memory_is():
 
 
 def test_offloaded_inputs_are_on_the_host_and_one_of_them_on_its_way():
-    how = {"activation_checkpointing": "full", "batch_size": 4}
+    how = {"activation_checkpointing": "full", "batch_size": 8}
     there, away = (need_of(of_llama(**how, activation_offload=o)) for o in (False, True))
-    input_bytes = 4 * 1024 * 768 * 2
+    input_bytes = 8 * 1024 * 768 * 2
     gone = there.peak.total - away.peak.total
     assert 3 * input_bytes < gone <= (BIG["num_hidden_layers"] - 1) * input_bytes
     assert away.host - there.host == BIG["num_hidden_layers"] * 2 ** (input_bytes - 1).bit_length()

@@ -57,6 +57,28 @@ def test_what_does_not_fit_is_refused_with_its_remedy_and_forced():
     generate.check_room(parts, ALONE, force=True)
 
 
+def test_eager_attention_is_planned_with_its_probabilities():
+    """They are fp32 beside the scores, of every head: most of a long prompt's memory."""
+    eager, sdpa = (
+        generate.estimate_generation(
+            build_model(tiny_config("llama"), torch.float32, attn), 1, torch.float32, 2, 512, 8
+        )
+        for attn in ("eager", "sdpa")
+    )
+    heads = tiny_config("llama").num_attention_heads
+    assert eager["activations"] - sdpa["activations"] == 8 * 2 * heads * 512 * 512
+
+
+def test_one_rank_plans_its_copies_in_the_dtype_of_the_computation():
+    model = build_model(tiny_config("llama"), torch.float32)
+    copied, stored = (
+        generate.estimate_generation(model, 1, dtype, 2, 32, 8)["gathered"]
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert stored == 0
+    assert copied > model.get_output_embeddings().weight.numel() * torch.bfloat16.itemsize
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "qwen3_moe", "gemma2"])
 def test_more_rows_and_tokens_need_more_and_ranks_share_the_weights(kind):
     model = build_model(tiny_config(kind), torch.float32)

@@ -47,26 +47,27 @@ def estimate_generation(
         of("intermediate_size", 4 * width), of("moe_intermediate_size") * of("num_experts_per_tok")
     )
     keys = of("num_key_value_heads", heads) * of("head_dim", width // heads)
-    gathered = 0
     activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
+    if config._attn_implementation == "eager":
+        # Scores and probabilities of all heads, in `dtype` and in fp32.
+        activations += 8 * heads * rows * prompt**2
     layer_cache = 2 * rows * (prompt + new) * keys * size
-    if shards > 1:
-        rest, embedding, blocks, head, towers = units_of(
-            model, Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
-        )
-        # One block is in use while the next one arrives.
-        moving = 2 * max(unit.gathered for unit in [*blocks, *towers])
-        # Before the blocks: the embedding and its all-gather buffer, but no activations.
-        moving = max(moving, 2 * embedding.gathered - activations)
-        gathered = rest.gathered + (head or embedding).gathered + moving
+    rest, embedding, blocks, head, towers = units_of(
+        model, Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
+    )
+    # One block is in use while the next one arrives.
+    moving = 2 * max(unit.gathered for unit in [*blocks, *towers])
+    # Before the blocks: the embedding and its all-gather buffer, but no activations.
+    moving = max(moving, 2 * embedding.gathered - activations)
+    gathered = rest.gathered + (head or embedding).gathered + moving
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
         "cache": config.num_hidden_layers * layer_cache,
         # Of the prompt; afterwards the cache of one layer, which is copied when it grows.
         "activations": max(activations, layer_cache),
-        # In `dtype`, in fp32, and sorted with their indices.
-        "logits": rows * config.vocab_size * (size + 4 + 16),
+        # In `dtype`, in fp32 (4 bytes), and sorted with their indices (16).
+        "logits": rows * config.vocab_size * (size + 20),
     }
 
 
@@ -78,10 +79,11 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
     must = must_be_there(sum(parts.values()), world.size, world.device.type == "cuda")
     print0(f"memory    {sum_of(parts)} on the fullest rank")
     print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
-    part, size = max(parts.items(), key=lambda part: part[1])
+    part = max(parts, key=parts.get)
     check(
         force or must <= room.device,
-        f"this does not fit: a rank needs {must / GIB:.2f} GiB, most of it {part}, {size / GIB:.2f} GiB;"
+        f"this does not fit: a rank needs {must / GIB:.2f} GiB, most of it {part},"
+        f" {parts[part] / GIB:.2f} GiB;"
         f" there is {room.text}"
         " (fix: a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try)",
     )
@@ -116,9 +118,9 @@ def plan_rollout(
         )
     model = planned_model(setting)
     parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)
-    states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
     on_host = setting.cpu_offload and setting.gpu
     parts["weights"] = (parts["weights"] + setting.frozen_bytes) * (not on_host)
+    states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
     parts["optimizer"] = states.optimizer * (not on_host and not generate_ranks)
     rest, embedding, blocks, head, _ = units_of(model, setting)
     gathered = sum(unit.gathered for unit in (rest, embedding, *blocks, head) if unit)
@@ -130,7 +132,7 @@ def plan_rollout(
             break
     whole = size == gathered
     how = "gathered once" if whole else "gathered in each forward"
-    text = f"{plan.text}\nrollout   {sum_of(parts)} on the fullest rank, with layers {how}"
+    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers {how}"
     check(
         force or needed <= room.device,
         f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
@@ -139,4 +141,4 @@ def plan_rollout(
     if not generate_ranks:
         acts = plan.planned["acts"]
         acts["train"] = max(acts["train"], alive)
-    return whole, replace(plan, text=text)
+    return whole, replace(plan, text=f"{plan.text}\n{line}")

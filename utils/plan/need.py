@@ -269,17 +269,16 @@ class Replay:
         self.phase = ""
         self.live = Counter()  # bytes by part
         self.live_bytes = 0  # of all parts together
-        self.most_bytes = 0  # their peak
         self.peak = Peak("", {}, {})
         self.pools = Counter()  # bytes by stream
         self.most_of_pools: dict[str, int] = {}
-        self.open: set[Unit] = set()  # units that are gathered
+        self.open = set()  # units that are gathered
         # unit -> bytes of its all-gather buffer, before it is copied out
         self.fetched = {}
         self.kept_buffer = 0  # bytes of buffers that are copied out but not freed yet
         # unit -> bytes of whole gradients that wait for the last micro-batch
         self.deferred = {}
-        self.reduced: set[Unit] = set()  # units whose sharded gradients exist
+        self.reduced = set()  # units whose sharded gradients exist
         self.alone = setting.shards == 1  # one rank copies, and gathers nothing
         self.gather_stream = COMPUTE if self.alone else GATHER
         if not setting.cpu_offload:
@@ -291,8 +290,7 @@ class Replay:
         self.live_bytes += size
         self.pools[stream] += size
         self.most_of_pools[stream] = max(self.most_of_pools.get(stream, 0), self.pools[stream])
-        if self.live_bytes > self.most_bytes:
-            self.most_bytes = self.live_bytes
+        if self.live_bytes > self.peak.total:
             self.peak = Peak(self.phase, dict(self.live), self.most_of_pools)
 
     def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
@@ -308,9 +306,9 @@ class Replay:
         self.add("activations", segment.rest - without)
         self.add("whole gradients", without)
 
-    def fetch(self, unit: Unit, needed: bool = False) -> None:
-        """Begin the all-gather of a unit. A single rank copies its parameters one by one, when needed."""
-        if unit in self.open or unit in self.fetched or self.alone and not needed:
+    def fetch(self, unit: Unit) -> None:
+        """Begin the all-gather of a unit. A single rank copies its parameters one by one."""
+        if unit in self.open or unit in self.fetched:
             return
         sizes = (unit.copied, unit.moved) if self.alone else (unit.gathered, unit.copied)
         self.fetched[unit], freed = sizes
@@ -318,13 +316,15 @@ class Replay:
         self.free("buffers", freed, self.gather_stream)
 
     def unshard(self, unit: Unit, forward: bool) -> None:
-        """Gather a unit. In the forward the buffer of an all-gather lives until the next one has arrived."""
+        """Gather a unit. In the forward the buffer of an all-gather lives until the next one is copied out: a
+        variable of FSDPParamGroup.wait_for_unshard holds it.
+        """
         if unit in self.open:
             return
-        self.fetch(unit, needed=True)
+        self.fetch(unit)
+        self.add("gathered", unit.gathered)
         if forward:
             self.drop_buffer()
-        self.add("gathered", unit.gathered)
         self.kept_buffer += self.fetched.pop(unit)
         if self.alone or not forward:
             self.drop_buffer()
@@ -341,26 +341,23 @@ class Replay:
 
     def reduce(self, unit: Unit, sync: bool) -> None:
         """Reshard a unit after its backward, and reduce its gradients. The input of a reduce-scatter lives
-        until the next one begins.
+        until the next one begins. Its output becomes the unit's gradients, or is added to them.
         """
         self.reshard(unit)
         waiting = self.deferred.pop(unit, 0)
         if waiting:  # the gradients of this micro-batch are added to them
             self.free("whole gradients", unit.grads)
-        if sync or not unit.reduced:
-            self.free("reduced")
-            self.add("reduced", unit.reduced)
-            self.free("whole gradients", waiting or unit.grads)
-            self.reduce_scatter(unit)
+        if unit.reduced and not sync:
+            in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
+            if in_fp32 > unit.grads and not waiting:
+                self.add("whole gradients", in_fp32)
+                self.free("whole gradients", unit.grads)
+            self.deferred[unit] = in_fp32
             return
-        in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
-        if in_fp32 > unit.grads and not waiting:
-            self.add("whole gradients", in_fp32)
-            self.free("whole gradients", unit.grads)
-        self.deferred[unit] = in_fp32
-
-    def reduce_scatter(self, unit: Unit) -> None:
-        """The output of a reduce-scatter: it becomes the unit's gradients, or is added to them."""
+        self.free("reduced")
+        self.add("reduced", unit.reduced)
+        self.free("whole gradients", waiting or unit.grads)
+        last = unit.last * 2 if waiting > unit.grads else unit.last  # those that waited are fp32
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
         keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
@@ -369,14 +366,14 @@ class Replay:
         has_replicas = self.setting.replicate > 1
         # also without a stream of its own, since gradients do not fit between activations
         stream = ALL_REDUCE if has_replicas else REDUCE
-        self.add("gradients", unit.last)
+        self.add("gradients", last)
         self.add("gradients", output, REDUCE)
         if not self.setting.gpu and self.setting.shards > 1:
             # gloo reduces a copy of its input.
             self.add("reduced", unit.reduced, REDUCE)
             self.free("reduced", unit.reduced, REDUCE)
         self.add("gradients", cast, stream)
-        self.free("gradients", unit.last)
+        self.free("gradients", last)
         if cast:
             self.free("gradients", cast - kept, stream)
         freed = output if cast else output - kept
@@ -401,7 +398,7 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
         trace.pictures.forward(replay, towers)
     for k, unit in enumerate(blocks):
         replay.unshard(unit, True)
-        if head and unit is blocks[-1]:
+        if head and unit is blocks[-1] and not replay.alone:
             replay.fetch(head)  # set_modules_to_forward_prefetch
         if trace:
             replay.compute(trace.blocks[trace.kinds[k]])
@@ -436,7 +433,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
             replay.reduce(head, sync)
         for k, unit in reversed(list(enumerate(blocks))):
             replay.unshard(unit, False)
-            if k:
+            if k and not replay.alone:
                 replay.fetch(blocks[k - 1])
             replay.compute(trace.blocks_back[trace.kinds[k]], unit.grads)
             replay.reduce(unit, sync)

@@ -65,6 +65,9 @@ class LiveBytes(TorchDispatchMode):
         # Where the last block ends in the log, and its input's storage. If nothing keeps the input, it is
         # freed a little later, but it counts as freed by the block.
         self.block_end, self.block_input = 0, None
+        # Living storages that the blocks share: masks, rotary tables. The backward does not free them: its
+        # traced block stands for many.
+        self.shared = set()
         self.table = None  # the shape of the embedding; if it is tied, its two gradients are added
         self.beside = None  # what the last block returned beside the hidden states, if a tuple
 
@@ -93,6 +96,7 @@ class LiveBytes(TorchDispatchMode):
         at = len(self.log)
         if key == self.block_input:
             at, self.block_input = self.block_end, None
+        self.shared.discard(key)
         self.log.insert(at, -self.sizes.pop(key))
 
 
@@ -118,7 +122,7 @@ def tensors_in(values: object) -> list[Tensor]:
 def trace_of_log(kinds: list[int], log: list[int | str], input_bytes: int, scaled=int) -> Trace:
     """The Trace of a log. scaled: see segments_of."""
     segments = segments_of(log, scaled)
-    backward = [*segments["back"], segments["end"][0]]
+    backward = [*segments["back"], *segments["end"]]
     if len(backward) < len(segments["block"]) + 2:
         # Nothing trains before the blocks, so the backward ends with that of the first one.
         backward.append(Segment(0, 0))
@@ -177,12 +181,12 @@ def record_step(
         for layer in repeats:
             enter(patch.object(layer, "forward", partial(pass_over, live)))
         for layer in firsts:
-            enter(patch.object(layer, "forward", mark_block(layer, live, layer is firsts[0])))
+            enter(patch.object(layer, "forward", mark_block(layer, live)))
         head = model.get_output_embeddings()
         live.table = model.get_input_embeddings().weight.shape
         enter(patch.multiple(loss, chunk_slices=few_chunks, _add_product=first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
-        places = torch.zeros(batch * seq_len, dtype=torch.int64)  # of trained tokens
+        places = ids.flatten()  # of trained tokens
         enter(live)
         if traced:
             hidden = traced.hidden(ids)
@@ -196,6 +200,8 @@ def record_step(
         input_bytes = hidden.nbytes
         del hidden
         live.log.append("loss")
+        for key in live.shared:
+            live.sizes[key] = 0
         total.backward()
         live.log.append("end")
         del total
@@ -239,11 +245,11 @@ def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
     attention and parameter shapes. The first block is a kind of its own if no gradient flows to its input.
     """
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    types = getattr(model.config.get_text_config(), "layer_types", None)
     kinds, firsts = [], {}
     for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
-        attention = getattr(layer, "attention_type", None), getattr(layer, "is_sliding", None)
-        key = type(layer), attention, shapes, apart and i == 0
+        key = type(layer), types and types[i], shapes, apart and i == 0
         firsts.setdefault(key, layer)
         kinds.append([*firsts].index(key))
     return kinds, [*firsts.values()]
@@ -269,7 +275,7 @@ def pass_over(live: LiveBytes, hidden_states: Tensor, *args, **kwargs) -> object
     return hidden_states if live.beside is None else (hidden_states, *live.beside)
 
 
-def mark_block(layer: nn.Module, live: LiveBytes, is_first: bool) -> Callable:
+def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
     """A forward that logs where the block begins and ends and where its backward begins; for the first block
     also where its backward ends.
     """
@@ -282,9 +288,11 @@ def mark_block(layer: nn.Module, live: LiveBytes, is_first: bool) -> Callable:
         layer.forward = forward  # a second call is the recomputation in the backward
         live.log.append("to block")
         hidden = args[0] if args else kwargs["hidden_states"]
-        if is_first and hidden.requires_grad:
-            hidden.register_hook(mark_backward)
         key = hidden.untyped_storage()._cdata
+        if "block" not in live.log:
+            live.shared = {*live.sizes} - {key}
+            if hidden.requires_grad:
+                hidden.register_hook(mark_backward)
         output = forward(*args, **kwargs)
         live.block_end, live.block_input = len(live.log), key
         live.log.append("block")
