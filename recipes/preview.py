@@ -224,6 +224,8 @@ def main(cfg: Config) -> bool:
             "kind": "pictures",
             "train": "" if lora else train,
             "pictures": Pictures(pictured.largest),
+            "separates": pictured.separates,
+            "sync_each_microbatch": cfg.sync_each_microbatch or pictured.separates,
         }
     if cfg.loss:
         show_answers(parts[0], tokenizer, cfg.show)
@@ -289,7 +291,8 @@ def main(cfg: Config) -> bool:
         adapters = " by adapters" if lora else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
     print0(f"ranks     {mesh_sentence(replace(world, size=ranks), axes)}")
-    text = f"{cfg.batch_size} rows x {ranks} ranks x {micro_batches} micro-batches"
+    unit = "packs" if cfg.loss and cfg.packing else examples.unit
+    text = f"{cfg.batch_size} {unit} x {ranks} ranks x {micro_batches} micro-batches"
     print0(
         f"batch     {global_batch} = {text}; {steps} steps, rows of at most {cfg.seq_len} tokens"
     )

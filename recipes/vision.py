@@ -277,6 +277,8 @@ def main(cfg: Config) -> Path:
             kind="pictures",
             train="" if from_settings(Lora, cfg) else cfg.train,
             pictures=Pictures(pictured.largest),
+            separates=pictured.separates,
+            sync_each_microbatch=cfg.sync_each_microbatch or pictured.separates,
             repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)

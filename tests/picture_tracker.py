@@ -56,7 +56,7 @@ def peaks(folder: Path, parts: str, recompute: str, dtype: torch.dtype) -> tuple
     """(planned, counted) bytes."""
     _planned_model.cache_clear()  # the one before is sharded
     pictures = pictures_of(folder)
-    config = read_config(folder)
+    config = read_config(folder, False)
     if folder.name == "internvl":
         # The tracker runs the hooks of a unit with two modules after each of them: it frees a tied embedding.
         config.tie_word_embeddings = False

@@ -76,7 +76,7 @@ def some_batch() -> Batch:
 
 
 def load(world, folder, dtype):
-    check_model_config(folder)
+    check_model_config(folder, False)
     model = build_model(AutoConfig.from_pretrained(folder), torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)
     shard_training(model, build_mesh(world), dtype)

@@ -195,6 +195,16 @@ def test_selective_recomputing_needs_less_than_none_beside_adapters_too(quantiza
     assert peaks[1].parts["activations"] < 0.7 * peaks[0].parts["activations"]
 
 
+def test_rows_that_cannot_share_a_micro_batch_are_planned_with_one_more():
+    """The gradients of the first are held while the second runs."""
+    one, more, two = (
+        need_of(of_llama(sync_each_microbatch=True, **how)).peak
+        for how in ({}, {"separates": True}, {"rows": 2})
+    )
+    assert more == two
+    assert more.total > one.total
+
+
 @slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_that_waited_in_fp32_are_planned_while_they_are_reduced(tied):

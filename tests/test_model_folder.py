@@ -295,7 +295,7 @@ def test_the_advice_for_bin_files_works_as_printed(tmp_path):
     advice = refusal(open_weights, folder).split("with transformers: ")[1].removesuffix(")")
     converted = str(tmp_path / "new")
     eval(advice.replace('"NEW"', repr(converted)), {"AutoModelForCausalLM": AutoModelForCausalLM})
-    check_model_config(Path(converted))
+    check_model_config(Path(converted), False)
     assert set(open_weights(Path(converted))) == set(model.state_dict())
 
 
@@ -307,7 +307,7 @@ def test_the_advice_for_bin_files_works_as_printed(tmp_path):
 )
 def test_good_configs_pass(tmp_path, kind):
     tiny_config(kind).save_pretrained(tmp_path)
-    check_model_config(tmp_path)
+    check_model_config(tmp_path, False)
 
 
 BAD_CONFIG = {  # fields that are changed -> words in the answer
@@ -351,7 +351,7 @@ def test_bad_config_is_refused_by_field(tmp_path, kind):
 def test_what_is_no_type_of_a_language_model_is_refused_in_one_line(tmp_path, model_type):
     config = {**tiny_config("llama").to_dict(), "model_type": model_type}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = refusal(lambda folder: build_model(read_config(folder), torch.float32), tmp_path)
+    text = refusal(lambda folder: build_model(read_config(folder, False), torch.float32), tmp_path)
     assert "config.json: " in text or "vit is no text-only causal model" in text
 
 
@@ -389,7 +389,7 @@ def test_tokenizer_may_not_be_larger_than_the_vocabulary():
 @pytest.mark.parametrize("files", [1, 3])
 def test_what_transformers_saves_passes(tmp_path, files):
     folder = tiny_model_folder(tmp_path / "model", "mixtral", torch.bfloat16, files=files)
-    check_model_config(folder)
+    check_model_config(folder, False)
     infos = open_weights(folder)
     assert len({info.file for info in infos.values()}) == len(list(folder.glob("*.safetensors")))
     assert {info.dtype for info in infos.values()} == {torch.bfloat16}

@@ -50,7 +50,7 @@ def transpose_experts(file):
 
 
 def on_meta(folder):
-    return build_model(read_config(folder), torch.float32, kind="pictures")
+    return build_model(read_config(folder, False), torch.float32, kind="pictures")
 
 
 def read_and_save(world, folder, out) -> tuple[bool, set[str], float]:
@@ -163,7 +163,7 @@ def test_a_model_with_code_of_its_own_is_refused_with_what_to_take_instead(tmp_p
     fields = {"model_type": "minicpmv", "auto_map": {"AutoConfig": "configuration_minicpm.C"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match="the folder would run its code"):
-        read_config(tmp_path)
+        read_config(tmp_path, False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="llama is no model of pictures.*MiniCPM-V 4.6"):
         on_meta(tmp_path)

@@ -64,7 +64,7 @@ def trained(ranks, out, files, **flags):
 
 def scoring(folder):
     """A model with a score, on meta."""
-    config = read_config(Path(folder))
+    config = read_config(Path(folder), False)
     config.num_labels = 1
     return build_model(config, torch.float32, kind="scores")
 

@@ -157,7 +157,7 @@ def read_json(file: Path) -> dict:
     return value
 
 
-def check_model_config(folder: Path, trust_remote_code: bool = False) -> None:
+def check_model_config(folder: Path, trust_remote_code: bool) -> None:
     """Refuse a config.json that transformers cannot use, would ask a question about, or would run code for.
 
     Call it before transformers reads the folder. Raises ConfigError naming the file and the field.
@@ -234,7 +234,7 @@ def check_vocab(tokens: int, vocab_size: int) -> None:
     )
 
 
-def read_config(folder: Path, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
+def read_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:
     """The config of a model folder, checked before transformers sees it. ConfigError names the file."""
     check_model_config(folder, trust_remote_code)
     file = folder / "config.json"

@@ -64,6 +64,7 @@ class Setting:
     optimizer: str = "adamw"
     optimizer_in_backward: bool = False
     sync_each_microbatch: bool = False
+    separates: bool = False  # see PictureBatches: one micro-batch more
     low_cpu_fsdp: bool = True
     async_save: bool = False  # checkpoints are written from a copy on the host
     compile: bool = False
@@ -271,7 +272,7 @@ class Replay:
         self.live_bytes = 0  # of all parts together
         self.peak = Peak("", {}, {})
         self.pools = Counter()  # bytes by stream
-        self.most_of_pools: dict[str, int] = {}
+        self.most_of_pools = {}
         self.open = set()  # units that are gathered
         # unit -> bytes of its all-gather buffer, before it is copied out
         self.fetched = {}
@@ -295,9 +296,7 @@ class Replay:
 
     def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
         """size None: all bytes of the part."""
-        if size is None:
-            size = self.live[part]
-        self.add(part, -size, stream)
+        self.add(part, -(self.live[part] if size is None else size), stream)
 
     def compute(self, segment: Segment, without: int = 0, part="activations") -> None:
         """Run a segment. without: bytes of whole gradients in its rest, counted as a part of their own."""
@@ -385,7 +384,7 @@ class Replay:
 
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
-    """A forward up to the head. trace: None for a few tokens, whose activations are negligible."""
+    """A forward with head and loss. trace: None for a few tokens, whose activations are negligible."""
     rest, embedding, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
     replay.unshard(rest, True)
@@ -407,6 +406,9 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     replay.phase = "loss"
     if head:
         replay.unshard(head, True)
+    if trace:
+        replay.compute(trace.loss, part="loss")
+    replay.drop_buffer()  # FSDPState._post_forward
 
 
 def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> Peak:
@@ -418,15 +420,13 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     rest, embedding, blocks, head, towers = units
     if trace.pictures:
         replay.add("pictures", trace.pictures.bytes)
-    micro_batches = min(setting.grad_accum, 3)  # the others are like the second
+    micro_batches = min(setting.grad_accum + setting.separates, 3)  # the others are like the second
     for i in range(micro_batches):
         sync = setting.sync_each_microbatch or i == micro_batches - 1
         replay.phase = "forward"
         if setting.activation_offload:  # one input on its way to the host, or back
             replay.add("activations", trace.input_bytes)
         forward(replay, units, trace)
-        replay.compute(trace.loss, part="loss")
-        replay.drop_buffer()
         replay.phase = "backward"
         replay.compute(trace.loss_back, (head or embedding).grads)
         if head:

@@ -200,8 +200,7 @@ def record_step(
         input_bytes = hidden.nbytes
         del hidden
         live.log.append("loss")
-        for key in live.shared:
-            live.sizes[key] = 0
+        live.sizes |= dict.fromkeys(live.shared, 0)
         total.backward()
         live.log.append("end")
         del total
