@@ -167,7 +167,7 @@ def test_links_out_of_the_folder_are_refused_for_every_file(single, tmp_path):
         (single / name).unlink(missing_ok=True)
         (single / name).symlink_to(tmp_path / "pipe")
     assert "leads out of the folder" in refusal(open_weights, single)
-    assert "leads out of the folder" in refusal(check_model_config, single)
+    assert "leads out of the folder" in refusal(check_model_config, single, False)
 
 
 def test_hugging_face_cache_is_read_through_its_links(sharded, tmp_path):
@@ -342,7 +342,7 @@ def test_bad_config_is_refused_by_field(tmp_path, kind):
     changes, words = BAD_CONFIG[kind]
     config = {**tiny_config("llama").to_dict(), **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = refusal(check_model_config, tmp_path)
+    text = refusal(check_model_config, tmp_path, False)
     assert text.startswith(f"{tmp_path / 'config.json'}: ")
     assert words in text
 
@@ -360,11 +360,11 @@ def test_what_is_no_type_of_a_language_model_is_refused_in_one_line(tmp_path, mo
 )
 def test_config_that_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    assert str(tmp_path / "config.json") in refusal(check_model_config, tmp_path)
+    assert str(tmp_path / "config.json") in refusal(check_model_config, tmp_path, False)
 
 
 def test_missing_config_is_refused(tmp_path):
-    assert "config.json is missing" in refusal(check_model_config, tmp_path)
+    assert "config.json is missing" in refusal(check_model_config, tmp_path, False)
 
 
 def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
@@ -375,7 +375,7 @@ def test_own_code_needs_the_flag_and_nothing_else(tmp_path):
         "auto_map": {"AutoConfig": "mine.Mine"},
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "trust_remote_code": True}))
-    assert "auto_map" in refusal(check_model_config, tmp_path)
+    assert "auto_map" in refusal(check_model_config, tmp_path, False)
     check_model_config(tmp_path, trust_remote_code=True)
 
 
