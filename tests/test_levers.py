@@ -193,7 +193,8 @@ def continued(world, flags):
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_inputs_of_blocks_and_nothing_else_wait_on_the_host_for_their_backward(mode):
-    model = recompute_activations(tiny_model("llama", num_hidden_layers=5).train(), mode)
+    model = tiny_model("llama", num_hidden_layers=5).train()
+    recompute_activations(model, mode)
     copies = HostCopies(torch.device("cpu"))
     inputs = []
 

@@ -227,7 +227,7 @@ def numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
+def recompute_activations(model: nn.Module, mode: str) -> None:
     """Keep for the backward only each layer's input (full), or its matrix products and attention too
     (selective), or everything (none).
 
@@ -235,7 +235,7 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     if the model does not support it. https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     if mode == "none":
-        return model
+        return
     check(
         model.supports_gradient_checkpointing,
         f"--activation_checkpointing {mode}: {type(model).__name__} does not support it",
@@ -247,7 +247,6 @@ def recompute_activations(model: nn.Module, mode: str) -> nn.Module:
     (newer or model.gradient_checkpointing_enable)(options)
     if hasattr(model, "_require_grads_hook"):
         model.disable_input_require_grads()  # only use_reentrant needs them
-    return model
 
 
 def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -167,7 +167,8 @@ def record_step(
             enter(documents_by(one_document))  # positions have no values here
         if recompute != "none":
             recompute_activations(model, recompute)
-            stack.callback(model.activation_checkpointing_disable)
+            # Before transformers 5.23 the public method has another name.
+            stack.callback(model._set_gradient_checkpointing, enable=False)
             if offload:
                 from ..model.activation_offload import hook_inputs
 
