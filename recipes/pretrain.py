@@ -215,8 +215,9 @@ def main(cfg: Config) -> Path:
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
+        special_ids = {}
         if cfg.init == "random":
-            settle_special_tokens(source.config, tokenizer)
+            special_ids = settle_special_tokens(source.config, tokenizer)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         if cfg.document_mask:
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
@@ -280,6 +281,7 @@ def main(cfg: Config) -> Path:
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
         "init": cfg.init,
+        "special_ids": special_ids,
         "seq_len": cfg.seq_len,
         "document_mask": cfg.document_mask,
         "mixture": [origin.weight for origin in examples.origins],
@@ -547,11 +549,14 @@ def evaluate(model, loader, world) -> dict[str, float]:
     return {"eval_loss": loss, "eval_bits_per_byte": loss * loader.bits_per_byte()}
 
 
-def settle_special_tokens(config, tokenizer) -> None:
-    """Set the ids of the tokenizer's special tokens in a config: a new model may have any tokenizer."""
-    text = config.get_text_config()
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(text, name, getattr(tokenizer, name))
+def settle_special_tokens(config, tokenizer) -> dict[str, int | None]:
+    """Set the ids of the tokenizer's special tokens in a config, and return them: a new model may have any
+    tokenizer.
+    """
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: getattr(tokenizer, name) for name in names}
+    vars(config.get_text_config()).update(ids)
+    return ids
 
 
 if __name__ == "__main__":

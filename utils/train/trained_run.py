@@ -97,14 +97,13 @@ def open_trained(
         from ..model.init import open_config, plan_weights
 
         source = open_config(base, world, tokenizer_name, trust_remote_code)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # as pretrain.py set them
-            setattr(source.config, name, state[f"config.{name}"])
+        vars(source.config.get_text_config()).update(state.get("special_ids", {}))
     else:
         source = open_model(base, world, trust_remote_code)
     tokenizer_folder = (
         find_model(tokenizer_name, world, trust_remote_code) if tokenizer_name else source.folder
     )
-    config, names, rules = None, None, None
+    config = names = rules = None
     with together(world):
         stored = source.config.dtype or torch.float32  # build_model changes it
         dtype = DTYPES[dtype or run.get("param_dtype", "fp32")]
