@@ -114,14 +114,13 @@ class CheckpointSaver(AbstractContextManager):
     def _finish(self, done) -> None:
         try:
             done()
-        except dcp.api.CheckpointException as error:  # on all ranks
+        except dcp.api.CheckpointException as error:  # on all ranks: none of them still writes
+            shutil.rmtree(self.writer.path, ignore_errors=True)
             raise ConfigError(
                 f"{self.writer.final} cannot be written: {reason_of(error)}"
                 " (fix: make room, or another --output_dir)",
                 agreed=True,
             ) from error
-        finally:
-            shutil.rmtree(self.writer.path, ignore_errors=True)  # of a save that failed
         if not self.seconds:
             _warn_of_grace(self.writer)
         self.seconds = self.writer.seconds
