@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 from test_memory_plan import PLENTY, of_llama
 
 from utils.plan.fit import compare_reserved, room_sentence
@@ -23,7 +22,7 @@ from utils.plan.need import (
     need_of,
 )
 from utils.plan.search import fastest, ways
-from utils.run.distributed import use_expandable_segments
+from utils.run.distributed import CUDA_SETTINGS, use_expandable_segments
 from utils.run.units import GIB
 
 
@@ -139,10 +138,17 @@ def test_the_plan_says_both_figures_and_the_answer_on_a_gpu_and_on_a_cpu_one():
 # --- the allocator of GPU memory
 
 
-def test_expandable_segments_are_left_alone_without_a_gpu(monkeypatch):
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    use_expandable_segments(torch.device("cpu"))
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+@pytest.mark.parametrize("own", CUDA_SETTINGS)
+def test_expandable_segments_are_set_unless_the_user_has_set_the_allocator(monkeypatch, own):
+    for name in CUDA_SETTINGS:
+        monkeypatch.setenv(name, "")  # is restored afterwards
+        monkeypatch.delenv(name)
+    use_expandable_segments()
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    monkeypatch.setenv(own, "max_split_size_mb:512")
+    use_expandable_segments()
+    assert [os.environ.get(name) for name in CUDA_SETTINGS if name != own] == [None, None]
+    assert os.environ[own] == "max_split_size_mb:512"
 
 
 def test_what_the_allocator_reserved_is_compared_with_what_was_called_comfortable(capsys):

@@ -76,8 +76,8 @@ def init_distributed(use_gpu: bool = True) -> World:
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
     local_rank, local_size = env_int("LOCAL_RANK", rank), env_int("LOCAL_WORLD_SIZE", size)
     device = device_of(local_rank, local_size) if use_gpu else torch.device("cpu")
-    use_expandable_segments(device)
     if device.type == "cuda":
+        use_expandable_segments()
         check_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # a killed torchrun would leave its ranks running
@@ -160,9 +160,10 @@ def set_timeout(seconds: float = START_SECONDS, group: dist.ProcessGroup | None 
 
 def _set_timeouts(seconds: float) -> None:
     c10d = dist.distributed_c10d
+    set_one = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # public from torch 2.14 on
     for group in c10d._world.pg_map:
         if group.group_desc != "saver":
-            c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_one(timedelta(seconds=seconds), group)
 
 
 @contextmanager
@@ -246,11 +247,11 @@ def env_int(name: str, default: int | None = None) -> int | None:
     return default if value is None else int(value)
 
 
-def use_expandable_segments(device: torch.device) -> None:
+def use_expandable_segments() -> None:
     """Let torch's GPU allocator map pages as it needs them, in place of blocks of fixed size. Gaps between
     such blocks cost 10 to 25 % of the memory in published runs of FSDP2. What the user has set stays.
     """
-    if device.type != "cuda" or any(name in os.environ for name in CUDA_SETTINGS):
+    if any(name in os.environ for name in CUDA_SETTINGS):
         return
     # torch 2.11 warns about this name, but 2.9 ignores the new one (pytorch issue 183387)
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
