@@ -115,6 +115,10 @@ def test_a_call_needs_no_text_beside_it(content):
     assert messages_of(row)[0] == [user(), says("", tool_calls=[CALL])]
 
 
+def test_a_tool_may_answer_nothing():
+    assert messages_of(calling(content=""))[0][2]["content"] == ""
+
+
 def test_sharegpt_with_calls_of_tools():
     calls = [
         ("human", "Hi"),

@@ -604,8 +604,13 @@ def test_texts_without_turns(tokenizer):
     assert ids.count(end) == 1  # what the text spells is no end
     assert ids[-1] == end
     assert loss_mask[-1]
+    bos = tokenizer.bos_token_id  # where the tokenizer begins every text with it, and never trained
+    adds_bos = tokenizer("a").input_ids[0] == bos
+    assert (ids[0] == bos) == adds_bos == (not loss_mask[0])
     texts = [
         {"role": "text", "content": c, "weight": w} for c, w in (("Say blue:", 0), (" blue", 1))
     ]
     ids, loss_mask = encode(tokenizer, texts)
     assert trained_texts(tokenizer, ids, loss_mask) == [" blue</s>"]
+    endless = PreTrainedTokenizerFast(tokenizer_object=byte_level(True).backend_tokenizer)
+    assert endless.decode(encode(endless, texts)[0]) == "Say blue: blue"
