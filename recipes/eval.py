@@ -281,7 +281,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
 def with_files(data: str, files: Iterable) -> str:
     """The fingerprint `data`, with the content of files that judge the answers."""
     for file in sorted(filter(None, files)):
-        data += hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        data = hashlib.sha256(data.encode() + Path(file).read_bytes()).hexdigest()
     return data
 
 
@@ -410,11 +410,13 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
         for task, values in found["results"].items() if found else ():  # rank 0 has them
             for name, value in values.items():
                 if isinstance(value, int | float):
-                    figures[f"{task} {name.removesuffix(',none')}"] = value
+                    metric, error, kind = name.removesuffix(",none").partition("_stderr")
+                    figures[f"{task} {metric}{kind}{error}"] = value
         return figures
 
-    # .yaml and .py, not .pyc
-    files = Path(cfg.include_path).rglob("*.[py]*[ly]") if cfg.include_path else ()
+    files = []
+    for end in ("py", "yaml", "jsonl", "csv", "parquet") if cfg.include_path else ():
+        files += Path(cfg.include_path).rglob(f"*.{end}")
     return Task(with_files(f"lm_eval {version}", files), [], {}, results)
 
 

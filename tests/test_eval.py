@@ -5,6 +5,7 @@ python -m pytest tests/test_eval.py
 
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -381,16 +382,19 @@ def recorded():
     return json.loads((ROOT / "tests" / "lm_eval.json").read_text())
 
 
-def harness(recorded, world=ALONE):
-    """Our model for lm-eval, without its base class, which only encodes requests."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+def asker_of(world):
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
 
     def batch_of(rows: list):
         return collate(rows or [scored([0], 1)], 0, 1)
 
-    asker = Asker(add_chunked_loss(model).eval(), world, batch_of, 4, frozenset({2}), 0, None)
-    return harness_of(object, tokenizer, asker, recorded["max_length"] + 1, 256)
+    return Asker(add_chunked_loss(model).eval(), world, batch_of, 4, frozenset({2}), 0, None)
+
+
+def harness(recorded, world=ALONE):
+    """Our model for lm-eval, without its base class, which only encodes requests."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    return harness_of(object, tokenizer, asker_of(world), recorded["max_length"] + 1, 256)
 
 
 def requests(arguments: list) -> list:
@@ -426,6 +430,25 @@ def test_every_rank_gets_all_answers_of_lm_eval(recorded):
     assert first == second == answers_of(recorded, harness(recorded))
 
 
+def judge_long(world):
+    from utils.run.distributed import init_distributed, set_timeout
+
+    world = init_distributed()
+    asker = asker_of(world)
+    set_timeout(2)
+
+    def judge(i: int, _: list) -> dict:
+        time.sleep(4 * (i == 7))  # on the second rank
+        return {}
+
+    return len(asker.score([[scored([5, 6], 1)]] * 8, judge))
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_one_that_judges_longer_than_they_wait_in_a_step():
+    assert run_ranks(judge_long, 2) == [8, 8]
+
+
 @pytest.fixture
 def small_lm_eval(tmp_path, monkeypatch):
     """lm_eval is not installed: a package that gives a task's file as its result stands in for it."""
@@ -437,7 +460,8 @@ def small_lm_eval(tmp_path, monkeypatch):
         "        self.path, self.all_tasks = include_path, ['mine']",
         "evaluator": "def simple_evaluate(task_manager, **_):\n"
         "    found = float(open(task_manager.path + '/mine.yaml').read())\n"
-        "    return {'results': {'mine': {'acc,none': found}}}",
+        "    return {'results': {'mine': {'acc,none': found, 'acc_stderr,none': 0.1,\n"
+        "        'exact_match,strict': 0.5, 'exact_match_stderr,strict': 0.2}}}",
     }.items():
         file = tmp_path / "site" / "lm_eval" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -449,7 +473,7 @@ def small_lm_eval(tmp_path, monkeypatch):
 
 
 def test_the_tasks_in_a_folder_are_part_of_what_the_answers_follow_from(
-    folder, tmp_path, small_lm_eval
+    folder, tmp_path, small_lm_eval, capsys
 ):
     tasks = tmp_path / "tasks"
     tasks.mkdir()
@@ -460,9 +484,13 @@ def test_the_tasks_in_a_folder_are_part_of_what_the_answers_follow_from(
         recipe.main(recipe.Config(**flags))
         results = json.loads((tmp_path / "out" / "eval.json").read_text())["results"]
         assert results["mine acc"] == 0.25
-    (tasks / "mine.yaml").write_text("0.75")
-    with pytest.raises(ConfigError, match="something else: data"):
-        recipe.main(recipe.Config(**flags))
+        said = capsys.readouterr().out
+        assert re.search(r"mine acc +0.25 \+- 0.1\nmine exact_match,strict +0.5 \+- 0.2\n", said)
+    for name, text in (("rows.jsonl", "{}"), ("mine.yaml", "0.75")):
+        (tasks / name).write_text(text)
+        with pytest.raises(ConfigError, match="something else: data"):
+            recipe.main(recipe.Config(**flags))
+        (tasks / "rows.jsonl").unlink(missing_ok=True)
 
 
 def test_a_task_of_lm_eval_limits_its_answers_by_any_of_the_names(recorded):

@@ -184,6 +184,21 @@ def test_rewards_may_be_called_reward_and_text(rules):
     assert [one["rewards/text"] for one in found] == [None, 4]
 
 
+def test_a_function_that_changes_its_lists_changes_neither_completions_nor_other_rewards(rules):
+    rules.write_text(
+        "def changes(completions, completion_ids, answer, **columns):\n"
+        "    completions.clear()\n    answer[:] = ['b', 'b']\n    completion_ids[0].pop()\n"
+        "    return [0, 0]\n"
+    )
+    rewards = parse_rewards(f"{rules}:changes,exact")
+    asked = [Question([], "p", {"answer": "a"}, "rows.jsonl:1")] * 2
+    ids = tiny_tokenizer()(["a", "b"], add_special_tokens=False)["input_ids"]
+    completions = [Completion([*one], []) for one in ids]
+    found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
+    assert [one["rewards/exact"] for one in found] == [1, 0]
+    assert [completion.ids for completion in completions] == ids
+
+
 def test_a_warning_names_the_row_to_which_no_reward_applies(rules, capsys):
     rules.write_text("def never(completions, **columns):\n    return [None] * len(completions)\n")
     rewards = parse_rewards(f"{rules}:never")

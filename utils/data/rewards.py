@@ -18,6 +18,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -134,7 +135,8 @@ def score(
     ]
     given["completion_ids"] = ids
     where = [question.where for question in asked]
-    found = {reward.name: values_of(reward, given, where) for reward in rewards}
+    # a function may change its lists
+    found = {reward.name: values_of(reward, deepcopy(given), where) for reward in rewards}
     return [{name: values[i] for name, values in found.items()} for i in range(len(asked))]
 
 
@@ -159,8 +161,7 @@ def reward_all(
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     own = {}  # number of a completion -> its values
     with together(world, patient=True):  # functions of the user may take long
-        starts = range(0, len(asked), group_size)
-        for start in starts[world.rank :: world.size]:
+        for start in range(0, len(asked), group_size)[world.rank :: world.size]:
             part = slice(start, start + group_size)
             own |= enumerate(score(rewards, asked[part], texts[part], ids[part]), start)
     for of_rank in gather(world, own):
@@ -314,8 +315,7 @@ def rollout_batch(part: list[Rollout], pad_id: int, multiple: int) -> RolloutBat
     items = [scored(r.prompt + r.ids, len(r.prompt), r.where) for r in part]
     batch = collate(items, pad_id, multiple)
     drawn = torch.zeros(batch.ids.shape)
-    log_probs = [value for rollout in part for value in rollout.log_probs]
-    drawn[batch.labels != IGNORE] = torch.tensor(log_probs)
+    drawn[batch.labels != IGNORE] = torch.tensor([value for r in part for value in r.log_probs])
     return RolloutBatch(
         **vars(batch),
         advantages=torch.tensor([[rollout.advantage] for rollout in part]),
