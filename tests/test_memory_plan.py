@@ -468,6 +468,15 @@ def test_a_cpu_needs_more_than_is_alive_by_what_glibc_keeps_and_a_copy_to_save_f
     assert more.acts["train"] == need.acts["train"] + need.states.gradients + need.states.optimizer
 
 
+def test_llm_int8_is_planned_like_dequant_which_keeps_the_same_for_the_backward():
+    dequant, llm_int8 = (
+        need_of(of_llama(lora=Lora(lora_rank=4), quant=Quant("8bit", mode)))
+        for mode in ("dequant", "llm_int8")
+    )
+    assert llm_int8.peak
+    assert llm_int8 == dequant
+
+
 def test_a_model_that_cannot_be_traced_gets_its_states_only():
     setting = replace(of_llama(), config=tiny_config("llama", **SIZES | {"vocab_size": 8001}))
     model = planned_model(setting)

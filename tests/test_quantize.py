@@ -151,9 +151,11 @@ def test_dequant_does_not_depend_on_how_a_batch_is_split_and_llm_int8_does():
         assert torch.allclose(together, split, atol=1e-5) == same
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_keeps_codes_and_scales_for_the_backward_and_no_activation(kind):
-    layer, x = made(kind)
+@pytest.mark.parametrize(
+    ("kind", "mode"), [*((kind, "dequant") for kind in KINDS), ("8bit", "llm_int8")]
+)
+def test_a_layer_keeps_codes_and_scales_for_the_backward_and_no_activation(kind, mode):
+    layer, x = made(kind, mode)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(x)

@@ -125,8 +125,7 @@ def planned_model(setting: Setting) -> nn.Module:
     """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses
     it; it is cached.
     """
-    fields = {name: getattr(setting, name) for name in OF_MODEL}
-    return _planned_model(Setting(seq_len=1, **fields))
+    return _planned_model(Setting(seq_len=1, **{name: getattr(setting, name) for name in OF_MODEL}))
 
 
 @lru_cache(maxsize=16)
@@ -150,7 +149,8 @@ def _planned_model(setting: Setting) -> nn.Module:
         from ..model.lora import add_adapters, freeze_base
 
         add_adapters(model, setting.lora)
-        freeze_base(model, setting.quant, setting.dtype)
+        # llm_int8 keeps the same for the backward, and cannot be traced
+        freeze_base(model, replace(setting.quant, int8_mode="dequant"), setting.dtype)
     return model if setting.kind == "scores" else add_chunked_loss(model)
 
 
@@ -362,9 +362,8 @@ class Replay:
         keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
         kept = unit.share if keeps and unit not in self.reduced else 0
         self.reduced.add(unit)
-        has_replicas = self.setting.replicate > 1
         # also without a stream of its own, since gradients do not fit between activations
-        stream = ALL_REDUCE if has_replicas else REDUCE
+        stream = ALL_REDUCE if self.setting.replicate > 1 else REDUCE
         self.add("gradients", last)
         self.add("gradients", output, REDUCE)
         if not self.setting.gpu and self.setting.shards > 1:
@@ -377,7 +376,7 @@ class Replay:
             self.free("gradients", cast - kept, stream)
         freed = output if cast else output - kept
         self.free("gradients", freed, REDUCE)
-        if has_replicas:
+        if stream == ALL_REDUCE:
             # FSDPParamGroup._all_reduce_state keeps the all-reduced tensor until the whole backward ends. If
             # that tensor became the gradient itself, it needs no more memory.
             self.add("all-reduced", freed, REDUCE)
@@ -521,8 +520,7 @@ def sizes_of(setting: Setting) -> tuple[States, tuple]:
     """
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
-    states = replace(states, weights=states.weights + setting.frozen_bytes)
-    return states, units_of(model, setting)
+    return replace(states, weights=states.weights + setting.frozen_bytes), units_of(model, setting)
 
 
 def trace_of(setting: Setting) -> Trace:
