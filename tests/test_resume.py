@@ -95,10 +95,13 @@ def test_resume_is_bitwise(whole, tmp_path):
     assert all(torch.equal(ours[name], tensor) for name, tensor in weights(out).items())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_another_number_of_ranks_sees_the_same_global_batches(whole, tmp_path, ranks):
+LEVERS = {"cpu_offload": True, "activation_checkpointing": "full", "batch_size": 2}
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, {}), (4, {}), (4, {"replicate": 2}), (2, LEVERS)])
+def test_another_number_of_ranks_sees_the_same_global_batches(whole, tmp_path, ranks, more):
     flags, out = whole
-    again = run_ranks(train, ranks, flags, cut(out, tmp_path / "cut", 2))[0]
+    again = run_ranks(train, ranks, flags | more, cut(out, tmp_path / "cut", 2))[0]
     losses = [[number[1:4] for number in curve(folder) if number[1]] for folder in (again, out)]
     torch.testing.assert_close(
         [n[0] for n in losses[0]], [n[0] for n in losses[1]], rtol=1e-5, atol=0
