@@ -169,9 +169,9 @@ def main(cfg: Config) -> Path:
         task = TASKS[cfg.task](cfg, rows, tokenizer)
         notes = [f"{count:,} dropped: {why}" for why, count in task.dropped.items()]
         print0(f"data      {', '.join([f'{len(task.groups):,} items', *notes])}")
-    facts = facts_of(cfg, trained, task.data, dtype, seq_len)
     finished = False
     with together(world), disk_errors(out):
+        facts = facts_of(cfg, trained, task.data, dtype, seq_len)
         if world.rank == 0:
             finished = finished_before(out, facts)
     if broadcast(world, finished):
@@ -456,7 +456,8 @@ def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int)
         for file in sorted(Path(cfg.adapter).glob("adapter_*")):
             digest.update(file.read_bytes())
     if trained.checkpoint:
-        digest.update((trained.checkpoint / "manifest.json").read_bytes())
+        with others_code(str(trained.checkpoint), "start again, if its run has removed it"):
+            digest.update((trained.checkpoint / "manifest.json").read_bytes())
     known = {"dtype": dtype, "seq_len": seq_len, "data": data, "model": digest.hexdigest()}
     return {name: value for name, value in asdict(cfg).items() if name not in FREE} | known
 

@@ -168,7 +168,7 @@ def test_a_payload_in_the_metadata_does_not_run(tmp_path):
         file.write_bytes(planted)
         for text, agreed in run_ranks(refuse, 2, tmp_path, {}):
             assert text.startswith(
-                f"{file} is damaged or foreign: UnpicklingError: it asks for posix.mkdir"
+                f"{file} is gone, damaged or foreign: UnpicklingError: it asks for posix.mkdir"
             )
             assert agreed
     assert not (tmp_path / "canary").exists()

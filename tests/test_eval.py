@@ -319,6 +319,19 @@ def test_an_adapter_and_a_checkpoint_give_what_their_folders_give(ranks, tmp_pat
     assert by_adapter == by_run != by_base
 
 
+def test_a_checkpoint_that_its_run_removes_while_rows_are_read_is_one_line(tmp_path, monkeypatch):
+    run, load = lora_run(tmp_path), recipe.load_examples
+
+    def load_long(*given):
+        shutil.rmtree(run / "checkpoints")
+        return load(*given)
+
+    monkeypatch.setattr(recipe, "load_examples", load_long)
+    flags = {"task": "pairs", "dataset": pairs(tmp_path / "pairs.jsonl"), "checkpoint": str(run)}
+    with pytest.raises(ConfigError, match=r"step_\d+: FileNotFoundError: .*\(fix: start again"):
+        evaluated(tmp_path / "out", **flags)
+
+
 def test_a_run_of_all_weights_gives_what_its_model_gives(folder, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 4)
     flags = {"model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path / "run")}

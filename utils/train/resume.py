@@ -258,7 +258,7 @@ class Reader(dcp.FileSystemReader):
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # a damaged pickle may raise anything
             raise ConfigError(
-                f"{file} is damaged or foreign: {type(error).__name__}: {error}"
+                f"{file} is gone, damaged or foreign: {type(error).__name__}: {error} {REMOVED}"
             ) from None
         return metadata
 
