@@ -26,7 +26,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from shell import ROOT
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from utils.data.encode import Rows
 from utils.data.examples import load_examples
@@ -266,6 +266,12 @@ def test_any_ranks_and_micro_batches_learn_the_same(name, how, alone, folder_of,
     one, expected = alone(name)
     _, many, weights = trained(how.pop("ranks"), tmp_path / "many", folder_of(name), rows, **how)
     assert_alike((many, one), weights, expected)
+
+
+def test_the_text_part_alone_loads_in_the_dtype_of_the_saved_model(folder_of, rows, tmp_path):
+    flags = {"train": ALL, "steps": 1, "save_dtype": "bf16"}
+    out, _, _ = trained(1, tmp_path / "run", folder_of("mllama"), rows, **flags)
+    assert AutoModelForCausalLM.from_pretrained(out / "model").dtype == torch.bfloat16
 
 
 @slow

@@ -65,8 +65,10 @@ def save_model(
         config = copy.deepcopy(model.config)
         # fully_shard renames the class.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        floating = [p.info.dtype for p in pieces if p.info.dtype.is_floating_point]
-        config.dtype = save_dtype or mode(floating)
+        # AutoModelForCausalLM may load the text part alone, which has a dtype of its own.
+        config.get_text_config().dtype = config.dtype = save_dtype or mode(
+            p.info.dtype for p in pieces if p.info.dtype.is_floating_point
+        )
         # Not save_pretrained, which validates the config and may refuse it, after the training.
         config.to_json_file(temp / "config.json")
         write_json(temp / GENERATION, generation_config(model, source, eos_ids))
@@ -194,9 +196,8 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
         (temp / file).touch()
         os.truncate(temp / file, size)
     if len(file_bytes) > 1:
-        tensor_bytes = sum(place.end - place.begin for place in places.values())
         index = {
-            "metadata": {"total_size": tensor_bytes},
+            "metadata": {"total_size": sum(place.end - place.begin for place in places.values())},
             "weight_map": {name: place.file for name, place in places.items()},
         }
         write_json(temp / INDEX, index)
