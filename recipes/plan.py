@@ -187,6 +187,12 @@ class Config:
         fix = "--gpu_memory 24"
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
         check_least(self, gpus=1, gpus_per_machine=1, center_weight=-1)
+        packs = self.recipe in ("finetune", "prefer") and self.loss != "kto"
+        fix = "(fix: leave it out)"
+        check(
+            packs or not self.packing,
+            f"--packing is of finetune.py, or of pairs in prefer.py {fix}",
+        )
         if self.optimizer_in_backward:
             check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
         check(

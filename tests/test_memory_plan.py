@@ -722,6 +722,12 @@ def test_plan_knows_a_size_however_it_is_written():
         ),
         ("", "--model is missing (fix: a folder, a size such as 7B, or one of gemma-2-9b"),
         ("--model 7B --quantization 4bit", "nothing would train (fix: --lora_rank 16)"),
+        (
+            "--model 7B --packing --loss kto",
+            "--packing is of finetune.py, or of pairs in prefer.py",
+        ),
+        ("--model 7B --packing --init random", "--packing is of finetune.py, or of pairs"),
+        ("--model 7B --packing --center_weight 0", "--packing is of finetune.py, or of pairs"),
     ],
 )
 def test_plan_refuses_what_means_nothing(flags, said):
