@@ -164,16 +164,19 @@ def main(cfg: Config) -> Path:
     # --- data: every row is read, checked and tokenized -------------------------------------------
     act("data")
     with together(world, patient=True):
-        dataset = cfg.dataset or str(TINY / TINY_ROWS.get(cfg.task, ""))
-        rows = from_settings(Rows, cfg, dataset=dataset, seq_len=seq_len, task="rows")
+        rows = from_settings(
+            Rows,
+            cfg,
+            dataset=cfg.dataset or str(TINY / TINY_ROWS.get(cfg.task, "")),
+            seq_len=seq_len,
+            task="rows",
+        )
         task = TASKS[cfg.task](cfg, rows, tokenizer)
         notes = [f"{count:,} dropped: {why}" for why, count in task.dropped.items()]
         print0(f"data      {', '.join([f'{len(task.groups):,} items', *notes])}")
-    finished = False
     with together(world), disk_errors(out):
         facts = facts_of(cfg, trained, task.data, dtype, seq_len)
-        if world.rank == 0:
-            finished = finished_before(out, facts)
+        finished = world.rank == 0 and finished_before(out, facts)
     if broadcast(world, finished):
         print_results(out, read_json(out / "eval.json")["results"])
         return out
@@ -181,10 +184,9 @@ def main(cfg: Config) -> Path:
     # --- plan: memory; all that fails cheaply has failed after it ---------------------------------
     act("plan")
     with together(world):
-        new = cfg.max_new_tokens
-        lengths = [len(sequence.ids) for group in task.groups for sequence in group]
-        longest = max(lengths, default=seq_len)
-        parts = estimate_generation(model, world.size, DTYPES[dtype], cfg.batch_size, longest, new)
+        longest = max((len(one.ids) for group in task.groups for one in group), default=seq_len)
+        sizes = (cfg.batch_size, longest, cfg.max_new_tokens)
+        parts = estimate_generation(model, world.size, DTYPES[dtype], *sizes)
         check_room(parts, world, cfg.force)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
@@ -213,14 +215,14 @@ def main(cfg: Config) -> Path:
     def batch_of(rows: list[Example]) -> Batch:
         return collate(rows or [scored([pad], 1)], pad, multiple=1)
 
-    file = None if cfg.task == "lm_eval" else out / "items.jsonl"
+    file = out / "items.jsonl" if task.groups else None  # lm_eval keeps its own
     settings = generation_config(model, trained.source.folder, end_of_turn_ids(tokenizer))
     ends = frozenset(settings["eos_token_id"] or ())
     results = task.results(Asker(model, world, batch_of, cfg.batch_size, ends, pad, file))
     with together(world), disk_errors(out):
         if world.rank == 0:
             text = json.dumps({"results": results, "facts": facts}, indent=2)
-            replace_file(out / "eval.json", text + "\n")
+            replace_file(out / "eval.json", f"{text}\n")
     print_results(out, results)
     return out
 
@@ -231,7 +233,7 @@ def print_results(out: Path, results: dict) -> None:
         if name.endswith("_stderr"):
             continue
         error = results.get(f"{name}_stderr")
-        shown = f"{value:.6g}" + (f" +- {error:.2g}" if error is not None else "")
+        shown = f"{value:.6g}" if error is None else f"{value:.6g} +- {error:.2g}"
         print0(f"{name:24} {shown}")
     print0(f"finished  {out}/eval.json")
 
@@ -270,16 +272,17 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
 
     def results(asker: Asker) -> dict:
         answers = asker.complete(prompts, cfg.max_new_tokens, judge)
-        cut = sum(row["tokens"] == cfg.max_new_tokens for row in answers)
-        scores = [row["scores"] for row in answers]
-        return means(scores, [reward.name for reward in rewards]) | {"longest_answers": cut}
+        return {
+            **means([row["scores"] for row in answers], [reward.name for reward in rewards]),
+            "longest_answers": sum(row["tokens"] == cfg.max_new_tokens for row in answers),
+        }
 
     data = with_files(questions.fingerprint, [reward.file for reward in rewards])
     return Task(data, [[prompt] for prompt in prompts], questions.dropped, results)
 
 
 def with_files(data: str, files: Iterable) -> str:
-    """The fingerprint `data`, with the content of files that judge the answers."""
+    """The fingerprint `data`, with the content of files. A file may be None."""
     for file in sorted(filter(None, files)):
         data = hashlib.sha256(data.encode() + Path(file).read_bytes()).hexdigest()
     return data
@@ -290,8 +293,10 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
     documents = load_examples(replace(rows, task="documents"), tokenizer)
     stride = cfg.stride or rows.seq_len // 2
     check(stride < rows.seq_len, f"--stride {stride} is not below --seq_len {rows.seq_len}")
-    weighted = any(origin.weight for origin in documents.origins)
-    check(not weighted, "--task perplexity scores all documents (fix: --dataset without weights)")
+    check(
+        not any(origin.weight for origin in documents.origins),
+        "--task perplexity scores all documents (fix: --dataset without weights)",
+    )
     groups, places = [], []
     for number, length in enumerate(documents.lengths.tolist()):
         ids = documents.ids[documents.bounds[number] :][:length].tolist()
@@ -414,10 +419,10 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
                     figures[f"{task} {metric}{kind}{error}"] = value
         return figures
 
-    files = []
-    for end in ("py", "yaml", "jsonl", "csv", "parquet") if cfg.include_path else ():
-        files += Path(cfg.include_path).rglob(f"*.{end}")
-    return Task(with_files(f"lm_eval {version}", files), [], {}, results)
+    data = f"lm_eval {version}"
+    for end in "py yaml jsonl csv parquet".split() if cfg.include_path else ():
+        data = with_files(data, Path(cfg.include_path).rglob(f"*.{end}"))
+    return Task(data, [], {}, results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}
@@ -450,16 +455,16 @@ def settle_seq_len(cfg: Config, model) -> int:
 
 def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int) -> dict:
     """What determines the answers, as JSON. Contents of folders and files count, not their names."""
-    source = trained.source
-    digest = hashlib.sha256(json.dumps(run_facts(source.config, source.weights, "")).encode())
+    base = json.dumps(run_facts(trained.source.config, trained.source.weights, ""))
+    files = [trained.checkpoint and trained.checkpoint / "manifest.json"]
     if cfg.adapter:
-        for file in sorted(Path(cfg.adapter).glob("adapter_*")):
-            digest.update(file.read_bytes())
-    if trained.checkpoint:
-        with others_code(str(trained.checkpoint), "start again, if its run has removed it"):
-            digest.update((trained.checkpoint / "manifest.json").read_bytes())
-    known = {"dtype": dtype, "seq_len": seq_len, "data": data, "model": digest.hexdigest()}
-    return {name: value for name, value in asdict(cfg).items() if name not in FREE} | known
+        files += Path(cfg.adapter).glob("adapter_*")
+    with others_code(
+        f"{trained.checkpoint or cfg.adapter}", "start again, if its run has removed it"
+    ):
+        model = with_files(hashlib.sha256(base.encode()).hexdigest(), files)
+    flags = {name: value for name, value in asdict(cfg).items() if name not in FREE}
+    return flags | {"dtype": dtype, "seq_len": seq_len, "data": data, "model": model}
 
 
 def finished_before(out: Path, facts: dict) -> bool:
@@ -472,7 +477,7 @@ def finished_before(out: Path, facts: dict) -> bool:
             not (out / "items.jsonl").exists(),
             f"{out} has an items.jsonl of something else (fix: another --output_dir)",
         )
-        replace_file(file, json.dumps({"facts": facts}, indent=2) + "\n")
+        replace_file(file, json.dumps({"facts": facts}))
         return False
     earlier = read_json(file)
     changed = differences(earlier.get("facts", {}), facts)

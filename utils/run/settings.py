@@ -35,16 +35,16 @@ def parse_cli(
     cls: type,
     argv: list[str] | None = None,
     aliases: bool = False,
-    unless: dict[str, dict[str, object]] | None = None,
+    without_model: dict[str, object] | None = None,
     others: Sequence[str] = (),
 ):
     """An instance of the flat dataclass `cls`: its defaults, then --config FILE, then the other flags.
 
     aliases: translate the flags of llama-recipes; foreign_flags.py, which knows them, is imported only for a
-    name that `cls` lacks, and may be absent. unless: {setting: {other: value}}; if the setting is not
-    given, these values replace the defaults of the others. others: settings of a sibling recipe that are
-    accepted but have no effect here. Raises ConfigError for wrong values, and with a line for each unknown
-    name. On --help it prints help_text(cls) and exits with 0.
+    name that `cls` lacks, and may be absent. without_model: values that replace the defaults if --model is
+    not given. others: settings of a sibling recipe that are accepted but have no effect here. Raises
+    ConfigError for wrong values, and with a line for each unknown name. On --help it prints help_text(cls)
+    and exits with 0.
     """
     argv = sys.argv[1:] if argv is None else argv
     kinds = kinds_of(cls)
@@ -73,9 +73,8 @@ def parse_cli(
         return {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
 
     values = read(implied) | from_file | read(texts)
-    for name, defaults in (unless or {}).items():
-        if name not in values:
-            values = defaults | values
+    if "model" not in values:
+        values = (without_model or {}) | values
     return cls(**values)
 
 
@@ -229,7 +228,7 @@ def read_yaml(
     values = {}
     for key, node in root.value:
         at = f"{path}:{key.start_mark.line + 1}: {key.value}"
-        plain = isinstance(key, yaml.ScalarNode) and isinstance(node, yaml.ScalarNode)
+        plain = isinstance(node, yaml.ScalarNode)
         check(plain, f"{at}: one `name: value` a line, no lists and no mappings")
         name = key.value.replace("-", "_")
         if name in others:
