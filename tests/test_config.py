@@ -354,6 +354,7 @@ def test_yaml_is_read_as_its_words_stand(text, expected, tmp_path):
         ("attn: no", "attn takes one of auto, sdpa, eager; not 'no'"),
         ("lr: [1]", "a.yaml:1: lr: one `name: value` a line, no lists and no mappings"),
         ("lr: {a: 1}", "no lists and no mappings"),
+        ("{{ lr }}: 1", "no lists and no mappings"),  # a template that nobody filled in
         ("lr: yes", "lr takes a finite number such as 0.001 or 1e-3, not 'yes'"),
         ("lr:", "lr takes a finite number"),
         ("steps: 1.0", "not '1.0'"),

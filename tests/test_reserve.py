@@ -22,7 +22,12 @@ from utils.plan.need import (
     need_of,
 )
 from utils.plan.search import fastest, ways
-from utils.run.distributed import CUDA_SETTINGS, use_expandable_segments
+from utils.run.distributed import (
+    CUDA_SETTINGS,
+    init_distributed,
+    stop_distributed,
+    use_expandable_segments,
+)
 from utils.run.units import GIB
 
 
@@ -136,6 +141,13 @@ def test_the_plan_says_both_figures_and_the_answer_on_a_gpu_and_on_a_cpu_one():
 
 
 # --- the allocator of GPU memory
+
+
+def test_the_allocator_of_gpus_is_left_alone_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    init_distributed(use_gpu=False)
+    stop_distributed()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize("own", CUDA_SETTINGS)

@@ -73,8 +73,8 @@ def parse_cli(
         return {name: read_value(*kinds[name], f"--{name}", text) for name, text in texts.items()}
 
     values = read(implied) | from_file | read(texts)
-    if "model" not in values:
-        values = (without_model or {}) | values
+    if without_model and "model" not in values:
+        values = without_model | values
     return cls(**values)
 
 
@@ -228,8 +228,10 @@ def read_yaml(
     values = {}
     for key, node in root.value:
         at = f"{path}:{key.start_mark.line + 1}: {key.value}"
-        plain = isinstance(node, yaml.ScalarNode)
-        check(plain, f"{at}: one `name: value` a line, no lists and no mappings")
+        check(
+            type(key) is type(node) is yaml.ScalarNode,
+            f"{at}: one `name: value` a line, no lists and no mappings",
+        )
         name = key.value.replace("-", "_")
         if name in others:
             continue

@@ -330,15 +330,16 @@ class Asker:
         size = max(1, self.batch_size // largest)
         batches = [longest_first[i : i + size] for i in range(0, len(groups), size)]
         batches = [batch for batch in batches if not known.keys() >= {*batch}]
+        rank = self.world.rank
         with tqdm(
             total=len(groups),
             initial=len(groups) - sum(map(len, batches)),
             unit=" items",
-            disable=True if self.world.rank else None,  # None: disabled if not a terminal
+            disable=True if rank else None,  # None: disabled if not a terminal
         ) as bar:
             for start in range(0, len(batches), self.world.size):
                 several = batches[start : start + self.world.size]
-                own = next(iter(several[self.world.rank :]), [])
+                own = several[rank] if rank < len(several) else []
                 found = answers(several, own)
                 rows = {}
                 with together(self.world, patient=True):  # functions of the user may take long
