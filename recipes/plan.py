@@ -663,7 +663,7 @@ def about_methods(cfg: Config, plan: dict) -> str:
     if plan["command"]:
         lines += recommendation(cfg, plan)
     else:
-        lines.append("Nothing fits (fix: more or larger GPUs, or a smaller --seq_len)")
+        lines.append("Nothing fits (fix: more GPUs or memory, or a smaller --seq_len)")
     return "\n".join(lines)
 
 

@@ -446,6 +446,26 @@ def test_offloaded_states_are_on_the_host_and_rounded_as_pinned_memory_is():
     assert there.host + states < away.host < there.host + 2 * states
 
 
+@pytest.mark.parametrize(
+    ("how", "device", "host", "says"),
+    [
+        (
+            {"cpu_offload": True},
+            64,
+            1,
+            r"the ranks of a machine need \S+ GiB of host memory; there is",
+        ),
+        ({}, 0.1, 64, r"a rank needs \S+ GiB, most of it \w+, \S+ GiB; there is"),
+    ],
+)
+def test_a_refusal_names_the_memory_that_is_short_and_where_to_find_more(how, device, host, says):
+    setting = of_llama(may_adapt=False, **how)
+    room = Room(int(device * GIB), host * GIB, "little")
+    more = "a machine with more memory" if host == 1 else "more or larger GPUs"
+    line = refusal(setting, need_of(setting), room)
+    assert re.fullmatch(rf"this does not fit: {says} little \(fix: {more}, .*\)", line)
+
+
 def test_offloaded_inputs_are_on_the_host_and_one_of_them_on_its_way():
     how = {"activation_checkpointing": "full", "batch_size": 8}
     there, away = (need_of(of_llama(**how, activation_offload=o)) for o in (False, True))

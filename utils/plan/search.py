@@ -25,7 +25,8 @@ from .need import (
 
 RECOMPUTE = ("none", "selective", "full")
 TOKENS_STEP = 64  # step of a row's length
-MORE = {True: "more or larger GPUs", False: "a machine with more memory"}  # by Setting.gpu
+# by whether the memory of a GPU is short, and not the host's
+MORE = {True: "more or larger GPUs", False: "a machine with more memory"}
 MOST = 2**16  # limit of a search: rows, or steps of a row's length
 
 # Flags that a plan may change -> the attribute of a setting.
@@ -135,7 +136,7 @@ def remedy(setting: Setting, room: Room) -> str:
     """The flags of the smallest change that fits; if there is none, other advice."""
     if change := smallest_change(setting, room):
         return flags_between(setting, change)
-    return f"{MORE[setting.gpu]}, or a smaller --seq_len"
+    return f"{MORE[setting.gpu and need_of(setting).device > room.device]}, or a smaller --seq_len"
 
 
 def largest_batch(setting: Setting, room: Room) -> int:
@@ -196,14 +197,16 @@ def fit_levers(
 
 def refusal(setting: Setting, need: Need, room: Room) -> str:
     """One line: what does not fit, its largest part, and the smallest change that fits."""
-    text = f"a rank needs {need.device / GIB:.2f} GiB"
     if need.device <= room.device:
         text = f"the ranks of a machine need {need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
-    if need.peak:
-        name, size = max(need.peak.parts.items(), key=lambda part: part[1])
-        text += f", most of it {name}, {size / GIB:.2f} GiB"
-    text += f"; there is {room.text}"
-    return f"this does not fit: {text} (fix: {remedy(setting, room)}; or --force to try)"
+    else:
+        text = f"a rank needs {need.device / GIB:.2f} GiB"
+        if need.peak:
+            parts = need.peak.parts
+            name = max(parts, key=parts.get)
+            text += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
+    fix = remedy(setting, room)
+    return f"this does not fit: {text}; there is {room.text} (fix: {fix}; or --force to try)"
 
 
 def fitted_before(out: Path) -> dict[str, object]:
