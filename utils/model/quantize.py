@@ -179,14 +179,15 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.save_for_backward(codes, scale)
         if mode != "llm_int8":
             return F.linear(x, dequantize(codes, scale, x.dtype), bias)
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.flatten(0, -2)
         x_codes, x_scale, outliers = bnb.int8_vectorwise_quant(
-            flat.to(torch.float16).contiguous(), threshold=OUTLIER
+            flat.half().contiguous(), threshold=OUTLIER
         )
         out, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
             flat, x_codes, codes, x_scale, scale.view(torch.float32), outliers, bias
         )
-        return out.reshape(*x.shape[:-1], len(codes))
+        # FSDP2 warns if a unit, such as the head, returns a view
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], len(codes)))
 
     @staticmethod
     def backward(ctx, grad):
