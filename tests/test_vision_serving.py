@@ -1,12 +1,14 @@
-"""generate.py and export.py of models that read pictures: what transformers' own classes answer and compute.
+"""generate.py, eval.py and export.py of models that read pictures: what transformers' own classes compute.
 
 python -m pytest tests/test_vision_serving.py -m ""
 """
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
+import eval as evaluate
 import export
 import finetune
 import preview
@@ -214,6 +216,30 @@ def test_a_checkpoint_of_adapters_becomes_the_adapter(run_of, tmp_path):
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_eval_asks_in_the_chat_template_of_the_processor(folder_of, rows, tmp_path):
+    """Older folders have it in chat_template.json, which a tokenizer does not read."""
+    folder = tmp_path / "older"
+    shutil.copytree(folder_of("llava"), folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    run = {"model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path / "run")}
+    train(None, RUN | run | {"save_every": 3})
+    write(tmp_path / "pairs.jsonl", [{"prompt": "What?", "chosen": "So", "rejected": "No"}])
+    asked = {"task": "pairs", "dataset": str(tmp_path / "pairs.jsonl")}
+    found = [
+        json.loads((evaluate.main(config) / "items.jsonl").read_text())["log_probs"]
+        for config in (
+            evaluate.Config(**asked, **opened, output_dir=str(tmp_path / name))
+            for name, opened in {
+                "model": {"model": str(tmp_path / "run/model")},  # its tokenizer has the template
+                "checkpoint": {"checkpoint": str(tmp_path / "run")},
+            }.items()
+        )
+    ]
+    assert found[0] == found[1]
 
 
 def exported(ranks: int, **flags) -> None:
