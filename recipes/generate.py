@@ -422,15 +422,17 @@ def prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
     has_pictures = row.data.get("image") or row.data.get("images")
     try:
         if pictured and (has_pictures or not isinstance(row.data.get("prompt"), str)):
-            return pictured(row)
-        content, tools, _ = turns_of(row.data)
+            prompt = pictured(row)
+        else:
+            content, tools, _ = turns_of(row.data)
+            prompt = Prompt(row.where, content, tools)
     except ValueError as error:
         raise ConfigError(f"{row.where}: {error}") from None
     check(
-        not raw or isinstance(content, str),
+        not raw or isinstance(prompt.content, str),
         f"{row.where}: these are messages, and --raw completes texts (fix: without --raw)",
     )
-    return Prompt(row.where, content, tools)
+    return prompt
 
 
 def encode_prompt(

@@ -342,6 +342,14 @@ def test_a_wrong_row_is_named(row, said, folder_of, rows):
         on_rank(None, flags)
 
 
+@pytest.mark.parametrize("row", [chat("What?", "So", "0.png"), {"prompt": "?", "image": "0.png"}])
+def test_raw_rows_with_pictures_are_refused_in_words(row, folder_of, rows):
+    write(rows.parent / "bad.jsonl", [row])
+    flags = {"model": str(folder_of("llava")), "prompts": str(rows.parent / "bad.jsonl")}
+    with pytest.raises(ConfigError, match=r"bad.jsonl:1: these are messages, and --raw completes"):
+        on_rank(None, flags | {"raw": True})
+
+
 def test_a_picture_that_is_broken_is_named(folder_of, rows):
     """Its header is right, its pixels are cut."""
     whole = Image.open(rows.parent / "1.png").convert("RGB")
