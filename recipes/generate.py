@@ -169,7 +169,7 @@ def main(cfg: Config) -> None:
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         positions = positions_of(model)
         at_once = KEPT_BATCHES * cfg.batch_size  # prompts whose answers are written together
-        unfinished, done = unfinished_file(cfg), 0
+        unfinished, done = unfinished_file(cfg, prompts), 0
         if world.rank == 0:
             done = count_kept(unfinished, prompts, at_once)
         new = cfg.max_new_tokens
@@ -504,11 +504,14 @@ def check_output(path: Path) -> None:
     check(writable, f"--output {path}: no folder {parent} to write to (fix: another folder)")
 
 
-def unfinished_file(cfg: Config) -> Path | None:
-    """The file for answers until all are there. Its name has a hash of the settings that determine them."""
+def unfinished_file(cfg: Config, prompts: list[Prompt]) -> Path | None:
+    """The file for answers until all are there. Its name has a hash of the settings and pictures that
+    determine them.
+    """
     if not cfg.output:
         return None
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
+    settings["pictures"] = [prompt.pictures for prompt in prompts if prompt.pictures]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return Path(f"{cfg.output}.{digest[:8]}.unfinished")
 

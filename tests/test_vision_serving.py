@@ -6,11 +6,13 @@ python -m pytest tests/test_vision_serving.py -m ""
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import eval as evaluate
 import export
 import finetune
+import generate
 import preview
 import pytest
 import torch
@@ -25,7 +27,7 @@ from test_vision import RUN, chat, train, write
 from transformers import AutoModelForImageTextToText
 
 from utils.data.formats import form_of
-from utils.data.pictures import load_processor, read_pictured
+from utils.data.pictures import load_processor, picture_prompt, read_pictured
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError, escaped
 
@@ -348,6 +350,27 @@ def test_raw_rows_with_pictures_are_refused_in_words(row, folder_of, rows):
     flags = {"model": str(folder_of("llava")), "prompts": str(rows.parent / "bad.jsonl")}
     with pytest.raises(ConfigError, match=r"bad.jsonl:1: these are messages, and --raw completes"):
         on_rank(None, flags | {"raw": True})
+
+
+def test_answers_that_a_kill_left_are_kept_for_the_same_pictures_only(folder_of, rows, tmp_path):
+    asked, output = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    flags = {"model": str(folder_of("llava")), "prompts": str(asked), "output": str(output)}
+    flags |= {"image_dir": str(rows.parent), "batch_size": 1, "max_new_tokens": 1}
+    config, count = generate.Config(**flags), generate.KEPT_BATCHES
+
+    def ask(picture: str) -> list:
+        write(asked, [{"prompt": "What?", "image": picture}] * count)
+        read = partial(picture_prompt, rows=config)
+        return generate.read_prompts(asked, False, "", read)
+
+    prompts = ask("0.png")
+    kept = {"prompt": prompts[0].content, "answer": "kept"}
+    write(generate.unfinished_file(config, prompts), [kept] * count)
+    for picture, keeps in {"2.png": False, "0.png": True}.items():
+        ask(picture)
+        on_rank(None, flags)
+        assert ("kept" in output.read_text()) == keeps
+        output.unlink()
 
 
 def test_a_picture_that_is_broken_is_named(folder_of, rows):
