@@ -153,6 +153,10 @@ def main(cfg: Config) -> Path:
     model = trained.model
     with together(world):
         tokenizer = load_tokenizer(*trained.tokenizer)
+        if trained.kind == "pictures":  # the chat template may be its processor's
+            from utils.data.pictures import load_processor
+
+            load_processor(trained.source.folder, tokenizer)
         check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
         seq_len = settle_seq_len(cfg, model)
         if cfg.adapter:

@@ -169,7 +169,7 @@ def main(cfg: Config) -> None:
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         positions = positions_of(model)
         at_once = KEPT_BATCHES * cfg.batch_size  # prompts whose answers are written together
-        unfinished, done = unfinished_file(cfg), 0
+        unfinished, done = unfinished_file(cfg, prompts), 0
         if world.rank == 0:
             done = count_kept(unfinished, prompts, at_once)
         new = cfg.max_new_tokens
@@ -422,15 +422,17 @@ def prompt_of_row(row: Row, raw: bool, pictured: Callable | None) -> Prompt:
     has_pictures = row.data.get("image") or row.data.get("images")
     try:
         if pictured and (has_pictures or not isinstance(row.data.get("prompt"), str)):
-            return pictured(row)
-        content, tools, _ = turns_of(row.data)
+            prompt = pictured(row)
+        else:
+            content, tools, _ = turns_of(row.data)
+            prompt = Prompt(row.where, content, tools)
     except ValueError as error:
         raise ConfigError(f"{row.where}: {error}") from None
     check(
-        not raw or isinstance(content, str),
+        not raw or isinstance(prompt.content, str),
         f"{row.where}: these are messages, and --raw completes texts (fix: without --raw)",
     )
-    return Prompt(row.where, content, tools)
+    return prompt
 
 
 def encode_prompt(
@@ -502,11 +504,14 @@ def check_output(path: Path) -> None:
     check(writable, f"--output {path}: no folder {parent} to write to (fix: another folder)")
 
 
-def unfinished_file(cfg: Config) -> Path | None:
-    """The file for answers until all are there. Its name has a hash of the settings that determine them."""
+def unfinished_file(cfg: Config, prompts: list[Prompt]) -> Path | None:
+    """The file for answers until all are there. Its name has a hash of the settings and pictures that
+    determine them.
+    """
     if not cfg.output:
         return None
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
+    settings["pictures"] = [prompt.pictures for prompt in prompts if prompt.pictures]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return Path(f"{cfg.output}.{digest[:8]}.unfinished")
 

@@ -261,12 +261,14 @@ def test_a_checkpoint_becomes_the_folder_that_the_run_wrote(ranks, run, tmp_path
     assert contents(out) == contents(run / "model")
 
 
-def test_a_relative_base_is_found_from_another_folder(run, tmp_path, monkeypatch):
-    """The run was started with --model base."""
+def test_a_relative_base_and_template_are_found_from_another_folder(run, tmp_path, monkeypatch):
+    """The run was started with --model base --chat_template mine.jinja."""
     moved = shutil.copytree(run, tmp_path / "moved")
     state = moved / "checkpoints" / "step_00000002" / "state.json"
     content = json.loads(state.read_text())
     content["config"]["model"], content["cwd"] = "base", str(run.parent)
+    content["config"]["chat_template"] = "mine.jinja"
+    shutil.copyfile(run / "model" / "chat_template.jinja", run.parent / "mine.jinja")
     resign(state, json.dumps(content))
     monkeypatch.chdir(tmp_path)
     assert contents(exported(tmp_path / "out", checkpoint=moved)) == contents(run / "model")

@@ -283,7 +283,7 @@ def test_a_start_that_was_killed_goes_on_after_the_answers_that_are_kept(llama, 
     assert [json.loads(line)["prompt"] for line in whole] == path.read_text().splitlines()
     output.unlink()
 
-    kept = generate.unfinished_file(generate.Config(**flags))
+    kept = generate.unfinished_file(generate.Config(**flags), [])
     marked = []
     for line in whole[: generate.KEPT_BATCHES]:
         marked.append(json.dumps(json.loads(line) | {"answer": "kept"}))

@@ -230,6 +230,7 @@ def test_rows_without_pictures_may_name_the_elements_of_html():
         ({"messages": [user("Draw"), user(PART) | {"role": "assistant"}]}, "turn of the assistant"),
         ({"messages": [user(PART | {"path": 3}), ANSWER]}, "expected a path"),
         ({"text": "<image>", "image": "a.png"}, "no conversation"),
+        ({"texts": [], "images": ["a.png"]}, "texts: empty"),
     ],
 )
 def test_rows_that_cannot_be_read_say_why_at_their_place(row, why, opened, pictures):

@@ -1,14 +1,18 @@
-"""generate.py and export.py of models that read pictures: what transformers' own classes answer and compute.
+"""generate.py, eval.py and export.py of models that read pictures: what transformers' own classes compute.
 
 python -m pytest tests/test_vision_serving.py -m ""
 """
 
 import json
+import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import eval as evaluate
 import export
 import finetune
+import generate
 import preview
 import pytest
 import torch
@@ -23,7 +27,7 @@ from test_vision import RUN, chat, train, write
 from transformers import AutoModelForImageTextToText
 
 from utils.data.formats import form_of
-from utils.data.pictures import load_processor, read_pictured
+from utils.data.pictures import load_processor, picture_prompt, read_pictured
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError, escaped
 
@@ -216,6 +220,30 @@ def test_a_checkpoint_of_adapters_becomes_the_adapter(run_of, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_eval_asks_in_the_chat_template_of_the_processor(folder_of, rows, tmp_path):
+    """Older folders have it in chat_template.json, which a tokenizer does not read."""
+    folder = tmp_path / "older"
+    shutil.copytree(folder_of("llava"), folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    run = {"model": str(folder), "dataset": str(rows), "output_dir": str(tmp_path / "run")}
+    train(None, RUN | run | {"save_every": 3})
+    write(tmp_path / "pairs.jsonl", [{"prompt": "What?", "chosen": "So", "rejected": "No"}])
+    asked = {"task": "pairs", "dataset": str(tmp_path / "pairs.jsonl")}
+    found = [
+        json.loads((evaluate.main(config) / "items.jsonl").read_text())["log_probs"]
+        for config in (
+            evaluate.Config(**asked, **opened, output_dir=str(tmp_path / name))
+            for name, opened in {
+                "model": {"model": str(tmp_path / "run/model")},  # its tokenizer has the template
+                "checkpoint": {"checkpoint": str(tmp_path / "run")},
+            }.items()
+        )
+    ]
+    assert found[0] == found[1]
+
+
 def exported(ranks: int, **flags) -> None:
     write_folder(None, flags) if ranks == 1 else run_ranks(write_folder, ranks, flags)
 
@@ -314,6 +342,35 @@ def test_a_wrong_row_is_named(row, said, folder_of, rows):
     flags = {"model": str(folder_of("qwen2_5_vl")), "prompts": str(rows.parent / "bad.jsonl")}
     with pytest.raises(ConfigError, match=said):
         on_rank(None, flags)
+
+
+@pytest.mark.parametrize("row", [chat("What?", "So", "0.png"), {"prompt": "?", "image": "0.png"}])
+def test_raw_rows_with_pictures_are_refused_in_words(row, folder_of, rows):
+    write(rows.parent / "bad.jsonl", [row])
+    flags = {"model": str(folder_of("llava")), "prompts": str(rows.parent / "bad.jsonl")}
+    with pytest.raises(ConfigError, match=r"bad.jsonl:1: these are messages, and --raw completes"):
+        on_rank(None, flags | {"raw": True})
+
+
+def test_answers_that_a_kill_left_are_kept_for_the_same_pictures_only(folder_of, rows, tmp_path):
+    asked, output = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    flags = {"model": str(folder_of("llava")), "prompts": str(asked), "output": str(output)}
+    flags |= {"image_dir": str(rows.parent), "batch_size": 1, "max_new_tokens": 1}
+    config, count = generate.Config(**flags), generate.KEPT_BATCHES
+
+    def ask(picture: str) -> list:
+        write(asked, [{"prompt": "What?", "image": picture}] * count)
+        read = partial(picture_prompt, rows=config)
+        return generate.read_prompts(asked, False, "", read)
+
+    prompts = ask("0.png")
+    kept = {"prompt": prompts[0].content, "answer": "kept"}
+    write(generate.unfinished_file(config, prompts), [kept] * count)
+    for picture, keeps in {"2.png": False, "0.png": True}.items():
+        ask(picture)
+        on_rank(None, flags)
+        assert ("kept" in output.read_text()) == keeps
+        output.unlink()
 
 
 def test_a_picture_that_is_broken_is_named(folder_of, rows):

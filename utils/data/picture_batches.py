@@ -56,9 +56,8 @@ class PictureBatches(GlobalBatches):
         self.patches = self.examples.row_sizes[self.examples.rows]
         # Cross-attention models (mllama): tokens before a picture would also attend to padding pictures.
         # So only rows with the same number of pictures share a micro-batch.
-        self.counts = [0] * len(self.patches)
-        if "aspect_ratio_ids" in blank_inputs(self.processor):
-            self.counts = [len(self.sources(row)) for row in range(len(self.patches))]
+        crosses = "aspect_ratio_ids" in blank_inputs(self.processor)
+        self.counts = [len(self.sources(i)) if crosses else 0 for i in range(len(self.patches))]
         self.separates = len({*self.counts}) > 1
         self.next_step = -1
         self.made = iter(())

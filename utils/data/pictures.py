@@ -308,10 +308,12 @@ def read_pictured(
 
 def alpaca_of(texts: list) -> dict:
     """Convert the "texts" of a row of the_cauldron to an alpaca row. ValueError names the wrong turn."""
-    pairs = []
-    for i, turn in enumerate(texts):
-        at = f"texts[{i}]."
-        pairs.append([typed(turn, "user", str, at), typed(turn, "assistant", str, at)])
+    pairs = [
+        [typed(turn, key, str, f"texts[{i}].") for key in ("user", "assistant")]
+        for i, turn in enumerate(texts)
+    ]
+    if not pairs:
+        raise ValueError("texts: empty")
     *history, (question, answer) = pairs
     return {"instruction": question, "output": answer, "history": history}
 

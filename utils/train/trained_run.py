@@ -75,10 +75,11 @@ def open_trained(
             check(not damaged, f"{damaged} {REMOVED}")
             state = read_state(path)
             run = state.get("config", {})
-            for name in ("model", "tokenizer", "adapter"):  # they may be relative to where it ran
-                folder = Path(state.get("cwd", ""), run.get(name, ""))
-                if run.get(name) and folder.is_dir():
-                    run[name] = str(folder)
+            for name in ("model", "tokenizer", "adapter", "chat_template"):
+                path_in_cwd = Path(state.get("cwd", ""), run.get(name, ""))
+                is_there = path_in_cwd.is_file if name == "chat_template" else path_in_cwd.is_dir
+                if run.get(name) and is_there():  # it may be relative to where the run was started
+                    run[name] = str(path_in_cwd)
             # The base may have no template, and the run's own tokenizer one.
             template = "plain" if state.get("template") == "built-in plain" else ""
     tokenizer_name = run.get("tokenizer", "")
