@@ -123,8 +123,10 @@ class Config:
         check(
             not (self.adapter and self.checkpoint), "--adapter and --checkpoint: give one of them"
         )
-        known = self.dataset or self.task in (*TINY_ROWS, "lm_eval")
-        check(known, f"--task {self.task}: what is asked? (fix: --dataset FILE)")
+        check(
+            self.dataset or self.task in (*TINY_ROWS, "lm_eval"),
+            f"--task {self.task}: what is asked? (fix: --dataset FILE)",
+        )
         check(
             self.tasks or self.task != "lm_eval",
             "--task lm_eval: which ones? (fix: --tasks hellaswag,gsm8k)",
@@ -189,8 +191,9 @@ def main(cfg: Config) -> Path:
     act("plan")
     with together(world):
         longest = max((len(one.ids) for group in task.groups for one in group), default=seq_len)
-        sizes = (cfg.batch_size, longest, cfg.max_new_tokens)
-        parts = estimate_generation(model, world.size, DTYPES[dtype], *sizes)
+        parts = estimate_generation(
+            model, world.size, DTYPES[dtype], cfg.batch_size, longest, cfg.max_new_tokens
+        )
         check_room(parts, world, cfg.force)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
@@ -225,8 +228,9 @@ def main(cfg: Config) -> Path:
     results = task.results(Asker(model, world, batch_of, cfg.batch_size, ends, pad, file))
     with together(world), disk_errors(out):
         if world.rank == 0:
-            text = json.dumps({"results": results, "facts": facts}, indent=2)
-            replace_file(out / "eval.json", f"{text}\n")
+            replace_file(
+                out / "eval.json", json.dumps({"results": results, "facts": facts}, indent=2)
+            )
     print_results(out, results)
     return out
 
@@ -234,11 +238,10 @@ def main(cfg: Config) -> Path:
 def print_results(out: Path, results: dict) -> None:
     """Print each result with its standard error, and the path of the file."""
     for name, value in results.items():
-        if name.endswith("_stderr"):
-            continue
         error = results.get(f"{name}_stderr")
         shown = f"{value:.6g}" if error is None else f"{value:.6g} +- {error:.2g}"
-        print0(f"{name:24} {shown}")
+        if not name.endswith("_stderr"):
+            print0(f"{name:24} {shown}")
     print0(f"finished  {out}/eval.json")
 
 
@@ -304,10 +307,9 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
     groups, places = [], []
     for number, length in enumerate(documents.lengths.tolist()):
         ids = documents.ids[documents.bounds[number] :][:length].tolist()
-        where = documents.where[number]
         for begin, first, end in windows(length, rows.seq_len, stride):
             groups.append([scored(ids[begin:end], first - begin)])
-            places.append({"where": where, "document": number, "begin": begin})
+            places.append({"where": documents.where[number], "document": number, "begin": begin})
 
     def judge(i: int, scores: list) -> dict:
         ((log_prob, tokens, _),) = scores
@@ -320,11 +322,10 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
         size_bytes = int(documents.row_sizes.sum())
         mean = nats / tokens
         # The standard error of a ratio of sums. The independent observations are documents, not tokens.
-        residuals = [0.0] * len(documents)
+        n = len(documents)
+        residuals = [0.0] * n
         for row in answers:
             residuals[row["document"]] += row["nats"] - mean * row["tokens"]
-        n = len(residuals)
-        squares = math.fsum(residual**2 for residual in residuals)
         found = {
             "nats_per_token": mean,
             "perplexity": math.exp(min(mean, 700)),
@@ -334,7 +335,8 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             "bytes": size_bytes,
         }
         if n > 1:
-            found["nats_per_token_stderr"] = math.sqrt(squares * n / (n - 1)) / tokens
+            variance = math.fsum(residual**2 for residual in residuals) / (n - 1)
+            found["nats_per_token_stderr"] = math.sqrt(variance * n) / tokens
         return found
 
     return Task(documents.fingerprint, groups, documents.dropped, results)
@@ -434,7 +436,7 @@ TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pair
 
 def means(answers: list[dict], names: list[str]) -> dict:
     """The mean, its standard error, and the sum of each value, over the answers that have it."""
-    found: dict[str, float] = {"items": len(answers)}
+    found = {"items": len(answers)}
     for name in names:
         values = [row[name] for row in answers if row[name] is not None]
         if len(values) < len(answers):
@@ -452,8 +454,11 @@ def settle_seq_len(cfg: Config, model) -> int:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     seq_len = cfg.seq_len or min(2048, positions)
     new = cfg.max_new_tokens * (cfg.task == "exact_match")  # lm_eval's tasks have their own
-    rule = f"more than --max_new_tokens {new}, at most the model's {positions} positions"
-    check(new + 2 <= seq_len <= positions, f"--seq_len {seq_len} does not fit (fix: {rule})")
+    check(
+        new + 2 <= seq_len <= positions,
+        f"--seq_len {seq_len} does not fit (fix: more than --max_new_tokens {new}, at most the model's"
+        f" {positions} positions)",
+    )
     return seq_len
 
 
