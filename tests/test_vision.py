@@ -268,9 +268,12 @@ def test_any_ranks_and_micro_batches_learn_the_same(name, how, alone, folder_of,
     assert_alike((many, one), weights, expected)
 
 
-def test_the_text_part_alone_loads_in_the_dtype_of_the_saved_model(folder_of, rows, tmp_path):
-    flags = {"train": ALL, "steps": 1, "save_dtype": "bf16"}
+def test_the_text_part_alone_loads_in_the_dtype_of_the_saved_model_and_its_tokenizer_pads_nothing(
+    folder_of, rows, tmp_path
+):
+    flags = {"train": ALL, "steps": 1, "save_dtype": "bf16", "batch_size": 2}
     out, _, _ = trained(1, tmp_path / "run", folder_of("mllama"), rows, **flags)
+    assert json.loads((out / "model" / "tokenizer.json").read_text())["padding"] is None
     assert AutoModelForCausalLM.from_pretrained(out / "model").dtype == torch.bfloat16
 
 

@@ -55,7 +55,7 @@ class HostCopies:
     def __init__(self, device: torch.device):
         self.device = device
         self.on_gpu = device.type == "cuda"
-        self.copies: list[HostCopy] = []
+        self.copies = []
         self.leaving: Tensor | None = None  # the input whose copy may not be complete
         self.streams: tuple | None = None  # to the host, and back
 

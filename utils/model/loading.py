@@ -113,7 +113,7 @@ def lay_out(
     save_dtype: for floating-point tensors; None: as in the pieces.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for piece in pieces:
         dtype = piece.info.dtype
         if save_dtype and dtype.is_floating_point:
@@ -277,7 +277,7 @@ def plan_pieces(
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or []) or r"(?!)")
     pieces, extra, misshapen = [], [], []
-    covered: dict[str, int] = dict.fromkeys(state, 0)  # elements found, by parameter
+    covered = dict.fromkeys(state, 0)  # elements found, by parameter
     for name, info in weights.items():
         target, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, state
@@ -385,7 +385,7 @@ def load_pieces(
     model.to_empty(device="cpu" if cpu_offload else device)
     model.tie_weights()
     state = model.state_dict(keep_vars=True)
-    filled: set[tuple] = set()
+    filled = set()
     staging = torch.empty(CHUNK * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
     stored = [piece for piece in pieces if piece.info.file]
     by_file = sorted(stored, key=lambda piece: (str(piece.info.file), piece.info.begin))

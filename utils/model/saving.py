@@ -223,6 +223,7 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
     if tokenizer is not None:
         if not getattr(tokenizer, "template_name", True):  # no row has used its stand-in
             tokenizer.chat_template = None
+        tokenizer.backend_tokenizer.no_padding()  # a processor has set it
         tokenizer.save_pretrained(folder)
 
 
