@@ -46,7 +46,7 @@ class HostCopy:
 
     def __init__(self, host: Tensor):
         self.host = host
-        self.device: Tensor | None = None
+        self.device = None
 
 
 class HostCopies:
@@ -56,8 +56,8 @@ class HostCopies:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.copies = []
-        self.leaving: Tensor | None = None  # the input whose copy may not be complete
-        self.streams: tuple | None = None  # to the host, and back
+        self.leaving = None  # the input whose copy may not be complete
+        self.streams = None  # to the host, and back
 
     def pack(self, tensor: Tensor) -> HostCopy:
         if not self.on_gpu:

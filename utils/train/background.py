@@ -30,7 +30,7 @@ class Background:
             use_async_staging=False,
         )
         self.stager = DefaultStager(options)
-        self.copies: dict[str, torch.Tensor] = {}
+        self.copies = {}  # of the tensors, by name
         self.thread = ThreadPoolExecutor(1, "save", _start_thread, (device,))
 
     @torch.no_grad()

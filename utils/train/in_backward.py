@@ -50,7 +50,7 @@ class StepInBackward:
 
     def __init__(self, optimizer: Optimizer, mesh: DeviceMesh):
         self.optimizer, self.mesh = optimizer, mesh
-        self.squares: list[Tensor] = []  # () fp32: squared norm of each local gradient
+        self.squares = []  # () fp32: squared norm of each local gradient
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(partial(self._step, group))

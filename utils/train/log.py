@@ -52,7 +52,7 @@ class RunLog(AbstractContextManager):
         self.file, self.total_steps, self.run = folder / "metrics.jsonl", steps, run
         self.world, self.token_mfu, self.options = world, token_mfu, options
         self.skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
-        self.unread: list[tuple] = []
+        self.unread = []  # steps whose values are still on the GPU
         self.profiler, self.trackers = None, ()
         if options.profile or options.tensorboard or options.wandb:
             from .profiling import start_recording
