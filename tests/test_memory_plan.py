@@ -28,7 +28,16 @@ from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.sharding import decoder_layers
-from utils.plan.need import FITS, Room, Setting, answer_of, need_of, planned_model, trace_of
+from utils.plan.need import (
+    FITS,
+    TOO_LARGE,
+    Room,
+    Setting,
+    answer_of,
+    need_of,
+    planned_model,
+    trace_of,
+)
 from utils.plan.search import (
     changes,
     fastest,
@@ -376,6 +385,22 @@ def test_the_smallest_change_that_fits_is_named():
     assert re.search(r"\(fix: --\w+( \w+)?; or --force to try\)$", text)  # one flag
     change = smallest_change(asked, room)
     assert need_of(change).device <= room.device < need.device
+
+
+def test_where_whole_gradients_do_not_fit_each_micro_batch_reduces_its_own():
+    """8 billion parameters on 8 cards of 40 GB."""
+    how = {"shards": 8, "local_ranks": 8, "rows": 8, "activation_checkpointing": "full"}
+    asked = replace(of_llama(**how, seq_len=8192), config=plan.find_config("llama-3-8b", False))
+    least, room = replace(asked, sync_each_microbatch=True), Room(int(39.4 * GIB), 900 * GIB, "")
+    assert answer_of(asked, need_of(asked), room) == TOO_LARGE
+    assert smallest_change(asked, room) == least
+    found, chosen, line = fit_levers(replace(asked, batch_size=8), room, False)
+    assert found.sync_each_microbatch
+    assert chosen["sync_each_microbatch"]
+    assert "--sync_each_microbatch" in line
+    assert not found.cpu_offload
+    plenty = Room(need_of(asked).comfortable, 900 * GIB, "")
+    assert not fastest(asked, plenty).sync_each_microbatch
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])

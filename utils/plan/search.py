@@ -33,7 +33,7 @@ MOST = 2**16  # limit of a search: rows, or steps of a row's length
 LEVERS = {
     attribute.rpartition(".")[2]: attribute
     for attribute in "batch_size grad_accum activation_checkpointing cpu_offload reshard_after_forward"
-    " lora.lora_rank quant.quantization quant.keep_experts_16bit train".split()
+    " sync_each_microbatch lora.lora_rank quant.quantization quant.keep_experts_16bit train".split()
 }
 
 
@@ -72,15 +72,17 @@ def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
 
 def ways(setting: Setting) -> Iterator[Setting]:
     """All settings of the same method with the same rows in a step, the fastest first: offload costs most
-    time, then recomputing, then more micro-batches, then gathering layers twice.
+    time, then reducing gradients in each micro-batch, then recomputing, then more micro-batches, then
+    gathering layers twice.
     """
     rows = setting.batch_size * setting.grad_accum
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     may_offload = setting.gpu and not setting.optimizer_in_backward
     if setting.optimizer_in_backward:
         divisors = [1]
-    for offload, recompute, accum, reshard in itertools.product(
+    for offload, sync, recompute, accum, reshard in itertools.product(
         (False, True) if may_offload else (setting.cpu_offload,),
+        sorted({setting.sync_each_microbatch, True}),
         RECOMPUTE[1:] if setting.activation_offload else RECOMPUTE,
         divisors,
         (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
@@ -91,6 +93,7 @@ def ways(setting: Setting) -> Iterator[Setting]:
             rows=rows,
             activation_checkpointing=recompute,
             cpu_offload=offload,
+            sync_each_microbatch=sync,
             reshard_after_forward=reshard,
         )
 
