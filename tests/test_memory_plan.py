@@ -673,9 +673,11 @@ def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
     assert asked.masked == (recipe is pretrain)
     assert asked.may_adapt == (recipe is not pretrain)
     if recipe is not grpo:
-        line = plan.command(cfg, "--batch_size 2")
+        plain = replace(asked, sync_each_microbatch=False)
+        line = plan.command(cfg, flags_between(plain, asked))
         assert f"recipes/{recipe.__name__}.py" in line
-        assert "--replicate 2 --sync_each_microbatch" in line
+        assert "--replicate 2" in line
+        assert line.count("--sync_each_microbatch") == 1
 
 
 def test_the_plan_of_grpo_counts_the_models_that_do_not_train():
