@@ -516,7 +516,7 @@ def command(cfg: Config, levers: str) -> str:
         flags.append(levers)
     has_lora = cfg.adapter or "--lora_rank" in levers
     names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init low_cpu_fsdp
-        compile activation_offload replicate shard async_save trust_remote_code"""
+        compile replicate shard async_save trust_remote_code"""
     if has_lora:  # what trains is fp32
         names = names.replace(" param_dtype", "")
         names += " lora_targets lora_dropout use_dora modules_to_save"

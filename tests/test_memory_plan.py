@@ -47,6 +47,7 @@ from utils.plan.search import (
     methods,
     refusal,
     smallest_change,
+    ways,
 )
 from utils.plan.trace import attention_on_meta, norm_on_meta, record_step
 from utils.run.errors import ConfigError
@@ -389,18 +390,32 @@ def test_the_smallest_change_that_fits_is_named():
 
 def test_where_whole_gradients_do_not_fit_each_micro_batch_reduces_its_own():
     """8 billion parameters on 8 cards of 40 GB."""
-    how = {"shards": 8, "local_ranks": 8, "rows": 8, "activation_checkpointing": "full"}
+    how = {"shards": 8, "local_ranks": 8, "rows": 64, "activation_checkpointing": "full"}
     asked = replace(of_llama(**how, seq_len=8192), config=plan.find_config("llama-3-8b", False))
     least, room = replace(asked, sync_each_microbatch=True), Room(int(39.4 * GIB), 900 * GIB, "")
     assert answer_of(asked, need_of(asked), room) == TOO_LARGE
     assert smallest_change(asked, room) == least
-    found, chosen, line = fit_levers(replace(asked, batch_size=8), room, False)
+    found, chosen, line = fit_levers(replace(asked, batch_size=64), room, False)
     assert found.sync_each_microbatch
     assert chosen["sync_each_microbatch"]
     assert "--sync_each_microbatch" in line
     assert not found.cpu_offload
     plenty = Room(need_of(asked).comfortable, 900 * GIB, "")
     assert not fastest(asked, plenty).sync_each_microbatch
+
+
+def test_long_rows_whose_inputs_do_not_fit_keep_them_on_the_host():
+    """Adapters of 8 billion parameters, rows of 65,536 tokens, 2 cards of 24 GB."""
+    shape = plan.find_config("llama-3-8b", False)
+    asked = replace(of_llama(seq_len=65_536, lora=Lora(lora_rank=16)), config=shape)
+    room = Room(int(23.5 * GIB), 128 * GIB, "")
+    found, _, line = fit_levers(asked, room, False)
+    assert "--activation_checkpointing full --activation_offload" in line
+    assert answer_of(found, need_of(found), room) == FITS
+    run = finetune.Config(**FLAGS, lora_rank=16, **changes(asked, found))  # which takes them
+    assert run.activation_offload
+    on_cpu = replace(asked, gpu=False, seq_len=64)
+    assert not any(way.activation_offload for way in ways(on_cpu))  # there it would only copy
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])

@@ -32,7 +32,8 @@ MOST = 2**16  # limit of a search: rows, or steps of a row's length
 # Flags that a plan may change -> the attribute of a setting.
 LEVERS = {
     attribute.rpartition(".")[2]: attribute
-    for attribute in "batch_size grad_accum activation_checkpointing cpu_offload reshard_after_forward"
+    for attribute in "batch_size grad_accum activation_checkpointing activation_offload cpu_offload"
+    " reshard_after_forward"
     " sync_each_microbatch lora.lora_rank quant.quantization quant.keep_experts_16bit train".split()
 }
 
@@ -72,26 +73,30 @@ def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
 
 def ways(setting: Setting) -> Iterator[Setting]:
     """All settings of the same method with the same rows in a step, the fastest first: offload costs most
-    time, then reducing gradients in each micro-batch, then recomputing, then more micro-batches, then
-    gathering layers twice.
+    time, then reducing gradients in each micro-batch, then inputs on the host, then recomputing, then more
+    micro-batches, then gathering layers twice.
     """
     rows = setting.batch_size * setting.grad_accum
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     may_offload = setting.gpu and not setting.optimizer_in_backward
     if setting.optimizer_in_backward:
         divisors = [1]
-    for offload, sync, recompute, accum, reshard in itertools.product(
+    for offload, sync, on_host, recompute, accum, reshard in itertools.product(
         (False, True) if may_offload else (setting.cpu_offload,),
         sorted({setting.sync_each_microbatch, True}),
-        RECOMPUTE[1:] if setting.activation_offload else RECOMPUTE,
+        sorted({setting.activation_offload, setting.gpu}),
+        RECOMPUTE,
         divisors,
         (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
     ):
+        if on_host and recompute == "none":
+            continue  # there are no inputs
         yield replace(
             setting,
             batch_size=rows // accum,
             rows=rows,
             activation_checkpointing=recompute,
+            activation_offload=on_host,
             cpu_offload=offload,
             sync_each_microbatch=sync,
             reshard_after_forward=reshard,
@@ -208,8 +213,8 @@ def refusal(setting: Setting, need: Need, room: Room) -> str:
             parts = need.peak.parts
             name = max(parts, key=parts.get)
             text += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
-    fix = remedy(setting, room)
-    return f"this does not fit: {text}; there is {room.text} (fix: {fix}; or --force to try)"
+    text += f"; there is {room.text}"
+    return f"this does not fit: {text} (fix: {remedy(setting, room)}; or --force to try)"
 
 
 def fitted_before(out: Path) -> dict[str, object]:
