@@ -6,8 +6,10 @@ Make a model folder from the result of a run: merge an adapter into its base, or
     torchrun --nproc_per_node 4 recipes/export.py --checkpoint runs/first --output_dir model
 
 A merge goes tensor by tensor: each rank writes a share of the tensors, and holds one weight at a time. The
-result is bit for bit that of peft's merge_and_unload. A checkpoint is read and written in shards, by any
-number of ranks. The checkpoint of a LoRA run holds only the adapter, and becomes an adapter folder.
+result is bit for bit that of peft's merge_and_unload. Only a head that is tied to its embedding is untied if
+the adapter changes one of them: peft changes both, and its model answers otherwise than the adapter.
+A checkpoint is read and written in shards, by any number of ranks. The checkpoint of a LoRA run holds only
+the adapter, and becomes an adapter folder.
 """
 
 import gc
@@ -169,7 +171,7 @@ class Merge:
 
     pieces: list[Piece]
     own: dict[str, Tensor]  # parameter -> the adapter's copy of it, in place of the base's
-    layers: dict[str, list[tuple]]  # parameter -> (LoRA layer, name in its base), in peft's order
+    layers: dict[str, tuple]  # parameter -> (LoRA layer, name in its base)
     untied: list[Piece]  # tied in the base but not any more: the files of the base lack them
 
 
@@ -197,14 +199,14 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     for path, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             for name, _ in module.get_base_layer().named_parameters():
-                for other in set(tied[f"{path}.{name}"]) - copies:
-                    layers.setdefault(other, []).append((module, name))
+                layers[f"{path}.{name}"] = module, name
 
-    # One piece for each weight that is no longer tied, because it or its partner was trained.
+    # One piece for each weight that is no longer tied, because it or its partner was trained. peft merges the
+    # adapter of the one into both, which is not what was trained.
     piece_of = {piece.param: piece for piece in pieces}
     untied = []
     for pair in model.all_tied_weights_keys.items():
-        if copies.isdisjoint(pair):
+        if copies.isdisjoint(pair) and layers.keys().isdisjoint(pair):
             continue
         stored = next(piece_of[name] for name in pair if name in piece_of)
         for name in pair:
@@ -225,8 +227,8 @@ def merged_tensor(piece: Piece, merge: Merge) -> Tensor:
         value = torch.empty(info.shape, dtype=info.dtype)
         with open(info.file, "rb", buffering=0) as file:
             read_elements(file, piece, 0, value.view(-1))
-    for layer, name in merge.layers.get(piece.param, []):
-        value = merge_into(layer, name, value)
+    if piece.param in merge.layers:
+        value = merge_into(*merge.layers[piece.param], value)
     return value
 
 

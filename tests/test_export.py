@@ -47,12 +47,6 @@ CASES = {  # name: (family, dtype, files of the base, changes to LORA)
     ),
     "a head that was trained": ("llama", BF16, 2, {"modules_to_save": ["lm_head"]}),
     "embedding and head": ("llama", FP32, 2, {"target_modules": ["embed_tokens", "lm_head"]}),
-    "tied, both adapted": (
-        "qwen2",
-        BF16,
-        1,
-        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
-    ),
     "tied, the head trained": ("qwen2", BF16, 1, {"modules_to_save": ["lm_head"]}),
     "tied, the embedding trained": ("qwen2", FP32, 2, {"modules_to_save": ["embed_tokens"]}),
     "biases": ("qwen2", BF16, 1, {"bias": "all"}),
@@ -142,6 +136,20 @@ def test_a_merge_is_bit_equal_to_pefts_and_leaves_its_sources_alone(case, tmp_pa
         AutoModelForCausalLM.from_pretrained(f, dtype="auto")(ids).logits for f in (expected, out)
     ]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("targets", ["embed_tokens", "lm_head", "embed_tokens lm_head"])
+def test_a_merged_model_with_a_tied_head_answers_as_the_adapter_does(targets, tmp_path):
+    """peft's merge adds the adapter of the one to both."""
+    base = tiny_model_folder(tmp_path / "base", "qwen2", FP32, vocab_size=271)
+    changes = {"target_modules": ["q_proj", *targets.split()]}
+    adapter = make_adapter(base, tmp_path / "adapter", **changes)
+    out = exported(tmp_path / "out", 2, model=base, adapter=adapter)
+    ids = torch.arange(12)[None]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    expected = PeftModel.from_pretrained(model, adapter)(ids).logits
+    logits = AutoModelForCausalLM.from_pretrained(out, dtype="auto")(ids).logits
+    torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

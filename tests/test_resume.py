@@ -145,6 +145,19 @@ def test_a_checkpoint_of_another_run_is_refused_by_field(whole, tmp_path, change
     assert says in str(error.value)
 
 
+def test_the_ways_out_that_a_refused_checkpoint_names_are_ways_out(whole, tmp_path):
+    """A new folder alone is none if --resume names the checkpoint."""
+    flags, out = whole
+    flags = {**flags, "max_rows": 9}
+    with pytest.raises(
+        ConfigError, match="new data: --allow_new_data; or another --output_dir and no"
+    ):
+        train(None, {**flags, "resume": str(out)}, tmp_path / "other")
+    named = {**flags, "resume": str(out), "allow_new_data": True}
+    for way in (named, {**flags, "seed": 1}):
+        assert (train(None, way, tmp_path / f"way {len(way)}") / "model").is_dir()
+
+
 def test_a_new_learning_rate_goes_on_and_both_configs_are_kept(whole, tmp_path, capsys):
     flags, out = whole
     again = train(None, {**flags, "lr": 2e-3}, cut(out, tmp_path / "cut", 2))

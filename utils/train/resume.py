@@ -99,7 +99,7 @@ class Continued(Resumed):
         check(
             not changed,
             f"the checkpoint is of another run: {changed}"
-            " (fix: the same flags and data, or another --output_dir)",
+            " (fix: the same flags; new data: --allow_new_data; or another --output_dir and no --resume)",
         )
 
     def load(self, model: nn.Module, optimizer: Optimizer, scaler, world: World) -> int:
