@@ -406,6 +406,15 @@ def test_a_proposed_method_is_one_that_the_recipe_takes():
     config = tiny_config("mixtral", **SIZES)
     kept = [m.quant.keep_experts_16bit for m in methods(replace(of_llama(), config=config))]
     assert kept == [False, False, True, True]
+    for quant in (
+        Quant("8bit", "llm_int8"),
+        Quant("4bit", quantize_head=True),
+    ):  # flags of one kind only
+        run = finetune.Config(**FLAGS, lora_rank=16, **vars(quant), fit="any")
+        setting = of_llama(lora=Lora(lora_rank=16), quant=quant)
+        for method in methods(setting)[1:]:
+            chosen = finetune.Config(**vars(run) | changes(setting, method))
+            assert chosen.quantization == method.quant.quantization
     bf16 = replace(of_llama(), param_dtype=torch.bfloat16)
     for setting in (bf16, replace(of_llama(), may_adapt=False)):
         assert methods(setting) == [setting]

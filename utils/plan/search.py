@@ -16,6 +16,7 @@ from .need import (
     TIGHT,
     TOO_LARGE,
     Need,
+    Quant,
     Room,
     Setting,
     answer_of,
@@ -33,7 +34,8 @@ MOST = 2**16  # limit of a search: rows, or steps of a row's length
 LEVERS = {
     attribute.rpartition(".")[2]: attribute
     for attribute in "batch_size grad_accum activation_checkpointing cpu_offload reshard_after_forward"
-    " lora.lora_rank quant.quantization quant.keep_experts_16bit train".split()
+    " lora.lora_rank quant.quantization quant.int8_mode quant.quantize_head quant.keep_experts_16bit"
+    " train".split()
 }
 
 
@@ -76,13 +78,11 @@ def ways(setting: Setting) -> Iterator[Setting]:
     """
     rows = setting.batch_size * setting.grad_accum
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-    may_offload = setting.gpu and not setting.optimizer_in_backward
-    if setting.optimizer_in_backward:
-        divisors = [1]
+    in_backward = setting.optimizer_in_backward
     for offload, recompute, accum, reshard in itertools.product(
-        (False, True) if may_offload else (setting.cpu_offload,),
+        (setting.cpu_offload,) if in_backward or not setting.gpu else (False, True),
         RECOMPUTE[1:] if setting.activation_offload else RECOMPUTE,
-        divisors,
+        divisors[:1] if in_backward else divisors,
         (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
     ):
         yield replace(
@@ -102,12 +102,12 @@ def methods(setting: Setting) -> list[Setting]:
     if not setting.may_adapt or setting.param_dtype.itemsize < 4:
         return [setting]
     lora = setting.lora or replace(setting.lora, lora_rank=16)
-    has_experts = ".experts." in " ".join(planned_model(setting).state_dict())
-    train = setting.train and "language"
+    experts = ".experts." in " ".join(planned_model(setting).state_dict())
     found = [setting]
-    for kind, keeps in (("none", False), ("8bit", has_experts), ("4bit", has_experts)):
-        quant = replace(setting.quant, quantization=kind, keep_experts_16bit=keeps)
-        found.append(replace(setting, lora=lora, quant=quant, train=train))
+    for kind in ("none", "8bit", "4bit"):
+        quant = Quant(kind, keep_experts_16bit=experts and kind != "none")
+        other = replace(setting, lora=lora, quant=quant, train=setting.train and "language")
+        found.append(other)
     return list(dict.fromkeys(found))
 
 
