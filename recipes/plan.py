@@ -20,6 +20,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -601,8 +602,10 @@ def strategies(asked: Setting, room: Room, answers: int = 1) -> list[dict]:
     of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
     kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")) if asked.may_adapt else ()
     for name, kind in kinds:
-        quant = replace(asked.quant, quantization=kind)
-        of_methods.append((name, replace(asked, lora=lora, quant=quant)))
+        method = replace(asked, lora=lora, quant=replace(asked.quant, quantization=kind))
+        with suppress(ConfigError):  # no linear layer of the model can be quantized
+            planned_model(method)
+            of_methods.append((name, method))
     rows = []
     offloads = (False,) if asked.optimizer_in_backward else (False, True)
     for (name, method), recompute, offload in itertools.product(of_methods, RECOMPUTE, offloads):

@@ -423,6 +423,23 @@ def test_a_proposed_method_is_one_that_the_recipe_takes():
         assert "--fit any" not in str(refused.value)
 
 
+def test_a_method_that_the_model_cannot_have_is_not_proposed_and_not_in_the_table(tmp_path, capsys):
+    """GPT-2 has no layer for 8bit and 4bit, this Llama none for 4bit: the answer is still the plan's own."""
+    gpt2 = tiny_config("gpt2", **SIZES)
+    odd = tiny_config("llama", **SIZES | {"hidden_size": 528, "intermediate_size": 1000})
+    for config, kinds in ((gpt2, ["none"]), (odd, ["none", "8bit"])):
+        setting = replace(of_llama(), config=config)
+        assert [method.quant.quantization for method in methods(setting)[1:]] == kinds
+        line = refusal(setting, need_of(setting), Room(1, 1, "little"))
+        assert re.match("this does not fit: a rank needs .* there is little [(]fix: more or", line)
+        with pytest.raises(ConfigError, match="--fit: nothing fits in little"):
+            fit_levers(setting, Room(1, 1, "little"), True)
+    gpt2.save_pretrained(tmp_path)
+    found = plan.main(plan.Config(model=str(tmp_path), seq_len=256, gpu_memory=2))
+    assert {row["method"] for row in found["strategies"]} == {"full", "LoRA"}
+    assert "LoRA    full       yes" in capsys.readouterr().out
+
+
 def test_a_command_with_adapters_has_no_param_dtype():
     """Their recipe refuses it: what they train is fp32."""
     cfg = parse_cli(plan.Config, "--model 10M --param_dtype bf16".split())

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -96,8 +97,8 @@ def ways(setting: Setting) -> Iterator[Setting]:
 
 
 def methods(setting: Setting) -> list[Setting]:
-    """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if the recipe has adapters and
-    would take them: what they train is fp32, and of a model that reads pictures it is the language.
+    """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if recipe and model can have
+    them: what adapters train is fp32, and of a model that reads pictures it is the language.
     """
     if not setting.may_adapt or setting.param_dtype.itemsize < 4:
         return [setting]
@@ -107,7 +108,9 @@ def methods(setting: Setting) -> list[Setting]:
     for kind in ("none", "8bit", "4bit"):
         quant = Quant(kind, keep_experts_16bit=experts and kind != "none")
         other = replace(setting, lora=lora, quant=quant, train=setting.train and "language")
-        found.append(other)
+        with suppress(ConfigError):  # no linear layer of the model can be quantized
+            planned_model(other)
+            found.append(other)
     return list(dict.fromkeys(found))
 
 
