@@ -350,7 +350,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         attn=cfg.attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
         masked=cfg.packs and needs_masks(cfg, config, repeats_keys),
         repeats_keys=repeats_keys,
-        may_adapt=cfg.recipe != "pretrain",
+        lacks={"pretrain": "lora_rank", "grpo": "grad_accum"}.get(cfg.recipe, ""),
         kind="scores" if cfg.recipe == "reward" else "text",
     )
     if cfg.images:
@@ -516,8 +516,8 @@ def command(cfg: Config, levers: str) -> str:
     if levers:
         flags.append(levers)
     has_lora = cfg.adapter or "--lora_rank" in levers
-    names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init low_cpu_fsdp
-        compile activation_offload replicate shard sync_each_microbatch async_save trust_remote_code"""
+    names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init
+        compile activation_offload replicate shard sync_each_microbatch trust_remote_code"""
     if has_lora:  # what trains is fp32
         names = names.replace(" param_dtype", "")
         names += " lora_targets lora_dropout use_dora modules_to_save"
@@ -600,7 +600,9 @@ def strategies(asked: Setting, room: Room, answers: int = 1) -> list[dict]:
     """One row of the table per method, kind of recomputation, and offload. answers: sequences of a row."""
     lora = asked.lora or Lora(lora_rank=16)
     of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
-    kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")) if asked.may_adapt else ()
+    kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit"))
+    if asked.lacks == "lora_rank":
+        kinds = ()
     for name, kind in kinds:
         method = replace(asked, lora=lora, quant=replace(asked.quant, quantization=kind))
         with suppress(ConfigError):  # no linear layer of the model can be quantized

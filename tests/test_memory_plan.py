@@ -416,11 +416,28 @@ def test_a_proposed_method_is_one_that_the_recipe_takes():
             chosen = finetune.Config(**vars(run) | changes(setting, method))
             assert chosen.quantization == method.quant.quantization
     bf16 = replace(of_llama(), param_dtype=torch.bfloat16)
-    for setting in (bf16, replace(of_llama(), may_adapt=False)):
+    for setting in (bf16, replace(of_llama(), lacks="lora_rank")):
         assert methods(setting) == [setting]
         with pytest.raises(ConfigError) as refused:
             fit_levers(setting, Room(1, 1, ""), False)
         assert "--fit any" not in str(refused.value)
+
+
+def test_of_grpo_a_smaller_batch_size_is_proposed_alone_since_it_has_no_grad_accum():
+    """Its completions decide how many micro-batches there are."""
+    flags = {"batch_size": 8, "activation_checkpointing": "full", "lora_rank": 16}
+    asked = plan.Config(model="10M", rewards="exact", global_batch_size=4, seq_len=4096, **flags)
+    setting = plan.setting_of(asked, plan.find_config("10M", False))
+    fits = replace(setting, batch_size=1, cpu_offload=True)  # and nothing larger
+    line = refusal(setting, need_of(setting), Room(need_of(fits).device, 64 * GIB, "little"))
+    words = line.partition("(fix: ")[2].partition(";")[0].split()
+    assert {*words} > {"--batch_size", "1"}
+    proposed = parse_cli(grpo.Config, [*words, "--model", "m", "--dataset", "d"])
+    again = plan.setting_of(
+        replace(asked, **{k: vars(proposed)[k] for k in ("batch_size", "cpu_offload")}),
+        setting.config,
+    )
+    assert need_of(again).device <= need_of(fits).device
 
 
 def test_a_method_that_the_model_cannot_have_is_not_proposed_and_not_in_the_table(tmp_path, capsys):
@@ -485,11 +502,44 @@ def test_offloaded_states_are_on_the_host_and_rounded_as_pinned_memory_is():
     ],
 )
 def test_a_refusal_names_the_memory_that_is_short_and_where_to_find_more(how, device, host, says):
-    setting = of_llama(may_adapt=False, **how)
+    setting = of_llama(lacks="lora_rank", **how)
     room = Room(int(device * GIB), host * GIB, "little")
-    more = "a machine with more memory" if host == 1 else "more or larger GPUs"
+    more = "more machines, or more memory in each"  # which no shorter row would need less of
+    if host > 1:
+        more = "more or larger GPUs, or a smaller --seq_len"
     line = refusal(setting, need_of(setting), room)
-    assert re.fullmatch(rf"this does not fit: {says} little \(fix: {more}, .*\)", line)
+    fix = rf"little \(fix: {more}"
+    assert re.fullmatch(rf"this does not fit: {says} {fix}; or --force to try\)", line)
+    with pytest.raises(ConfigError, match=rf"--fit: nothing fits in {fix}\)"):
+        fit_levers(setting, room, True)
+
+
+@pytest.mark.parametrize(
+    ("how", "flag"),
+    [({"low_cpu_fsdp": False}, "--low_cpu_fsdp"), ({"async_save": True}, "--async_save false")],
+)
+def test_where_the_host_is_short_what_it_is_asked_for_besides_goes_first(how, flag):
+    """Before adapters, which train other weights; and --fit, which keeps the method, finds it too."""
+    asked = of_llama(**how)
+    need = need_of(asked)
+    room = Room(2 * need.comfortable, 2 * need.host - 1, "little")
+    assert refusal(asked, need, room).endswith(f"there is little (fix: {flag}; or --force to try)")
+    best, chosen, line = fit_levers(asked, room, False)
+    assert line.split("    ")[1].endswith(flag)
+    assert answer_of(best, need_of(best), room) == FITS
+    finetune.Config(**FLAGS | chosen)
+    enough = room._replace(host=2 * need.host)
+    assert not {"low_cpu_fsdp", "async_save"} & fit_levers(asked, enough, False)[1].keys()
+
+
+def test_where_no_way_of_a_method_fits_fit_names_the_change_of_method_that_does():
+    asked = of_llama()
+    least = of_llama(lora=Lora(lora_rank=16), activation_checkpointing="full")
+    room = Room(need_of(least).device, 5 * GIB, "little")
+    with pytest.raises(
+        ConfigError, match=r"--fit: nothing fits in little \(fix: --.*lora_rank 16\)"
+    ):
+        fit_levers(asked, room, False)
 
 
 def test_offloaded_inputs_are_on_the_host_and_one_of_them_on_its_way():
@@ -672,7 +722,7 @@ def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
     assert asked.sync_each_microbatch
     assert asked.dtype == torch.float32  # auto, on a card without bf16
     assert asked.masked == (recipe is pretrain)
-    assert asked.may_adapt == (recipe is not pretrain)
+    assert asked.lacks == {pretrain: "lora_rank", grpo: "grad_accum"}.get(recipe, "")
     if recipe is not grpo:
         line = plan.command(cfg, "--batch_size 2")
         assert f"recipes/{recipe.__name__}.py" in line
@@ -704,7 +754,7 @@ def test_the_command_of_pre_training_draws_and_masks_as_its_config(tmp_path):
     run = pretrain.Config(model="100M", init="random", tokenizer="t", document_mask=False)
     save_config(run, tmp_path / "config.yaml")
     cfg = parse_cli(plan.Config, ["--config", f"{tmp_path}/config.yaml"], others=plan.OTHERS)
-    assert not plan.setting_of(cfg, plan.find_config(cfg.model, False)).may_adapt
+    assert plan.setting_of(cfg, plan.find_config(cfg.model, False)).lacks == "lora_rank"
     line = plan.command(cfg, "")
     assert "recipes/pretrain.py" in line
     assert "--init random" in line

@@ -144,11 +144,7 @@ def plan_memory(
     peaks.clear()  # they are measured from here on
     reserved_peaks.clear()
     base = WORKSPACES if setting.gpu else memory_bytes()
-    return MemoryPlan("\n".join(lines), chosen, planned_facts(need, room, answer), base)
-
-
-def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
-    """The facts of the plan for plan.json; sizes in bytes of the fullest rank."""
+    # for plan.json: bytes of the fullest rank
     facts = asdict(need.states) | {
         "device_bytes": need.device,
         "host_bytes": need.host,
@@ -159,7 +155,7 @@ def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
     }
     if need.peak:
         facts |= asdict(need.peak) | {"peak_bytes": need.peak.total}
-    return facts
+    return MemoryPlan("\n".join(lines), chosen, facts, base)
 
 
 def room_sentence(setting: Setting, need: Need, room: Room, answer: str) -> str:
