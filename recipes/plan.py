@@ -194,6 +194,11 @@ class Config:
             packs or not self.packing,
             f"--packing is of finetune.py, or of pairs in prefer.py {fix}",
         )
+        leaves = (
+            f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len}"
+        )
+        has_room = self.recipe != "grpo" or self.max_new_tokens < self.seq_len
+        check(has_room, f"{leaves} (fix: a longer --seq_len)")
         if self.optimizer_in_backward:
             check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
         check(

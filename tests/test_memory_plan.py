@@ -8,6 +8,7 @@ import re
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import fit_trials
@@ -438,6 +439,27 @@ def test_of_grpo_a_smaller_batch_size_is_proposed_alone_since_it_has_no_grad_acc
         setting.config,
     )
     assert need_of(again).device <= need_of(fits).device
+
+
+def test_generators_that_the_weights_do_not_fit_are_told_that_more_of_them_would():
+    """No smaller batch would: it has one completion of one token already."""
+    flags = "--model 100M --gpus 8 --rewards exact --lora_rank 16 --generate_batch_size 1 --max_new_tokens 1"
+    texts = []
+    for ranks in (1, 4):
+        cfg = parse_cli(plan.Config, f"{flags} --seq_len 64 --generate_ranks {ranks}".split())
+        setting = plan.setting_of(cfg, plan.find_config("100M", False))
+        texts.append(plan.about_completions(cfg, setting, Room(3.235 * GIB, 64 * GIB, "little")))
+    assert "(fix: more --generate_ranks, or a smaller --generate_batch_size or --max" in texts[0]
+    assert texts[1].endswith("fits")
+
+
+def test_a_plan_of_grpo_whose_rows_have_no_room_for_a_prompt_is_refused_as_by_the_recipe():
+    for config in (grpo.Config, partial(plan.Config, rewards="exact")):
+        with pytest.raises(
+            ConfigError, match="--max_new_tokens 256 leaves no prompt in --seq_len 256"
+        ):
+            config(model="m", seq_len=256)
+    assert plan.Config(model="m", seq_len=256).recipe == "finetune"
 
 
 def test_a_method_that_the_model_cannot_have_is_not_proposed_and_not_in_the_table(tmp_path, capsys):
