@@ -29,6 +29,7 @@ from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.sharding import decoder_layers
+from utils.plan.fit import plan_memory
 from utils.plan.need import FITS, Room, Setting, answer_of, need_of, planned_model, trace_of
 from utils.plan.search import (
     changes,
@@ -41,7 +42,8 @@ from utils.plan.search import (
     smallest_change,
 )
 from utils.plan.trace import attention_on_meta, norm_on_meta, record_step
-from utils.run.errors import ConfigError
+from utils.run import distributed
+from utils.run.errors import ConfigError, story
 from utils.run.settings import parse_cli, save_config
 from utils.run.units import GIB
 
@@ -562,6 +564,20 @@ def test_where_no_way_of_a_method_fits_fit_names_the_change_of_method_that_does(
         ConfigError, match=r"--fit: nothing fits in little \(fix: --.*lora_rank 16\)"
     ):
         fit_levers(asked, room, False)
+
+
+def test_who_is_killed_is_told_of_the_memory_that_the_host_was_planned_to_need():
+    """On a GPU too: the kernel kills for lack of the host's memory, not of the GPU's."""
+    setting = of_llama(cpu_offload=True)
+    need, before = need_of(setting), story.planned
+    try:
+        plan_memory(setting, distributed.ALONE)
+        host = (
+            f"{need.device / GIB:.2f} GiB a rank and {2 * need.host / GIB:.2f} GiB of host memory"
+        )
+        assert story.planned.startswith(f"; planned {host}, where there was ")
+    finally:
+        story.planned = before
 
 
 def test_offloaded_inputs_are_on_the_host_and_one_of_them_on_its_way():

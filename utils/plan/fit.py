@@ -139,7 +139,11 @@ def plan_memory(
             fix = f"without --fit, and {fix}"  # --fit would choose the same settings again
         return fix
 
-    story.planned = f"; planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
+    # the host's memory too: for lack of that the kernel kills
+    story.planned = (
+        f"; planned {need.device / GIB:.2f} GiB a rank and {need.host * setting.local_ranks / GIB:.2f} GiB of"
+        f" host memory, where there was {room.text}"
+    )
     story.less_memory = less_memory
     peaks.clear()  # they are measured from here on
     reserved_peaks.clear()

@@ -129,7 +129,7 @@ def fastest(
 def smallest_change(setting: Setting, room: Room) -> Setting | None:
     """The setting that fits and changes the fewest flags. The method changes only if nothing else fits."""
 
-    def best(candidates) -> Setting | None:
+    def best(candidates):
         fewest_first = sorted(candidates, key=lambda other: len(changes(setting, other)))
         return first_that_fits(fewest_first, room)
 
