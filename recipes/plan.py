@@ -604,7 +604,8 @@ def positions_of(config: transformers.PretrainedConfig) -> int:
 def strategies(asked: Setting, room: Room, answers: int = 1) -> list[dict]:
     """One row of the table per method, kind of recomputation, and offload. answers: sequences of a row."""
     lora = asked.lora or Lora(lora_rank=16)
-    of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
+    train = asked.train or ("language,projector" if asked.pictures else "")  # "" is of adapters
+    of_methods = [("full", replace(asked, lora=Lora(), quant=Quant(), train=train))]
     kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit"))
     if asked.lacks == "lora_rank":
         kinds = ()

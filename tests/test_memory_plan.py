@@ -980,3 +980,14 @@ def test_a_model_of_pictures_is_planned_with_pictures_of_the_sizes_that_are_aske
             plan.pictures_of(cfg, setting)
     with pytest.raises(ConfigError, match="sizes of the pictures are missing"):
         plan.Config(model="qwen2.5-vl-7b", train="vision")
+
+
+@slow
+def test_the_full_rows_of_a_model_of_pictures_train_the_same_parts_where_lora_is_asked_for():
+    sizes = []
+    for flags in ({}, {"lora_rank": 16}):
+        cfg = plan.Config(model="qwen2.5-vl-7b", seq_len=512, images="112x112", **flags)
+        asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
+        rows = plan.strategies(plan.scaled_of(asked), Room(24 * GIB, 64 * GIB, ""))
+        sizes.append([row["gpu_bytes"] for row in rows])
+    assert sizes[0] == sizes[1]
