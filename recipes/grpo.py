@@ -334,6 +334,7 @@ def main(cfg: Config) -> Path:
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
             rows=micro_batches * cfg.batch_size,
+            lacks="grad_accum",
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,

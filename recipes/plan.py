@@ -20,6 +20,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -193,6 +194,11 @@ class Config:
             packs or not self.packing,
             f"--packing is of finetune.py, or of pairs in prefer.py {fix}",
         )
+        leaves = (
+            f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len}"
+        )
+        has_room = self.recipe != "grpo" or self.max_new_tokens < self.seq_len
+        check(has_room, f"{leaves} (fix: a longer --seq_len)")
         if self.optimizer_in_backward:
             check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
         check(
@@ -349,7 +355,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         attn=cfg.attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
         masked=cfg.packs and needs_masks(cfg, config, repeats_keys),
         repeats_keys=repeats_keys,
-        may_adapt=cfg.recipe != "pretrain",
+        lacks={"pretrain": "lora_rank", "grpo": "grad_accum"}.get(cfg.recipe, ""),
         kind="scores" if cfg.recipe == "reward" else "text",
     )
     if cfg.images:
@@ -515,8 +521,8 @@ def command(cfg: Config, levers: str) -> str:
     if levers:
         flags.append(levers)
     has_lora = cfg.adapter or "--lora_rank" in levers
-    names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init low_cpu_fsdp
-        compile replicate shard async_save trust_remote_code"""
+    names = """adapter dtype param_dtype optimizer optimizer_in_backward attn packing loss init
+        compile replicate shard trust_remote_code"""
     if has_lora:  # what trains is fp32
         names = names.replace(" param_dtype", "")
         names += " lora_targets lora_dropout use_dora modules_to_save"
@@ -598,11 +604,16 @@ def positions_of(config: transformers.PretrainedConfig) -> int:
 def strategies(asked: Setting, room: Room, answers: int = 1) -> list[dict]:
     """One row of the table per method, kind of recomputation, and offload. answers: sequences of a row."""
     lora = asked.lora or Lora(lora_rank=16)
-    of_methods = [("full", replace(asked, lora=Lora(), quant=Quant()))]
-    kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit")) if asked.may_adapt else ()
+    train = asked.train or ("language,projector" if asked.pictures else "")  # "" is of adapters
+    of_methods = [("full", replace(asked, lora=Lora(), quant=Quant(), train=train))]
+    kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit"))
+    if asked.lacks == "lora_rank":
+        kinds = ()
     for name, kind in kinds:
-        quant = replace(asked.quant, quantization=kind)
-        of_methods.append((name, replace(asked, lora=lora, quant=quant)))
+        method = replace(asked, lora=lora, quant=replace(asked.quant, quantization=kind))
+        with suppress(ConfigError):  # no linear layer of the model can be quantized
+            planned_model(method)
+            of_methods.append((name, method))
     rows = []
     offloads = (False,) if asked.optimizer_in_backward else (False, True)
     for (name, method), recompute, offload in itertools.product(of_methods, RECOMPUTE, offloads):

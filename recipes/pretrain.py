@@ -270,7 +270,7 @@ def main(cfg: Config) -> Path:
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
             rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
-            may_adapt=False,
+            lacks="lora_rank",
             attn=attn,
             masked=cfg.document_mask and attn != "varlen",
             repeats_keys=lacks_grouped_kernels(world.device, dtype),

@@ -350,7 +350,8 @@ def test_a_rank_out_of_memory_says_what_helps(flags, undisturbed, tmp_path):
     out = tmp_path / "run"
     said = broken(flags, out, "step:1:3:memory")
     assert "error: rank 1 is out of memory in act 'train'" in said
-    assert re.search(r"; planned [\d.]+ of [\d.]+ GiB a rank \(fix: ", said)
+    there = r"GiB a rank and [\d.]+ GiB of host memory, where there was [\d.]+ GiB a rank, of [\d.]+ GiB"
+    assert re.search(rf"; planned [\d.]+ {there} of host memory \(fix: ", said)
     assert "[rank1]:" not in said  # with this, torch marks the lines of a traceback
     goes_on(flags, out, undisturbed, 2)
 

@@ -8,6 +8,7 @@ import re
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import fit_trials
@@ -28,6 +29,7 @@ from utils.model.loading import build_model
 from utils.model.loss import add_chunked_loss
 from utils.model.options import Lora, Quant
 from utils.model.sharding import decoder_layers
+from utils.plan.fit import plan_memory
 from utils.plan.need import (
     FITS,
     TOO_LARGE,
@@ -50,7 +52,8 @@ from utils.plan.search import (
     ways,
 )
 from utils.plan.trace import attention_on_meta, norm_on_meta, record_step
-from utils.run.errors import ConfigError
+from utils.run import distributed
+from utils.run.errors import ConfigError, story
 from utils.run.settings import parse_cli, save_config
 from utils.run.units import GIB
 
@@ -446,12 +449,76 @@ def test_a_proposed_method_is_one_that_the_recipe_takes():
     config = tiny_config("mixtral", **SIZES)
     kept = [m.quant.keep_experts_16bit for m in methods(replace(of_llama(), config=config))]
     assert kept == [False, False, True, True]
+    for quant in (
+        Quant("8bit", "llm_int8"),
+        Quant("4bit", quantize_head=True),
+    ):  # flags of one kind only
+        run = finetune.Config(**FLAGS, lora_rank=16, **vars(quant), fit="any")
+        setting = of_llama(lora=Lora(lora_rank=16), quant=quant)
+        for method in methods(setting)[1:]:
+            chosen = finetune.Config(**vars(run) | changes(setting, method))
+            assert chosen.quantization == method.quant.quantization
     bf16 = replace(of_llama(), param_dtype=torch.bfloat16)
-    for setting in (bf16, replace(of_llama(), may_adapt=False)):
+    for setting in (bf16, replace(of_llama(), lacks="lora_rank")):
         assert methods(setting) == [setting]
         with pytest.raises(ConfigError) as refused:
             fit_levers(setting, Room(1, 1, ""), False)
         assert "--fit any" not in str(refused.value)
+
+
+def test_of_grpo_a_smaller_batch_size_is_proposed_alone_since_it_has_no_grad_accum():
+    """Its completions decide how many micro-batches there are."""
+    flags = {"batch_size": 8, "activation_checkpointing": "full", "lora_rank": 16}
+    asked = plan.Config(model="10M", rewards="exact", global_batch_size=4, seq_len=4096, **flags)
+    setting = plan.setting_of(asked, plan.find_config("10M", False))
+    fits = replace(setting, batch_size=1, cpu_offload=True)  # and nothing larger
+    line = refusal(setting, need_of(setting), Room(need_of(fits).device, 64 * GIB, "little"))
+    words = line.partition("(fix: ")[2].partition(";")[0].split()
+    assert {*words} > {"--batch_size", "1"}
+    proposed = parse_cli(grpo.Config, [*words, "--model", "m", "--dataset", "d"])
+    again = plan.setting_of(
+        replace(asked, **{k: vars(proposed)[k] for k in ("batch_size", "cpu_offload")}),
+        setting.config,
+    )
+    assert need_of(again).device <= need_of(fits).device
+
+
+def test_generators_that_the_weights_do_not_fit_are_told_that_more_of_them_would():
+    """No smaller batch would: it has one completion of one token already."""
+    flags = "--model 100M --gpus 8 --rewards exact --lora_rank 16 --generate_batch_size 1 --max_new_tokens 1"
+    texts = []
+    for ranks in (1, 4):
+        cfg = parse_cli(plan.Config, f"{flags} --seq_len 64 --generate_ranks {ranks}".split())
+        setting = plan.setting_of(cfg, plan.find_config("100M", False))
+        texts.append(plan.about_completions(cfg, setting, Room(3.235 * GIB, 64 * GIB, "little")))
+    assert "(fix: more --generate_ranks, or a smaller --generate_batch_size or --max" in texts[0]
+    assert texts[1].endswith("fits")
+
+
+def test_a_plan_of_grpo_whose_rows_have_no_room_for_a_prompt_is_refused_as_by_the_recipe():
+    for config in (grpo.Config, partial(plan.Config, rewards="exact")):
+        with pytest.raises(
+            ConfigError, match="--max_new_tokens 256 leaves no prompt in --seq_len 256"
+        ):
+            config(model="m", seq_len=256)
+    assert plan.Config(model="m", seq_len=256).recipe == "finetune"
+
+
+def test_a_method_that_the_model_cannot_have_is_not_proposed_and_not_in_the_table(tmp_path, capsys):
+    """GPT-2 has no layer for 8bit and 4bit, this Llama none for 4bit: the answer is still the plan's own."""
+    gpt2 = tiny_config("gpt2", **SIZES)
+    odd = tiny_config("llama", **SIZES | {"hidden_size": 528, "intermediate_size": 1000})
+    for config, kinds in ((gpt2, ["none"]), (odd, ["none", "8bit"])):
+        setting = replace(of_llama(), config=config)
+        assert [method.quant.quantization for method in methods(setting)[1:]] == kinds
+        line = refusal(setting, need_of(setting), Room(1, 1, "little"))
+        assert re.match("this does not fit: a rank needs .* there is little [(]fix: more or", line)
+        with pytest.raises(ConfigError, match="--fit: nothing fits in little"):
+            fit_levers(setting, Room(1, 1, "little"), True)
+    gpt2.save_pretrained(tmp_path)
+    found = plan.main(plan.Config(model=str(tmp_path), seq_len=256, gpu_memory=2))
+    assert {row["method"] for row in found["strategies"]} == {"full", "LoRA"}
+    assert "LoRA    full       yes" in capsys.readouterr().out
 
 
 def test_a_command_with_adapters_has_no_param_dtype():
@@ -499,11 +566,58 @@ def test_offloaded_states_are_on_the_host_and_rounded_as_pinned_memory_is():
     ],
 )
 def test_a_refusal_names_the_memory_that_is_short_and_where_to_find_more(how, device, host, says):
-    setting = of_llama(may_adapt=False, **how)
+    setting = of_llama(lacks="lora_rank", **how)
     room = Room(int(device * GIB), host * GIB, "little")
-    more = "a machine with more memory" if host == 1 else "more or larger GPUs"
+    more = "more machines, or more memory in each"  # which no shorter row would need less of
+    if host > 1:
+        more = "more or larger GPUs, or a smaller --seq_len"
     line = refusal(setting, need_of(setting), room)
-    assert re.fullmatch(rf"this does not fit: {says} little \(fix: {more}, .*\)", line)
+    fix = rf"little \(fix: {more}"
+    assert re.fullmatch(rf"this does not fit: {says} {fix}; or --force to try\)", line)
+    with pytest.raises(ConfigError, match=rf"--fit: nothing fits in {fix}\)"):
+        fit_levers(setting, room, True)
+
+
+@pytest.mark.parametrize(
+    ("how", "flag"),
+    [({"low_cpu_fsdp": False}, "--low_cpu_fsdp"), ({"async_save": True}, "--async_save false")],
+)
+def test_where_the_host_is_short_what_it_is_asked_for_besides_goes_first(how, flag):
+    """Before adapters, which train other weights; and --fit, which keeps the method, finds it too."""
+    asked = of_llama(**how)
+    need = need_of(asked)
+    room = Room(2 * need.comfortable, 2 * need.host - 1, "little")
+    assert refusal(asked, need, room).endswith(f"there is little (fix: {flag}; or --force to try)")
+    best, chosen, line = fit_levers(asked, room, False)
+    assert line.split("    ")[1].endswith(flag)
+    assert answer_of(best, need_of(best), room) == FITS
+    finetune.Config(**FLAGS | chosen)
+    enough = room._replace(host=2 * need.host)
+    assert not {"low_cpu_fsdp", "async_save"} & fit_levers(asked, enough, False)[1].keys()
+
+
+def test_where_no_way_of_a_method_fits_fit_names_the_change_of_method_that_does():
+    asked = of_llama()
+    least = of_llama(lora=Lora(lora_rank=16), activation_checkpointing="full")
+    room = Room(need_of(least).device, 5 * GIB, "little")
+    with pytest.raises(
+        ConfigError, match=r"--fit: nothing fits in little \(fix: --.*lora_rank 16\)"
+    ):
+        fit_levers(asked, room, False)
+
+
+def test_who_is_killed_is_told_of_the_memory_that_the_host_was_planned_to_need():
+    """On a GPU too: the kernel kills for lack of the host's memory, not of the GPU's."""
+    setting = of_llama(cpu_offload=True)
+    need, before = need_of(setting), story.planned
+    try:
+        plan_memory(setting, distributed.ALONE)
+        host = (
+            f"{need.device / GIB:.2f} GiB a rank and {2 * need.host / GIB:.2f} GiB of host memory"
+        )
+        assert story.planned.startswith(f"; planned {host}, where there was ")
+    finally:
+        story.planned = before
 
 
 def test_offloaded_inputs_are_on_the_host_and_one_of_them_on_its_way():
@@ -686,7 +800,7 @@ def test_plan_takes_the_config_file_of_a_run(recipe, tmp_path):
     assert asked.sync_each_microbatch
     assert asked.dtype == torch.float32  # auto, on a card without bf16
     assert asked.masked == (recipe is pretrain)
-    assert asked.may_adapt == (recipe is not pretrain)
+    assert asked.lacks == {pretrain: "lora_rank", grpo: "grad_accum"}.get(recipe, "")
     if recipe is not grpo:
         plain = replace(asked, sync_each_microbatch=False)
         line = plan.command(cfg, flags_between(plain, asked))
@@ -720,7 +834,7 @@ def test_the_command_of_pre_training_draws_and_masks_as_its_config(tmp_path):
     run = pretrain.Config(model="100M", init="random", tokenizer="t", document_mask=False)
     save_config(run, tmp_path / "config.yaml")
     cfg = parse_cli(plan.Config, ["--config", f"{tmp_path}/config.yaml"], others=plan.OTHERS)
-    assert not plan.setting_of(cfg, plan.find_config(cfg.model, False)).may_adapt
+    assert plan.setting_of(cfg, plan.find_config(cfg.model, False)).lacks == "lora_rank"
     line = plan.command(cfg, "")
     assert "recipes/pretrain.py" in line
     assert "--init random" in line
@@ -908,3 +1022,14 @@ def test_a_model_of_pictures_is_planned_with_pictures_of_the_sizes_that_are_aske
             plan.pictures_of(cfg, setting)
     with pytest.raises(ConfigError, match="sizes of the pictures are missing"):
         plan.Config(model="qwen2.5-vl-7b", train="vision")
+
+
+@slow
+def test_the_full_rows_of_a_model_of_pictures_train_the_same_parts_where_lora_is_asked_for():
+    sizes = []
+    for flags in ({}, {"lora_rank": 16}):
+        cfg = plan.Config(model="qwen2.5-vl-7b", seq_len=512, images="112x112", **flags)
+        asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
+        rows = plan.strategies(plan.scaled_of(asked), Room(24 * GIB, 64 * GIB, ""))
+        sizes.append([row["gpu_bytes"] for row in rows])
+    assert sizes[0] == sizes[1]

@@ -139,16 +139,16 @@ def plan_memory(
             fix = f"without --fit, and {fix}"  # --fit would choose the same settings again
         return fix
 
-    story.planned = f"; planned {need.device / GIB:.2f} of {room.device / GIB:.2f} GiB a rank"
+    # the host's memory too: for lack of that the kernel kills
+    story.planned = (
+        f"; planned {need.device / GIB:.2f} GiB a rank and {need.host * setting.local_ranks / GIB:.2f} GiB of"
+        f" host memory, where there was {room.text}"
+    )
     story.less_memory = less_memory
     peaks.clear()  # they are measured from here on
     reserved_peaks.clear()
     base = WORKSPACES if setting.gpu else memory_bytes()
-    return MemoryPlan("\n".join(lines), chosen, planned_facts(need, room, answer), base)
-
-
-def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
-    """The facts of the plan for plan.json; sizes in bytes of the fullest rank."""
+    # for plan.json: bytes of the fullest rank
     facts = asdict(need.states) | {
         "device_bytes": need.device,
         "host_bytes": need.host,
@@ -159,7 +159,7 @@ def planned_facts(need: Need, room: Room, answer: str) -> dict[str, object]:
     }
     if need.peak:
         facts |= asdict(need.peak) | {"peak_bytes": need.peak.total}
-    return facts
+    return MemoryPlan("\n".join(lines), chosen, facts, base)
 
 
 def room_sentence(setting: Setting, need: Need, room: Room, answer: str) -> str:

@@ -53,7 +53,7 @@ class Setting:
     reshard_after_forward: bool = True
     lora: Lora = Lora()
     quant: Quant = Quant()
-    may_adapt: bool = True  # false: the recipe has no adapters, so the plan proposes none
+    lacks: str = ""  # a flag of search.LEVERS that the recipe does not have
     attn: str = "auto"
     trust_remote_code: bool = False
     kind: str = "text"  # a key of loading.KINDS

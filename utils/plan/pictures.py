@@ -39,7 +39,7 @@ class Pictures:
     """
 
     rows_of: Callable
-    known: dict[tuple, tuple] = field(default_factory=dict)
+    known: dict = field(default_factory=dict)  # of `trace`
     towers = staticmethod(tower_layers)
 
     def batch(self, rows: int, seq_len: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -16,6 +17,7 @@ from .need import (
     TIGHT,
     TOO_LARGE,
     Need,
+    Quant,
     Room,
     Setting,
     answer_of,
@@ -25,16 +27,14 @@ from .need import (
 
 RECOMPUTE = ("none", "selective", "full")
 TOKENS_STEP = 64  # step of a row's length
-# by whether the memory of a GPU is short, and not the host's
-MORE = {True: "more or larger GPUs", False: "a machine with more memory"}
 MOST = 2**16  # limit of a search: rows, or steps of a row's length
 
 # Flags that a plan may change -> the attribute of a setting.
 LEVERS = {
     attribute.rpartition(".")[2]: attribute
     for attribute in "batch_size grad_accum activation_checkpointing activation_offload cpu_offload"
-    " reshard_after_forward"
-    " sync_each_microbatch lora.lora_rank quant.quantization quant.keep_experts_16bit train".split()
+    " reshard_after_forward sync_each_microbatch low_cpu_fsdp async_save lora.lora_rank"
+    " quant.quantization quant.int8_mode quant.quantize_head quant.keep_experts_16bit train".split()
 }
 
 
@@ -46,7 +46,11 @@ def levers_of(setting: Setting) -> dict[str, object]:
 def changes(before: Setting, after: Setting) -> dict[str, object]:
     """The new values of the flags that differ between two settings."""
     old = levers_of(before)
-    return {flag: value for flag, value in levers_of(after).items() if value != old[flag]}
+    return {
+        flag: value
+        for flag, value in levers_of(after).items()
+        if value != old[flag] and flag != before.lacks
+    }
 
 
 def flags_between(before: Setting, after: Setting) -> str:
@@ -74,49 +78,45 @@ def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
 def ways(setting: Setting) -> Iterator[Setting]:
     """All settings of the same method with the same rows in a step, the fastest first: offload costs most
     time, then reducing gradients in each micro-batch, then inputs on the host, then recomputing, then more
-    micro-batches, then gathering layers twice.
+    micro-batches, then gathering layers twice. The last two are about the host's memory alone.
     """
     rows = setting.batch_size * setting.grad_accum
-    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-    may_offload = setting.gpu and not setting.optimizer_in_backward
-    if setting.optimizer_in_backward:
-        divisors = [1]
-    for offload, sync, on_host, recompute, accum, reshard in itertools.product(
-        (False, True) if may_offload else (setting.cpu_offload,),
-        sorted({setting.sync_each_microbatch, True}),
-        sorted({setting.activation_offload, setting.gpu}),
-        RECOMPUTE,
-        divisors,
-        (False, True) if setting.shards > 1 else (setting.reshard_after_forward,),
-    ):
-        if on_host and recompute == "none":
-            continue  # there are no inputs
-        yield replace(
-            setting,
-            batch_size=rows // accum,
-            rows=rows,
-            activation_checkpointing=recompute,
-            activation_offload=on_host,
-            cpu_offload=offload,
-            sync_each_microbatch=sync,
-            reshard_after_forward=reshard,
-        )
+    divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
+    in_backward = setting.optimizer_in_backward
+    choices = {
+        "cpu_offload": [setting.cpu_offload] if in_backward or not setting.gpu else [False, True],
+        "sync_each_microbatch": sorted({setting.sync_each_microbatch, True}),
+        "activation_offload": sorted({False, setting.activation_offload, setting.gpu}),
+        "activation_checkpointing": RECOMPUTE,
+        "batch_size": divisors[:1] if in_backward else divisors,
+        "reshard_after_forward": [False, True]
+        if setting.shards > 1
+        else [setting.reshard_after_forward],
+        "low_cpu_fsdp": [False, True][setting.low_cpu_fsdp :],
+        "async_save": [True, False][not setting.async_save :],
+    }
+    for values in itertools.product(*choices.values()):
+        way = replace(setting, rows=rows, **dict(zip(choices, values, strict=True)))
+        if way.activation_checkpointing != "none" or not way.activation_offload:
+            yield way
 
 
 def methods(setting: Setting) -> list[Setting]:
-    """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if the recipe has adapters and
-    would take them: what they train is fp32, and of a model that reads pictures it is the language.
+    """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if recipe and model can have
+    them: what adapters train is fp32, and of a model that reads pictures it is the language.
     """
-    if not setting.may_adapt or setting.param_dtype.itemsize < 4:
+    if setting.lacks == "lora_rank" or setting.param_dtype.itemsize < 4:
         return [setting]
     lora = setting.lora or replace(setting.lora, lora_rank=16)
-    has_experts = ".experts." in " ".join(planned_model(setting).state_dict())
-    train = setting.train and "language"
-    found = [setting]
-    for kind, keeps in (("none", False), ("8bit", has_experts), ("4bit", has_experts)):
-        quant = replace(setting.quant, quantization=kind, keep_experts_16bit=keeps)
-        found.append(replace(setting, lora=lora, quant=quant, train=train))
-    return list(dict.fromkeys(found))
+    experts = ".experts." in " ".join(planned_model(setting).state_dict())
+    found = {setting: None}
+    for kind in ("none", "8bit", "4bit"):
+        quant = Quant(kind, keep_experts_16bit=experts and kind != "none")
+        other = replace(setting, lora=lora, quant=quant, train=setting.train and "language")
+        with suppress(ConfigError):  # no linear layer of the model can be quantized
+            planned_model(other)
+            found[other] = None
+    return list(found)
 
 
 def fastest(
@@ -132,19 +132,25 @@ def fastest(
 
 def smallest_change(setting: Setting, room: Room) -> Setting | None:
     """The setting that fits and changes the fewest flags. The method changes only if nothing else fits."""
-    others = itertools.chain.from_iterable(map(ways, methods(setting)[1:]))
-    for candidates in (ways(setting), others):
+
+    def best(candidates):
         fewest_first = sorted(candidates, key=lambda other: len(changes(setting, other)))
-        if found := first_that_fits(fewest_first, room):
-            return found
-    return None
+        return first_that_fits(fewest_first, room)
+
+    return best(ways(setting)) or best(
+        way for method in methods(setting)[1:] for way in ways(method)
+    )
 
 
 def remedy(setting: Setting, room: Room) -> str:
     """The flags of the smallest change that fits; if there is none, other advice."""
     if change := smallest_change(setting, room):
         return flags_between(setting, change)
-    return f"{MORE[setting.gpu and need_of(setting).device > room.device]}, or a smaller --seq_len"
+    if setting.gpu and need_of(setting).device <= room.device:  # it is the host's that is short
+        return "more machines, or more memory in each"
+    if setting.gpu:
+        return "more or larger GPUs, or a smaller --seq_len"
+    return "a machine with more memory, or a smaller --seq_len"
 
 
 def largest_batch(setting: Setting, room: Room) -> int:
@@ -191,10 +197,7 @@ def fit_levers(
     """
     best = fastest(setting, room, any_method)
     if not best:
-        wider = "" if any_method or methods(setting) == [setting] else ", --fit any"
-        raise ConfigError(
-            f"--fit: nothing fits in {room.text} (fix: {MORE[setting.gpu]}{wider}, a smaller --seq_len)"
-        )
+        raise ConfigError(f"--fit: nothing fits in {room.text} (fix: {remedy(setting, room)})")
     chosen = changes(setting, best) | {
         "batch_size": best.batch_size,
         "grad_accum": 0,
@@ -213,8 +216,8 @@ def refusal(setting: Setting, need: Need, room: Room) -> str:
             parts = need.peak.parts
             name = max(parts, key=parts.get)
             text += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
-    text += f"; there is {room.text}"
-    return f"this does not fit: {text} (fix: {remedy(setting, room)}; or --force to try)"
+    fix = f"(fix: {remedy(setting, room)}; or --force to try)"
+    return f"this does not fit: {text}; there is {room.text} {fix}"
 
 
 def fitted_before(out: Path) -> dict[str, object]:
@@ -223,5 +226,8 @@ def fitted_before(out: Path) -> dict[str, object]:
     """
     file = out / "config.yaml"
     settings = yaml.safe_load(file.read_text()) if file.exists() else {}
-    names = {*LEVERS, "global_batch_size"} & settings.keys()
-    return {name: settings[name] for name in names if settings.get("fit")}
+    return {
+        name: value
+        for name, value in settings.items()
+        if settings.get("fit") and name in {*LEVERS, "global_batch_size"}
+    }
