@@ -526,8 +526,6 @@ def command(cfg: Config, levers: str) -> str:
     if has_lora:  # what trains is fp32
         names = names.replace(" param_dtype", "")
         names += " lora_targets lora_dropout use_dora modules_to_save"
-    if "--quantization" in levers:
-        names += " int8_mode quantize_head"
     for name in names.split():
         value = getattr(cfg, name)
         if value != getattr(Config, name):

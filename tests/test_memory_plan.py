@@ -651,6 +651,24 @@ def test_llm_int8_is_planned_like_dequant_which_keeps_the_same_for_the_backward(
     assert llm_int8 == dequant
 
 
+@pytest.mark.parametrize(
+    ("targets", "quant"),
+    [
+        ("q_proj,lm_head", Quant()),
+        ("q_proj", Quant("8bit", quantize_head=True)),
+        ("q_proj", Quant("4bit", quantize_head=True)),
+    ],
+)
+def test_full_logits_are_planned_where_the_head_has_an_adapter_or_is_quantized(targets, quant):
+    how = {"quant": quant, "activation_checkpointing": "full"}
+    lora = Lora(lora_rank=4, lora_targets=targets)
+    need = need_of(of_llama(lora=lora, **how))
+    assert need.peak, need.why
+    # as the model gives them and of trained tokens, both in 16 bit; in fp32, and their logarithms
+    logits = 1024 * BIG["vocab_size"] * (2 + 2 + 4 + 4)
+    assert logits <= need.peak.parts["loss"] <= 1.1 * logits
+
+
 def test_a_model_that_cannot_be_traced_gets_its_states_only():
     setting = replace(of_llama(), config=tiny_config("llama", **SIZES | {"vocab_size": 8001}))
     model = planned_model(setting)

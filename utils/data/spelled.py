@@ -14,7 +14,7 @@ def encode_hidden(
     special, names, _ = special_tokens
     backend = tokenizer.backend_tokenizer
 
-    def read(shown) -> tuple[list[int], list[tuple[int, int]]]:
+    def read(shown):
         ids, offsets = [], []
         backend.encode_special_tokens = True
         begin = 0
@@ -29,7 +29,7 @@ def encode_hidden(
                 begin = found.end()
         return ids, offsets
 
-    def harmless(found: re.Match) -> str:
+    def harmless(found):
         return "x" * len(found[0])
 
     backend.encode_special_tokens = False

@@ -63,11 +63,11 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
     if getattr(model.config, "output_router_logits", False):
         family = inspect.getmodule(family_of(model))
         model.router_loss = getattr(family, "load_balancing_loss_func", None)
-    model.full_logits = False
+    model.full_logits = hasattr(head, "base_layer") or not head.weight.is_floating_point()
     if model.router_loss:
         parameters = list(inspect.signature(model.router_loss).parameters)
         has_fields = all(hasattr(model, field) for field in ROUTER_LOSS_FIELDS)
-        model.full_logits = parameters != ROUTER_LOSS_PARAMETERS or not has_fields
+        model.full_logits |= parameters != ROUTER_LOSS_PARAMETERS or not has_fields
     model.forward = MethodType(_model_forward, model)
     return model
 
@@ -99,9 +99,7 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
     head = model.get_output_embeddings()
     vocab_size = head.weight.shape[0]
     if model.full_logits:
-        why = f"{type(model.base_model).__name__} has its own way to balance experts"
-    elif hasattr(head, "base_layer") or not head.weight.is_floating_point():
-        why = "the head has an adapter or is quantized"
+        why = "the head has an adapter or is quantized, or experts are balanced in an own way"
     else:
         ids = torch.arange(8, device=device)[None] * (vocab_size // 8)
         own = model(ids, use_cache=False).logits[0, :-1].float()  # (7, V)

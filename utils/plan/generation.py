@@ -40,7 +40,7 @@ def estimate_generation(
     config, size = model.config.get_text_config(), dtype.itemsize
     width, heads = config.hidden_size, config.num_attention_heads
 
-    def of(field: str, default: int = 0) -> int:
+    def of(field, default=0):
         return getattr(config, field, None) or default
 
     inner = max(

@@ -107,7 +107,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
     token = model.config.image_token_id
     known = inspect.signature(type(model.base_model).forward).parameters
 
-    def features(images) -> dict[str, Tensor]:
+    def features(images):
         extra = image_processor(images=images, return_tensors="pt")
         return {name: value for name, value in extra.items() if name in known}
 

@@ -173,7 +173,7 @@ def most(setting_of: Callable[[int], Setting], room: Room) -> int:
     if none fits. Sizes above twice the result are not tried: some models take long to trace.
     """
 
-    def fits(size: int) -> bool:
+    def fits(size):
         setting = setting_of(size)
         return answer_of(setting, need_of(setting), room) != TOO_LARGE
 

@@ -194,12 +194,18 @@ def record_step(
         else:
             hidden = backbone(model)(ids, use_cache=False).last_hidden_state
         live.block_input = None  # the backward needs it, if it is alive
-        if hasattr(head, "chunk_tokens"):
-            total = head(hidden.flatten(0, 1).index_select(0, places), places)
-        else:  # the scores of a pair
-            total = head(hidden.flatten(0, 1).index_select(0, places[: 2 * batch])).float().sum()
+        flat = hidden.flatten(0, 1)
+        if not hasattr(head, "chunk_tokens"):  # the scores of a pair
+            total = head(flat.index_select(0, places[: 2 * batch])).float().sum()
+        elif model.full_logits:
+            every = head(flat)
+            logits = every.index_select(0, places)
+            total = F.cross_entropy(logits.float(), places)
+            del every, logits
+        else:
+            total = head(flat.index_select(0, places), places)
         input_bytes = hidden.nbytes
-        del hidden
+        del hidden, flat
         live.log.append("loss")
         live.sizes |= dict.fromkeys(live.shared, 0)
         total.backward()
