@@ -99,7 +99,7 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
     head = model.get_output_embeddings()
     vocab_size = head.weight.shape[0]
     if model.full_logits:
-        why = "the head has an adapter or is quantized, or experts are balanced in an own way"
+        why = "the head has an adapter or is quantized, or the router has a loss of its own"
     else:
         ids = torch.arange(8, device=device)[None] * (vocab_size // 8)
         own = model(ids, use_cache=False).logits[0, :-1].float()  # (7, V)

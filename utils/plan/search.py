@@ -78,7 +78,7 @@ def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
 def ways(setting: Setting) -> Iterator[Setting]:
     """All settings of the same method with the same rows in a step, the fastest first: offload costs most
     time, then reducing gradients in each micro-batch, then inputs on the host, then recomputing, then more
-    micro-batches, then gathering layers twice. The last two are about the host's memory alone.
+    micro-batches, then gathering layers twice. The last two choices are about the host's memory alone.
     """
     rows = setting.batch_size * setting.grad_accum
     divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
