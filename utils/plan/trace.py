@@ -197,7 +197,7 @@ def record_step(
         flat = hidden.flatten(0, 1)
         if not hasattr(head, "chunk_tokens"):  # the scores of a pair
             total = head(flat.index_select(0, places[: 2 * batch])).float().sum()
-        elif model.full_logits:
+        elif model.full_logits:  # both live until the loss is there, as in loss._model_forward
             every = head(flat)
             logits = every.index_select(0, places)
             total = F.cross_entropy(logits.float(), places)
