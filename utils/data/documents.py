@@ -14,8 +14,8 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     A conversation is rendered with the chat template. Text and ids are taken unchanged. The document begins
     with a BOS token if the tokenizer adds one, and ends with an end-of-text token if the tokenizer has one;
     neither is added twice. part.row_sizes gets the document's size in UTF-8 bytes, of ids without special
-    tokens. ids are stored as uint16 if all ids of the tokenizer fit. ValueError names what is wrong with the
-    row.
+    tokens. ids are stored as uint16 if the tokenizer has at most 65,536 tokens; OverflowError if one of them
+    has a larger id. ValueError names what is wrong with the row.
     """
     messages, tools = to_messages(row, form, notes)
     kind = messages[0]["role"]
