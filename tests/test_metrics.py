@@ -234,6 +234,8 @@ def test_a_tied_table_counts_as_the_head_and_experts_by_visits():
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
         ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 5090", 209),
+        ("NVIDIA RTX A6000", 155),
         ("Tesla V100-SXM2-16GB", 125),
     ],
 )

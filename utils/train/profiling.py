@@ -29,8 +29,8 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     skipped = max(0, min(SKIPPED, steps_to_run - active))
     name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
     # The handler adds the time to the file name.
-    write_trace = torch.profiler.tensorboard_trace_handler(str(folder), name, use_gzip=True)
-    on_gpu = world.device.type == "cuda"
+    write_trace = torch.profiler.tensorboard_trace_handler(folder, name, use_gzip=True)
+    on_gpu = world.gpu_name
 
     def write(profiler):
         write_trace(profiler)
@@ -79,7 +79,7 @@ def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
     """A log in folder/tensorboard. Steps after `done`, logged by an earlier start, are purged."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+    writer = SummaryWriter(folder / "tensorboard", purge_step=done + 1)
 
     def log(numbers, step):
         for name, value in numbers.items():
@@ -126,7 +126,9 @@ PEAK_TFLOPS = {
     "A10|V100": 125,
     "L40S": 362,
     "L4": 121,
+    "RTX 5090": 209,
     "RTX 4090": 165,
+    "A6000": 155,
     "RTX 3090": 71,
     "T4": 65,
 }
