@@ -434,6 +434,18 @@ def test_folder_is_complete(tmp_path):
     assert len(open_weights(out)) == len(list(tiny_model("llama").parameters()))
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_the_file_that_gguf_converters_read_stays_with_its_own_tokenizer(tmp_path, own):
+    source, out = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    (source / "tokenizer.model").write_bytes(b"sentencepiece")
+    tokenizer = tiny_tokenizer()
+    tokenizer.name_or_path = str(source if own else tmp_path / "another")
+    save = partial(saved, tokenizer=tokenizer, source=source)
+    assert run_ranks(save, 1, out) == [None]
+    assert (out / "tokenizer.model").exists() == own
+
+
 def test_generation_config_comes_from_the_model_without_a_source(tmp_path):
     assert run_ranks(saved, 2, tmp_path / "model") == [None] * 2
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [2]

@@ -259,7 +259,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, scale):
         # In place, because these buffers are the largest of the step; the backward runs only once. A GPU
         # would round a () tensor to the gradient's dtype first.
-        scale = scale.view(1) if scale.device.type == "cuda" else scale
+        scale = scale.view(1) if scale.is_cuda else scale
         grads = [d if d is None else d.mul_(scale) for d in ctx.grads]
         del ctx.grads
         return (*grads, *[None] * 5)
@@ -350,7 +350,7 @@ def _add_product(sums: list[Tensor], d_logits: Tensor, h: Tensor) -> None:
     A GPU accumulates within the product. A CPU has no product of 16-bit matrices with an fp32 result.
     """
     for block, columns in zip(sums, d_logits.split(ROWS, 1), strict=True):
-        if block.device.type == "cuda" and h.dtype != torch.float32:
+        if block.is_cuda and h.dtype != torch.float32:
             torch.addmm(block, columns.T, h, out_dtype=torch.float32, out=block)
             continue
         for rows, part in zip(block.split(CPU_ROWS), columns.split(CPU_ROWS, 1), strict=True):

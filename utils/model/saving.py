@@ -73,7 +73,9 @@ def save_model(
         config.to_json_file(temp / "config.json")
         write_json(temp / GENERATION, generation_config(model, source, eos_ids))
         save_tokenizer(tokenizer, temp)
-        for pattern in COMPANIONS:
+        # sentencepiece's file, which transformers does not save, and converters to GGUF need
+        of_source = getattr(tokenizer, "name_or_path", "") == str(source)
+        for pattern in COMPANIONS + ["tokenizer.model"] * of_source:
             for path in source.glob(pattern):
                 target = temp / path.name
                 if not target.exists():

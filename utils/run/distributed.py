@@ -295,7 +295,7 @@ def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:
     A world with a group of its own can have only one axis.
     """
     axes = axes or mesh_axes(world.size)
-    if world.device.type == "cuda":
+    if world.gpu_name:
         torch.cuda.set_device(world.device)
     if world.group:
         return DeviceMesh.from_group(world.group, world.device.type, mesh_dim_names=tuple(axes))

@@ -56,7 +56,7 @@ class ConfigError(Exception):
     """
 
     def __init__(self, message: str | list[str], agreed: bool = False):
-        messages = message if isinstance(message, list | tuple) else [message]
+        messages = message if isinstance(message, list) else [message]
         self.lines = [escaped(line) for line in messages]
         super().__init__("\n".join(self.lines))
         self.agreed = agreed
@@ -119,7 +119,7 @@ def silence() -> None:
 
 def print0(*parts: object, ready: bool = False) -> None:
     """Print a line on rank 0."""
-    if rank() == 0:
+    if not rank():
         say(*parts, ready=ready)
 
 
@@ -144,7 +144,7 @@ def print_once(*lines: str, agreed: bool = False) -> None:
     ranks writes too, after 5 seconds and with its number.
     """
     by = ""
-    if rank() != 0:
+    if rank():
         # Rank 0 most likely prints the same error, and then torchrun ends this process. If this process
         # exited first, torchrun would end rank 0 before it has printed.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

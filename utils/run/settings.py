@@ -49,7 +49,7 @@ def parse_cli(
     argv = sys.argv[1:] if argv is None else argv
     kinds = kinds_of(cls)
     if "--help" in argv or "-h" in argv:
-        if rank() == 0:
+        if not rank():
             from .help import help_text
 
             print(help_text(cls, kinds), end="")
