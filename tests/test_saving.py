@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from utils.data.tokens import load_tokenizer
 from utils.model import saving
 from utils.model.folder import TensorInfo, open_weights
 from utils.model.loading import Piece, lay_out, local_box
@@ -434,16 +435,63 @@ def test_folder_is_complete(tmp_path):
     assert len(open_weights(out)) == len(list(tiny_model("llama").parameters()))
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_the_file_that_gguf_converters_read_stays_with_its_own_tokenizer(tmp_path, own):
+# --- what transformers 4 reads, and with it servers and converters that build on it: transformers 5 itself
+# would write rope_parameters in place of rope_theta, and a tokenizer_class that transformers 4 lacks
+
+SCALED = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+OLDER = {
+    "llama": json.loads(tiny_config("llama").to_json_string()) | SCALED,
+    "gemma3": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": json.loads(tiny_config("gemma3").to_json_string()) | SCALED,
+    },
+}
+
+
+def saved_from(world, out, source):
+    config = AutoConfig.from_pretrained(source)
+    model = sharded(AutoModelForCausalLM.from_config(config.get_text_config()))
+    save_model(out, model, dense_pieces(model, torch.bfloat16), world, source=source)
+    return model.config.rope_parameters
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_the_config_has_the_layout_of_its_source(tmp_path, kind):
+    """Of a model that reads pictures the text part is saved alone."""
     source, out = tmp_path / "source", tmp_path / "model"
     source.mkdir()
-    (source / "tokenizer.model").write_bytes(b"sentencepiece")
-    tokenizer = tiny_tokenizer()
-    tokenizer.name_or_path = str(source if own else tmp_path / "another")
+    stored = {**OLDER[kind], "made_up": 1}
+    stored.get("text_config", stored).pop("rope_parameters")
+    write_json(source / "config.json", stored)
+    (known,) = run_ranks(saved_from, 1, out, source)
+    text = stored.get("text_config", stored)
+    found = json.loads((out / "config.json").read_text())
+    architecture = {"llama": "LlamaForCausalLM", "gemma3": "Gemma3ForCausalLM"}[kind]
+    assert found == text | {"architectures": [architecture], "dtype": "bfloat16"}
+    assert AutoConfig.from_pretrained(out).rope_parameters == known
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_tokenizers_own_files_are_kept_but_for_its_template(tmp_path, own):
+    """Also sentencepiece's, which converters to GGUF read. The tokenizer may be of another folder."""
+    source, out = tmp_path / "source", tmp_path / "model"
+    folder = source if own else tmp_path / "another"
+    for path in {source, folder}:
+        path.mkdir()
+        (path / "tokenizer.model").write_text(path.name)
+    tiny_tokenizer().save_pretrained(folder)
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "made_up": 1, "eos_token": "</s>"}
+    words |= {"bos_token": "<s>", "pad_token": "<pad>"}
+    write_json(folder / "tokenizer_config.json", words)
+    tokenizer = load_tokenizer(folder, "chatml")
     save = partial(saved, tokenizer=tokenizer, source=source)
     assert run_ranks(save, 1, out) == [None]
-    assert (out / "tokenizer.model").exists() == own
+    found = json.loads((out / "tokenizer_config.json").read_text())
+    assert found == words | {"chat_template": tokenizer.chat_template}
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.model").read_text() == folder.name
 
 
 def test_generation_config_comes_from_the_model_without_a_source(tmp_path):

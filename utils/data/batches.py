@@ -49,7 +49,7 @@ class Batch:
         CUDA stream, so it overlaps with the work that the GPU already has queued.
         """
 
-        def move(value: Tensor) -> Tensor:
+        def move(value):
             if device.type != "cuda":
                 return value.to(device)
             computing, copying = torch.cuda.current_stream(device), copy_stream(device)

@@ -316,7 +316,7 @@ def prompt_stands(tokenizer, text: str, first: int, tokens: Encoded) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _ids(tokenizer, text: str) -> list[int]:
+def _ids(tokenizer, text):
     return encode(tokenizer, text).ids
 
 

@@ -273,7 +273,7 @@ def write_tokens(
 ) -> None:
     """Write the files that read_tokens reads. run: tokenizes chunks of rows. ConfigError for bad rows."""
 
-    def add(name: str, content) -> None:
+    def add(name, content):
         with open(Path(folder, name), "ab") as file:
             file.write(content)
 
@@ -297,7 +297,7 @@ def write_tokens(
                 spare_rows -= part.rows
         origins.append((source.name, source.weight, forms, first, len(total.lengths)))
     total.close(rows)
-    said = {name: getattr(total, name) for name in ("dropped", "notes", "firsts", "problem", "bad")}
+    said = {name: getattr(total, name) for name in "dropped notes firsts problem bad".split()}
     said |= {"unit": rows.task, "origins": origins}
     Path(folder, SAID).write_text(json.dumps(said))
 
@@ -307,7 +307,7 @@ def read_tokens(folder: Path | str) -> Examples:
     pages that are not read take no memory. With weighted sources, mixed_rows decides which rows are used.
     """
 
-    def mapped(name: str, dtype: torch.dtype) -> Tensor:
+    def mapped(name, dtype):
         file = Path(folder, name)
         return torch.from_file(str(file), size=file.stat().st_size // dtype.itemsize, dtype=dtype)
 

@@ -61,14 +61,14 @@ NEXT = {
 }
 RULE = "a conversation is at most one system turn, then user and assistant by turns"
 # Keys of a turn that hold the assistant's thoughts, beside its content.
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = "reasoning_content thinking reasoning".split()
 TURN_KEYS = set("role content from value name tool_calls tool_call_id weight train".split())
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
 ONE = "here a row has one text answer"
 REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
-ANSWERS = ("response", "answer", "output")  # other names of a completion
+ANSWERS = "response answer output".split()  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
 PICTURES = f"{ONE}, in generate.py and vision.py also pictures; nothing trains videos and sounds ({REMEDY})"
 REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
@@ -151,7 +151,7 @@ def check_one_answer(row: dict, form: str) -> None:
                 f"{key}: {row[key]!r:.40}: whole rows cannot be weighted; masks are -100 in labels ({REMEDY})"
             )
     is_class = form in ("text", "tokens")  # then "label" is a class, not a preference
-    if str(row.get("label")).lower() in ("true", "false", "0", "1") and not is_class:
+    if str(row.get("label")).lower() in "true false 0 1".split() and not is_class:
         raise ValueError(f"label: {PAIRS}")
     if not form and "prompt" in row:
         theirs = next((key for key in ANSWERS if key in row), "THEIRS")
@@ -380,5 +380,5 @@ def text_of(holder: dict, key: str, path: str = "") -> str:
     return text
 
 
-def _keys(row: dict) -> str:
+def _keys(row):
     return ", ".join(repr(key[:40]) for key in list(row)[:8]) or "none"

@@ -16,7 +16,7 @@ from ..run.errors import check, others_code
 from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
-KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".md")
+KINDS = ".jsonl .json .csv .parquet .txt .md".split()
 ABOUT = re.compile(r"\.|readme|license", re.I)  # how a file of a folder begins that holds no rows
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"

@@ -272,7 +272,7 @@ def turn_end(
     """
     words = added_words(tokenizer)
 
-    def after_answer(messages: Messages, prompt: bool = False) -> str:
+    def after_answer(messages, prompt=False):
         return sketch(tokenizer, messages, tools, prompt)[0].rpartition(mark)[2]
 
     mark = messages[-1]["content"]

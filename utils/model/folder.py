@@ -27,10 +27,10 @@ from ..run.files import AGAIN, did_you_mean, file_inside, impostor
 # bitsandbytes, which peft imports too, would warn about an optional CPU kernel on every rank.
 logging.getLogger("bitsandbytes").setLevel("ERROR")
 
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+OTHER_FORMATS = tuple(".bin .pt .pth .ckpt .gguf .h5 .msgpack".split())
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-RUNS_CODE = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
-COSMETIC = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+RUNS_CODE = "auto_map trust_remote_code _attn_implementation_internal".split()
+COSMETIC = "architectures dtype torch_dtype transformers_version use_cache".split()
 
 # Model types that transformers lists as causal language models, but that cannot be trained as one.
 # tests/test_families.py confirms the reasons with tiny models.

@@ -39,13 +39,13 @@ CPU_ROWS = 256  # rows of a product on a CPU, so that it fits the cache
 ROWS = 4096  # rows in a block of the weight's fp32 gradient; a block is freed once it is cast
 
 # Fields of configs that say what happens to the logits after the head.
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, xLSTM
+CAPS = "final_logit_softcapping logits_soft_cap output_logit_soft_cap".split()  # Gemma, xLSTM
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
 FACTORS = ("logit_scale", "logits_scaling")  # Cohere, HyperCLOVA X
 # The parameters of the router loss in nearly all families (it keeps the experts of a mixture equally busy),
 # and the attributes of a model that it needs.
-ROUTER_LOSS_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-ROUTER_LOSS_FIELDS = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+ROUTER_LOSS_PARAMETERS = "gate_logits num_experts top_k attention_mask".split()
+ROUTER_LOSS_FIELDS = "router_aux_loss_coef num_experts num_experts_per_tok".split()
 
 
 def add_chunked_loss(model: nn.Module) -> nn.Module:
@@ -78,7 +78,7 @@ def known_transforms(model: nn.Module) -> list[Transform]:
     """
     config = model.config.get_text_config()
 
-    def values(fields: tuple[str, ...]) -> list[float]:
+    def values(fields):
         return [*filter(None, (getattr(config, field, None) for field in fields))]
 
     factors = [*(1 / divisor for divisor in values(DIVISORS)), *values(FACTORS)]
@@ -105,7 +105,7 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
         own = model(ids, use_cache=False).logits[0, :-1].float()  # (7, V)
         chunks = []  # of logits straight from the head
 
-        def keep(logits: Tensor) -> Tensor:
+        def keep(logits):
             chunks.append(logits.clone())  # the loss overwrites them
             return logits
 
@@ -329,7 +329,7 @@ def _losses_of_chunk(
     return loss, torch.autograd.grad(shown, logits, d_shown.to(shown.dtype))[0]
 
 
-def _cross_entropy_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_in_place(logits, targets):
     """(cross-entropy (c,), the gradient of its sum) of logits (c, V) in fp32. The gradient
     overwrites the logits.
 

@@ -13,15 +13,17 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import mode
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from ..run.distributed import World, all_reduce_sum, broadcast, together
-from ..run.errors import check
+from ..run.errors import ConfigError, check
 from ..run.files import check_replaceable, disk_errors, file_inside, publish, remove_siblings
 from ..run.folder import check_space
 from .folder import INDEX, read_json
@@ -32,6 +34,8 @@ COMPANIONS = """*.py LICENSE* NOTICE* USE_POLICY* *processor_config.json
     chat_template.json""".split()
 
 GENERATION = "generation_config.json"
+# Fields of a config that a run may change.
+CHANGED = "architectures dtype id2label label2id bos_token_id eos_token_id pad_token_id".split()
 CHUNK = 2**23  # elements (16 to 64 MiB) that are cast, or copied from a GPU, at a time
 # (name of the file, first byte, the bytes as uint8, name of the tensor)
 Chunk = tuple[str, int, Tensor, str]
@@ -60,7 +64,7 @@ def save_model(
     # state_dict() also reshards parameters that a forward left gathered.
     state = model.state_dict()
 
-    def prepare(temp: Path) -> None:
+    def prepare(temp):
         check_replaceable(out, source)
         config = copy.deepcopy(model.config)
         # fully_shard renames the class.
@@ -69,13 +73,10 @@ def save_model(
         config.get_text_config().dtype = config.dtype = save_dtype or mode(
             p.info.dtype for p in pieces if p.info.dtype.is_floating_point
         )
-        # Not save_pretrained, which validates the config and may refuse it, after the training.
-        config.to_json_file(temp / "config.json")
+        write_config(config, source, temp / "config.json")
         write_json(temp / GENERATION, generation_config(model, source, eos_ids))
         save_tokenizer(tokenizer, temp)
-        # sentencepiece's file, which transformers does not save, and converters to GGUF need
-        of_source = getattr(tokenizer, "name_or_path", "") == str(source)
-        for pattern in COMPANIONS + ["tokenizer.model"] * of_source:
+        for pattern in COMPANIONS:
             for path in source.glob(pattern):
                 target = temp / path.name
                 if not target.exists():
@@ -106,7 +107,7 @@ def save_folder(
     temp = out.with_name(f".tmp_{out.name}_{unique}")
     places, headers = layout
 
-    def chunks() -> Iterator[Chunk]:
+    def chunks():
         """This rank's part of the files, converted to the dtypes of their places, file by file."""
         for file, header in headers.items() if world.rank == 0 else ():
             yield file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8), "the header"
@@ -206,6 +207,24 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
     return total_bytes
 
 
+def write_config(config: PretrainedConfig, source: Path, file: Path) -> None:
+    """Write a config: that of the source, if there is one, with new values of the fields in CHANGED.
+
+    transformers 5 itself writes rope_parameters. transformers 4, and what builds on it, would silently take
+    default values for them: https://github.com/vllm-project/vllm/pull/42624
+    """
+    # Not save_pretrained, which validates the config and may refuse it, after the training.
+    config.to_json_file(file)
+    new, path = read_json(file), source / file.name
+    whole = read_json(path) if path.exists() else {}
+    for part in (whole, whole.get("text_config", {})):
+        if part.get("model_type") == config.model_type:
+            for old, now in ((part, new), (part.get("text_config"), new.get("text_config"))):
+                if old and now:
+                    old.update((name, now[name]) for name in CHANGED if name in now)
+            write_json(file, part)
+
+
 def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[int]) -> dict:
     """The generation config of the source, because published sampling settings do not always pass
     transformers' check on saving. Without one, the model's own. In it `eos_ids` also end an answer.
@@ -221,12 +240,22 @@ def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[in
 
 
 def save_tokenizer(tokenizer, folder: Path) -> None:
-    """Save a tokenizer, if there is one, with the chat template that the model was trained in, if any."""
-    if tokenizer is not None:
-        if not getattr(tokenizer, "template_name", True):  # no row has used its stand-in
-            tokenizer.chat_template = None
-        tokenizer.backend_tokenizer.no_padding()  # a processor has set it
-        tokenizer.save_pretrained(folder)
+    """Save a tokenizer, if there is one, with the chat template that the model was trained in, if any.
+
+    Its own files are copied: transformers 4, and what builds on it, cannot read those that transformers 5
+    writes (https://github.com/hiyouga/LlamaFactory/issues/10310).
+    """
+    if tokenizer is None:
+        return
+    if not getattr(tokenizer, "template_name", True):  # no row has used its stand-in
+        tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    for path in Path(tokenizer.name_or_path).glob("tokenizer*"):
+        with suppress(ConfigError):  # it leads out of the folder
+            shutil.copyfile(file_inside(path.parent, path.name), folder / path.name)
+    file = folder / "tokenizer_config.json"
+    own = tokenizer.special_tokens_map | {"chat_template": tokenizer.chat_template}
+    write_json(file, read_json(file) | own)
 
 
 def write_json(file: Path, value: dict) -> None:

@@ -22,7 +22,7 @@ from ..run.errors import ConfigError, check
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
 # What peft adds to the names of parameters.
-ADAPTED = (".base_layer", ".original_module", ".modules_to_save.default")
+ADAPTED = ".base_layer .original_module .modules_to_save.default".split()
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
     """
     name = op.name().partition("::")[2]
     keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
+    if name in "mm addmm bmm baddbmm".split():
         inner, width = args[-1].shape[-2:]
         keep = 8 * inner >= max(width, 64)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -129,7 +129,7 @@ def plan_memory(
 
         raise ConfigError(refusal(setting, need, room))
 
-    def less_memory() -> str:
+    def less_memory():
         """What to do if memory runs out anyway: the smallest change that needs a tenth less."""
         from .search import remedy
 

@@ -12,7 +12,6 @@ to wait for the device.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -222,7 +221,7 @@ def units_of(
         accumulates = setting.grad_accum > 1 and not setting.sync_each_microbatch
         plain = sharding.stored_as_computed(found, accumulates)
 
-    def unit_of(parameters: Iterable[nn.Parameter]) -> Unit:
+    def unit_of(parameters):
         unit = Unit()
         for p in parameters:
             own_numel = share_numel(p, setting.shards)
@@ -526,7 +525,7 @@ def sizes_of(setting: Setting) -> tuple[States, tuple]:
 def trace_of(setting: Setting) -> Trace:
     """The memory of the activations in a step with this setting."""
 
-    def traced(batch: int, seq_len: int, scaled=int) -> Trace:
+    def traced(batch, seq_len, scaled=int):
         return cached_record(
             planned_model(setting),
             setting.dtype,

@@ -29,7 +29,7 @@ START_SECONDS = 600  # how long ranks wait for each other
 PATIENT_SECONDS = 7 * 24 * 3600
 # The variables that torch reads at its first allocation on a GPU; the first one that is set counts
 # (c10/cuda/CUDAAllocatorConfig.h of torch 2.13; before 2.9 only the second).
-CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+CUDA_SETTINGS = "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
 EXPANDABLE = "expandable_segments:True"
 # Backends of groups that move tensors, by device. GPUs have gloo too, for objects and for what --cpu_offload
 # keeps on the host.
@@ -70,7 +70,7 @@ def init_distributed(use_gpu: bool = True) -> World:
     if rank is None and size is None:
         rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
     else:
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
         lacks = [name for name in names if not os.environ.get(name)]
         check(not lacks, f"some of {', '.join(names)} are set, but not {', '.join(lacks)} {FIX}")
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")

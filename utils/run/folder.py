@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,7 +24,7 @@ from .files import check_replaceable, disk_errors, replace_file
 from .settings import save_config
 from .units import GIB
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "plan.json", "checkpoints", "model", "adapter")
+RUN_FILES = "config.yaml metrics.jsonl plan.json checkpoints model adapter".split()
 _claims = ExitStack()  # closing it releases the lock and removes folders that are still empty
 
 
@@ -187,6 +186,6 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
     return free, who
 
 
-def _quietly(call: Callable[[], None]) -> None:
+def _quietly(call):
     with suppress(OSError):
         call()

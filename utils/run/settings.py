@@ -24,8 +24,8 @@ from fire.decorators import SetParseFn
 from .errors import ConfigError, check, print0, rank
 from .files import did_you_mean, replace_file
 
-SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True)
-SWITCH |= dict.fromkeys(("false", "no", "off", "0"), False)
+SWITCH = dict.fromkeys("true yes on 1".split(), True)
+SWITCH |= dict.fromkeys("false no off 0".split(), False)
 BARE = "True"  # what fire gives for a flag without a value
 LEAST = {"batch_size": 1, "epochs": 1, "seq_len": 2, "log_every": 1, "timeout": 1}
 NUMBERS = {int: "a whole number such as 1000", float: "a finite number such as 0.001 or 1e-3"}
@@ -88,7 +88,7 @@ def split_words(argv: list[str]) -> dict[str, str]:
     texts = {}
 
     @SetParseFn(str)  # otherwise fire converts 1e5, a,b and foo#bar
-    def collect(*stray: str, **flags: str) -> None:
+    def collect(*stray, **flags):
         check(not stray, f"{stray[:1]!r} belongs to no flag: {form}")
         texts.update(flags)
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from .errors import ConfigError, print_once, rank, story, write_errors
 
@@ -62,7 +61,7 @@ def stop_asked(group=None) -> str:
     return signal.Signals(number.item()).name if number else ""
 
 
-def _look(reader: int) -> None:
+def _look(reader):
     first, begun = 0, 0.0
     while number := os.read(reader, 1):
         # torchrun sends SIGTERM when a rank has ended.
@@ -90,7 +89,7 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _raise(number: int, _: FrameType | None) -> None:
+def _raise(number, _):
     """Raise KeyboardInterrupt once; signals that arrive during the cleanup are ignored."""
     for caught in CAUGHT:
         signal.signal(caught, signal.SIG_IGN)

@@ -105,7 +105,7 @@ class CheckpointSaver(AbstractContextManager):
         if self.writer and self.writer.removal:
             self.writer.removal.join()
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind, *_) -> None:
         """Wait and end, but not after an error: other ranks may never reach these collectives."""
         if kind is None:
             self.wait()
