@@ -191,7 +191,7 @@ def plain(folder: Path, parts: str = ALL):
     [
         "qwen2_5_vl",
         "mllama",
-        *(pytest.param(n, marks=slow) for n in ("gemma3", "internvl", "minicpmv4_6")),
+        *(pytest.param(n, marks=slow) for n in ("gemma3", "gemma4", "internvl", "minicpmv4_6")),
     ],
 )
 def test_two_ranks_learn_what_a_page_of_pytorch_learns(name, parts, folder_of, rows, tmp_path):
