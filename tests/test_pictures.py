@@ -480,3 +480,59 @@ def test_a_model_without_pictures_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     said = refusal(load_processor, str(tmp_path), load_tokenizer(tmp_path))
     assert "its processor cannot be read" in said
+
+
+@pytest.mark.parametrize("kind", ["paligemma", "florence2"])
+def test_a_model_whose_answers_see_later_tokens_is_refused(kind, tmp_path):
+    """The config of a hub's folder does not say so: transformers does, when it reads it."""
+    from test_tokens import byte_level
+
+    byte_level(True).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    said = refusal(load_processor, str(tmp_path), load_tokenizer(tmp_path))
+    assert f"in {kind} all tokens of a prompt see each other" in said
+
+
+def test_process_gives_sizes_alone_the_rooms_of_real_pictures(opened):
+    for name in NAMES:
+        _, _, processor = opened(name)
+        images = [Image.effect_noise(size, 80).convert("RGB") for size in SIZES.values()]
+        blanks = [Image.new("RGB", size) for size in SIZES.values()]
+        ids = [process(processor, [each])["input_ids"] for each in (images, blanks)]
+        assert torch.equal(*ids)
+
+
+@pytest.mark.slow
+def test_large_data_is_tokenized_by_other_processes_to_the_same_rows(opened, pictures, monkeypatch):
+    folder, tokenizer, _ = opened("gemma3")
+    rows = [{"messages": [user(PART, f"What {i}?"), ANSWER]} for i in range(100)]
+    plain = load(rows, folder, tokenizer)
+    monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pictures / "cache"))
+    for _ in range(2):  # made, then mapped
+        kept = load(rows, folder, tokenizer)
+        assert kept.fingerprint == plain.fingerprint
+        assert kept.keys.tolist() == plain.keys.tolist()
+
+
+def test_tokens_on_disk_are_made_again_if_pictures_have_changed(opened, pictures, monkeypatch):
+    """Otherwise a picture that is gone, or has another size, would stop the training."""
+    folder, tokenizer, _ = opened("gemma3")
+    monkeypatch.setattr(data, "SMALL", 0)
+    monkeypatch.setattr(cache, "in_processes", map)  # the test above has the processes
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pictures / "cache"))
+    rows = [{"messages": [user(PART, "What?"), ANSWER]}]
+    first = load(rows, folder, tokenizer)
+    (kept,) = (path for path in pictures.glob("cache/raw_fsdp/data/*") if path.is_dir())
+    before = kept.stat().st_ino
+    assert load(rows, folder, tokenizer).fingerprint == first.fingerprint
+    assert kept.stat().st_ino == before
+    Image.new("RGB", (30, 90)).save("a.png")
+    second = load(rows, folder, tokenizer)
+    assert json.loads(second.details[0]) == [["a.png", 30, 90]] != json.loads(first.details[0])
+    assert kept.stat().st_ino != before
+    os.remove("a.png")
+    assert "t.jsonl:1: picture 'a.png': no such file" in refusal(load, rows, folder, tokenizer)
+    assert "no such file" in refusal(load, rows, folder, tokenizer)
+    rows = [*rows, {"messages": [user({"type": "image", "path": "b.png"}, "What?"), ANSWER]}]
+    assert load(rows, folder, tokenizer, bad_rows="drop").dropped == {"bad rows": 1}

@@ -30,7 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from PIL import Image, ImageOps
 
-from ..run.errors import others_code, reason_of_others
+from ..run.errors import check, others_code, reason_of_others
 from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
@@ -63,15 +63,21 @@ def load_processor(folder: Path | str, tokenizer):
     """The processor of a model folder, for pictures only. Without videos it needs neither torchvision nor
     num2words. The tokenizer gets the processor's chat template, unless --chat_template was given.
 
-    ConfigError if the folder has no processor, or one that transformers cannot read.
+    ConfigError if the folder has no processor, or one that transformers cannot read, and for a model that
+    does not predict each token of a conversation from those before it.
     """
     # Imported here because they import torch.
     from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    fix = "a model that takes pictures"
+    fix = "pip install what is named as missing, or another --model, which takes pictures"
     with others_code(f"{folder}: its processor cannot be read", fix):
         config = AutoConfig.from_pretrained(folder)
+        check(
+            not config.is_encoder_decoder and config.model_type != "paligemma",
+            f"{folder}: in {config.model_type} all tokens of a prompt see each other, which is not trained here"
+            " (fix: a causal language model with pictures, such as qwen3_vl or gemma3)",
+        )
         kind = PROCESSOR_MAPPING[type(config)]
         if kind.__name__ == "SmolVLMProcessor":
             kind = Idefics3Processor  # the same for pictures
