@@ -1,4 +1,4 @@
-"""Tiny vision-language models of ten families, as folders in the hub's layout, made without a network.
+"""Tiny vision-language models of eleven families, as folders in the hub's layout, made without a network.
 
 python tests/picture_families.py NAME FOLDER       writes one of them
 """
@@ -348,6 +348,48 @@ FAMILIES: dict[str, dict] = {
 FAMILIES["qwen3_vl"] = FAMILIES["qwen2_5_vl"] | FAMILIES["qwen3_vl"]
 FAMILIES["qwen3_vl_moe"] = FAMILIES["qwen3_vl"] | FAMILIES["qwen3_vl_moe"]
 NAMES = tuple(FAMILIES)
+SOUNDS = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"} | {
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "video_token": "<|video|>",
+}
+FAMILIES["gemma4"] = {  # its processor also takes sounds; it is slow, so only some tests have it
+    "tokens": FAMILIES["gemma3"]["tokens"]
+    | {"more": ["<start_of_turn>", "<end_of_turn>", *SOUNDS.values()]},
+    "names": SOUNDS,
+    "template": GEMMA.replace("<start_of_image>", "<|image|>"),
+    "ids": {"image_token_id": "<|image|>"},
+    "text": TEXT
+    | {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 300,
+        "num_kv_shared_layers": 0,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 14,
+        "position_embedding_size": 64,
+        "pooling_kernel_size": 2,
+    },
+    "config": {"audio_config": None},
+    "image": (
+        "Gemma4ImageProcessor",
+        {"patch_size": 14, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+    ),
+    "processor": ("Gemma4Processor", {"image_seq_length": 70}),
+}
 
 
 def family_folder(name: str, folder: Path) -> Path:

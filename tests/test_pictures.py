@@ -97,7 +97,7 @@ def read(row: dict, form: str = "") -> tuple[list, list]:
     return [m["content"].replace("\ue0f2", "|") for m in messages], sources
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gemma4"])
 def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, opened, pictures):
     folder, tokenizer, processor = opened(name)
     turns = [
@@ -129,7 +129,7 @@ def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, open
     assert (examples.row_sizes > 0).tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gemma4"])
 def test_transformers_own_model_runs_on_what_the_processor_makes(name, opened):
     folder, tokenizer, processor = opened(name)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
@@ -480,6 +480,17 @@ def test_a_model_without_pictures_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     said = refusal(load_processor, str(tmp_path), load_tokenizer(tmp_path))
     assert "its processor cannot be read" in said
+
+
+@pytest.mark.parametrize("kind", ["paligemma", "florence2"])
+def test_a_model_whose_answers_see_later_tokens_is_refused(kind, tmp_path):
+    """The config of a hub's folder does not say so: transformers does, when it reads it."""
+    from test_tokens import byte_level
+
+    byte_level(True).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    said = refusal(load_processor, str(tmp_path), load_tokenizer(tmp_path))
+    assert f"in {kind} all tokens of a prompt see each other" in said
 
 
 def test_process_gives_sizes_alone_the_rooms_of_real_pictures(opened):

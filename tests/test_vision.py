@@ -191,7 +191,7 @@ def plain(folder: Path, parts: str = ALL):
     [
         "qwen2_5_vl",
         "mllama",
-        *(pytest.param(n, marks=slow) for n in ("gemma3", "internvl", "minicpmv4_6")),
+        *(pytest.param(n, marks=slow) for n in ("gemma3", "gemma4", "internvl", "minicpmv4_6")),
     ],
 )
 def test_two_ranks_learn_what_a_page_of_pytorch_learns(name, parts, folder_of, rows, tmp_path):
@@ -302,6 +302,16 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(how, folder_of, rows, tmp_path):
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
     _, found, _ = trained(1, one, folder_of("mllama"), rows, **flags)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_in_bf16_are_computed_in_fp32_where_dtype_says_so(folder_of, rows, tmp_path):
+    """Not as they are stored: then a tower that is frozen in fp32 and a projector in bf16 do not meet."""
+    folder, how = folder_of("llava"), {"param_dtype": "bf16", "dtype": "fp32", "steps": 1}
+    _, found, _ = trained(2, tmp_path / "all", folder, rows, train=ALL, **how)
+    page, model = Page(folder, rows), plain(folder).bfloat16().float()
+    expected = page.loss(model, page.batches.rows_of(0)).item()
+    assert found[0][0] == pytest.approx(expected, rel=1e-5)
+    trained(1, tmp_path / "default", folder, rows, **how)
 
 
 def test_a_frozen_tower_has_no_state_and_does_not_change(folder_of, rows, tmp_path):

@@ -30,7 +30,7 @@ from urllib.parse import unquote, urlsplit
 
 from PIL import Image, ImageOps
 
-from ..run.errors import others_code, reason_of_others
+from ..run.errors import check, others_code, reason_of_others
 from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
@@ -63,14 +63,22 @@ def load_processor(folder: Path | str, tokenizer):
     """The processor of a model folder, for pictures only. Without videos it needs neither torchvision nor
     num2words. The tokenizer gets the processor's chat template, unless --chat_template was given.
 
-    ConfigError if the folder has no processor, or one that transformers cannot read.
+    ConfigError if the folder has no processor, or one that transformers cannot read, and for a model that
+    does not predict each token of a conversation from those before it.
     """
     # Imported here because they import torch.
     from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    with others_code(f"{folder}: its processor cannot be read", "a model that takes pictures"):
-        kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
+    fix = "pip install what is named as missing, or another --model, which takes pictures"
+    with others_code(f"{folder}: its processor cannot be read", fix):
+        config = AutoConfig.from_pretrained(folder)
+        check(
+            not config.is_encoder_decoder and config.model_type != "paligemma",
+            f"{folder}: in {config.model_type} all tokens of a prompt see each other, which is not trained here"
+            " (fix: a causal language model with pictures, such as qwen3_vl or gemma3)",
+        )
+        kind = PROCESSOR_MAPPING[type(config)]
         if kind.__name__ == "SmolVLMProcessor":
             kind = Idefics3Processor  # the same for pictures
         images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
@@ -78,12 +86,12 @@ def load_processor(folder: Path | str, tokenizer):
 
         class Processor(kind):
             def check_argument_for_proper_class(self, name, value):
-                if name != "video_processor":
+                if name in parts:
                     super().check_argument_for_proper_class(name, value)
 
-        parts = {"tokenizer": tokenizer, "image_processor": images, "video_processor": NoVideos()}
+        parts = {"tokenizer": tokenizer, "image_processor": images}
         processor = Processor.from_args_and_dict(
-            [parts[name] for name in kind.get_attributes()], words
+            [parts.get(name, NoVideos()) for name in kind.get_attributes()], words
         )
     template = words.get("chat_template")
     if template and tokenizer.template_name in (f"of {folder}", ""):
@@ -302,8 +310,7 @@ def read_pictured(
         )
     if any(m["role"] == "assistant" and PLACE in m["content"] for m in messages):
         raise ValueError("a picture in a turn of the assistant, which writes none")
-    rest = iter(given)
-    return messages, tools, [url_of(next(rest) if s is None else s) for s in sources], form
+    return messages, tools, [url_of(source or given.pop(0)) for source in sources], form
 
 
 def alpaca_of(texts: list) -> dict:
@@ -398,18 +405,17 @@ def size_of(source: str, folder: str) -> Size:
     one is found.
     """
     with open_picture(source, folder) as image:
-        width, height = image.size  # for a TIFF, Pillow has already applied the orientation
+        size = image.size  # for a TIFF, Pillow has already applied the orientation
         image.draft("L", (1, 1))  # a JPEG is read to its end, but decoded to few pixels
         image.load()
         turned = image.getexif().get(ORIENTATION) in TURNED
-    return (height, width) if turned else (width, height)
+    return size[::-1] if turned else size
 
 
 def fitted(size: Size, max_pixels: int) -> Size:
     """The size scaled down to at most max_pixels, with the same aspect ratio. max_pixels 0: no limit."""
-    width, height = size
-    scale = min(1.0, ((max_pixels or math.inf) / (width * height)) ** 0.5)
-    return max(1, int(width * scale)), max(1, int(height * scale))
+    scale = min(1.0, ((max_pixels or math.inf) / math.prod(size)) ** 0.5)
+    return tuple(max(1, int(side * scale)) for side in size)
 
 
 def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Image:
@@ -435,8 +441,8 @@ def have_changed(examples, rows) -> bool:
             if source.startswith("data:"):
                 continue
             with suppress(ValueError), open_picture(source, folder_of(where, rows)) as image:
-                both = image.size, image.size[::-1]
-                if tuple(size) in [fitted(known, rows.image_max_pixels) for known in both]:
+                known = fitted(image.size, rows.image_max_pixels)
+                if tuple(size) in (known, known[::-1]):
                     continue
             return True
     return False

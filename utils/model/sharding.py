@@ -44,7 +44,6 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
     remaining parameters: the final norm, position embeddings.
     """
     prepare_dtypes(model, dtype)
-    param_dtype = None if dtype == torch.float32 else dtype
     in_fp32 = fp32_modules(model, dtype)
     found = []
     layers = decoder_layers(model)
@@ -61,7 +60,7 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
             found.append(Unit(inner, torch.float32))
         # A layer is freed after its forward and gathered again for its backward. Not the last layer: its
         # backward follows right away.
-        found.append(Unit([layer], param_dtype, reshard_after_forward=layer is not layers[-1]))
+        found.append(Unit([layer], dtype, reshard_after_forward=layer is not layers[-1]))
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     # The head's backward follows its forward. Families with an fp32 residual cast the head's input to the
@@ -70,19 +69,19 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
     if embedding.weight is head.weight:
         # One unit, since a tied weight cannot be in two. It is needed at both ends of the forward, and right
         # away in the backward.
-        found.append(Unit([embedding, head], param_dtype, **of_head))
+        found.append(Unit([embedding, head], dtype, **of_head))
     else:
         # The backward of a lookup does not need the table. But an adapter or a norm in the embedding is
         # needed.
         is_lookup = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
-        found.append(Unit([embedding], param_dtype, unshard_in_backward=not is_lookup))
-        found.append(Unit([head], torch.float32 if head in in_fp32 else param_dtype, **of_head))
+        found.append(Unit([embedding], dtype, unshard_in_backward=not is_lookup))
+        found.append(Unit([head], torch.float32 if head in in_fp32 else dtype, **of_head))
     taken = {module for unit in found for module in nn.ModuleList(unit.modules).modules()}
     others = [module for module in in_fp32 if module not in taken]
     if others:
         found.append(Unit(others, torch.float32, reshard_after_forward=False))
     # The rest is small: it stays gathered.
-    return [*found, Unit([model], param_dtype, reshard_after_forward=False)]
+    return [*found, Unit([model], dtype, reshard_after_forward=False)]
 
 
 def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter]:
