@@ -514,6 +514,14 @@ def test_llama_recipes_values_become_ours(argv, expected):
     assert llama(*argv.split()) == expected
 
 
+def test_data_path_names_the_rows_that_are_trained():
+    """Ignored, a run would train on the tiny task instead."""
+    for flag in ("--data_path", "--alpaca_dataset.data_path", "--dataset_path"):
+        assert parse_cli(finetune.Config, [flag, "a.jsonl"], aliases=True).dataset == "a.jsonl"
+    both = ["--data_path", "a.jsonl", "--dataset", "b.jsonl"]
+    assert parse_cli(finetune.Config, both, aliases=True).dataset == "b.jsonl"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
