@@ -70,7 +70,7 @@ ONE = "here a row has one text answer"
 REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
 ANSWERS = ("response", "answer", "output")  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
-PICTURES = f"{ONE}, in generate.py and vision.py also pictures; nothing trains videos and sounds ({REMEDY})"
+PICTURES = f"{ONE}, in generate.py and vision.py also pictures, but no pairs, no videos, no sounds ({REMEDY})"
 REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
 REFUSED |= dict.fromkeys(
