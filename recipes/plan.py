@@ -574,7 +574,7 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
             )
         check(name[0] not in "./~", f"--model {name}: there is no such folder or file (fix: {fix})")
         near = [] if "/" in name else difflib.get_close_matches(name.lower(), known, 1, 0.8)
-        check(not near, f"--model {name} is not known (did you mean {near and near[0]}?)")
+        check(not near, f"--model {name}: did you mean {near and near[0]}? (fix: {fix})")
     with others_code(
         f"--model {name} is no folder, and its config cannot be had from the hub", fix
     ):

@@ -25,7 +25,7 @@ from shell import shell
 from utils.run import foreign_flags
 from utils.run.errors import ConfigError
 from utils.run.help import help_text
-from utils.run.settings import kinds_of, parse_cli, read_yaml, save_config
+from utils.run.settings import kinds_of, parse_cli, read_value, read_yaml, save_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -514,6 +514,14 @@ def test_llama_recipes_values_become_ours(argv, expected):
     assert llama(*argv.split()) == expected
 
 
+def test_data_path_names_the_rows_that_are_trained():
+    """Ignored, a run would train on the tiny task instead."""
+    for flag in ("--data_path", "--alpaca_dataset.data_path", "--dataset_path"):
+        assert parse_cli(finetune.Config, [flag, "a.jsonl"], aliases=True).dataset == "a.jsonl"
+    both = ["--data_path", "a.jsonl", "--dataset", "b.jsonl"]
+    assert parse_cli(finetune.Config, both, aliases=True).dataset == "b.jsonl"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -527,6 +535,10 @@ def test_llama_recipes_values_become_ours(argv, expected):
         ("--max_length 4", "--max_length is --seq_len here (fix: write --seq_len)"),
         ("--load_in_4bit true", "(fix: --quantization 4bit)"),
         ("--deepspeed ds.json", "--deepspeed: there is no DeepSpeed here (fix: "),
+        # torchtune and NeMo AutoModel name the section before the flag
+        ("--step_scheduler.max_steps 4", "--step_scheduler.max_steps is --steps here"),
+        ("--wandb_project mine", "WANDB_PROJECT"),
+        ("--per_device_eval_batch_size 8", "the held-out loss uses --batch_size"),
     ],
 )
 def test_flags_of_others_that_cannot_be_followed_are_answered(argv, words):
@@ -567,9 +579,29 @@ def test_each_hint_is_a_flag_of_a_recipe_or_a_sentence_with_a_remedy():
         flag, _, value = ours.partition(" ")
         assert flag in names or "(fix: " in ours, name
         if flag in names and value:
-            assert flag in ("dtype", "activation_checkpointing")
+            kinds = kinds_of(finetune.Config)
+            assert read_value(*kinds[flag], name, value) == value
         # a setting of one recipe is explained in those that lack it
         assert name not in names or "(fix: " in ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("max_samples", "max_rows"),  # in each example of LLaMA-Factory
+        ("adapter_name_or_path", "adapter"),
+        ("lora_target", "lora_targets all-linear"),
+        ("train_on_inputs", "train_on"),  # in each example of axolotl
+        ("lora_model_dir", "adapter"),
+        ("clip_grad_norm", "clip_norm"),  # in each config of torchtune
+        ("dp_replicate_size", "replicate"),
+        ("local_batch_size", "batch_size"),  # in each config of NeMo AutoModel
+        ("ckpt_every_steps", "save_every"),
+    ],
+)
+def test_frequent_flags_of_published_examples_are_answered_with_ours(theirs, ours):
+    with pytest.raises(ConfigError, match=f"is --{ours.split()[0]} here .fix: write --{ours}"):
+        parse_cli(finetune.Config, [f"--{theirs}", "x"], aliases=True)
 
 
 def test_each_flag_of_the_llama_recipes_table_works_or_is_answered(capsys):

@@ -901,7 +901,9 @@ def test_plan_knows_a_size_however_it_is_written():
         ("--model llama-3-8b --dtype int3", "int3"),
         ("--model 7B --gpus 12", "--gpus 12: machines have 8 (fix: a multiple of it"),
         ("--model llama-9", "--model llama-9 is no folder, and its config "),
-        ("--model llama3-8b", "--model llama3-8b is not known (did you mean llama-3-8b?)"),
+        ("--model llama3-8b", "--model llama3-8b: did you mean llama-3-8b? (fix: "),
+        # the nearest name is a model of another size
+        ("--model qwen2.5-14b", "(fix: a folder with a config.json, a size such as 7B, or one of "),
         ("--model 7T", "--model 7T is no size (did you mean 7B?)"),
         ("--model ./modle", "--model ./modle: there is no such folder or file (fix: a folder"),
         (

@@ -221,7 +221,7 @@ def test_rows_without_pictures_may_name_the_elements_of_html():
         ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),
         (
             {"messages": [user("Hi"), ANSWER], "videos": ["a.mp4"]},
-            "nothing trains videos and sounds",
+            "but no pairs, no videos",
         ),
         (
             {"messages": [user({"type": "input_audio"}), ANSWER]},
@@ -229,7 +229,7 @@ def test_rows_without_pictures_may_name_the_elements_of_html():
         ),
         ({"messages": [user("Draw"), user(PART) | {"role": "assistant"}]}, "turn of the assistant"),
         ({"messages": [user(PART | {"path": 3}), ANSWER]}, "expected a path"),
-        ({"text": "<image>", "image": "a.png"}, "no conversation"),
+        ({"text": "<image>", "image": "a.png"}, "need turns"),
         ({"texts": [], "images": ["a.png"]}, "texts: empty"),
     ],
 )
@@ -237,6 +237,13 @@ def test_rows_that_cannot_be_read_say_why_at_their_place(row, why, opened, pictu
     said = refusal(load, [row], *opened("llava")[:2])
     assert said.startswith("t.jsonl:1: ")
     assert why in said
+
+
+def test_a_prompt_and_a_completion_with_a_picture_are_read_as_the_error_says(opened, pictures):
+    rows = [{"input": "What?", "output": "It.", "image": "a.png"}]  # torchtune's vqa_dataset
+    said = refusal(load, rows, *opened("llava")[:2], columns="prompt=input,completion=output")
+    assert "(fix: --columns instruction=THEIRS,output=THEIRS)" in said
+    assert len(load(rows, *opened("llava")[:2], columns="instruction=input,output=output")) == 1
 
 
 # --- sources

@@ -70,7 +70,7 @@ ONE = "here a row has one text answer"
 REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
 ANSWERS = "response answer output".split()  # other names of a completion
 PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
-PICTURES = f"{ONE}, in generate.py and vision.py also pictures; nothing trains videos and sounds ({REMEDY})"
+PICTURES = f"{ONE}, in generate.py and vision.py also pictures, but no pairs, no videos, no sounds ({REMEDY})"
 REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
 REFUSED |= dict.fromkeys(
@@ -161,7 +161,7 @@ def check_one_answer(row: dict, form: str) -> None:
     if not form:
         raise ValueError(
             f"its keys are {_keys(row)}; the rows that can be read have {KNOWN}"
-            " (fix: --columns prompt=THEIRS,completion=THEIRS)"
+            " (fix: --columns messages=THEIRS, or prompt=THEIRS,completion=THEIRS)"
         )
 
 

@@ -291,7 +291,9 @@ def read_pictured(
     messages, tools = to_messages(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
         if given:
-            raise ValueError("a text and pictures are no conversation (fix: rows of messages)")
+            raise ValueError(
+                "pictures need turns (fix: --columns instruction=THEIRS,output=THEIRS)"
+            )
         return messages, tools, [], form
     if not sources:  # the texts mark pictures with <image>, or not at all
         before = given and (anywhere or form == "alpaca")

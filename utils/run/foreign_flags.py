@@ -30,7 +30,7 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
     problems = []
     for name, text in texts.items():
         short = name.rpartition(".")[2]  # such as train_config.model_name
-        hint = HINTS.get(name, "")
+        hint = HINTS.get(short, "")
         if short in kinds:
             known[short] = text
         elif short in TABLES["llama_recipes"]:
