@@ -37,6 +37,10 @@ test-oldest: lint ## the tests of `make test`, with the oldest transformers of r
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .oldest transformers==$(OLDEST)
 	PYTHONPATH=.oldest $(BIN)/python -m pytest $(SPREAD)
 
+test-4: $(READY) ## what is trained loads in transformers 4, as vLLM and others use it; about 2 minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target .four 'transformers>=4.57,<5'
+	$(BIN)/python tests/transformers_4.py
+
 lint: $(READY)  ## ruff: style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,4 +67,4 @@ house: $(READY) ## figures of the code: tokens, lines, density, imports
 tiny: $(READY)  ## make recipes/tiny again: text, tokenizer, model, task
 	$(BIN)/python recipes/tiny/make.py
 
-.PHONY: help setup demo demo-all test test-all test-oldest lint format bench gpu house tiny
+.PHONY: help setup demo demo-all test test-all test-oldest test-4 lint format bench gpu house tiny

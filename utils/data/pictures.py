@@ -75,7 +75,7 @@ def load_processor(folder: Path | str, tokenizer):
         config = AutoConfig.from_pretrained(folder)
         check(
             not config.is_encoder_decoder and config.model_type != "paligemma",
-            f"{folder}: in {config.model_type} all tokens of a prompt see each other, which is not trained here"
+            f"{folder}: in {config.model_type} all tokens of a prompt see each other: this is not trained"
             " (fix: a causal language model with pictures, such as qwen3_vl or gemma3)",
         )
         kind = PROCESSOR_MAPPING[type(config)]
