@@ -35,7 +35,7 @@ from utils.data.tokens import load_tokenizer
 from utils.model import saving
 from utils.model.folder import TensorInfo, open_weights
 from utils.model.loading import Piece, lay_out, local_box
-from utils.model.saving import GENERATION, generation_config, save_model, write_json
+from utils.model.saving import GENERATION, generation_config, save_model, save_tokenizer, write_json
 from utils.plan import fit
 from utils.plan.fit import room_here
 from utils.run.distributed import set_timeout, together
@@ -492,6 +492,23 @@ def test_the_tokenizers_own_files_are_kept_but_for_its_template(tmp_path, own):
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert (out / "tokenizer.model").read_text() == folder.name
+
+
+def test_several_chat_templates_stay_as_they_are(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "model"
+    tiny_tokenizer().save_pretrained(source)
+    (source / "chat_template.jinja").unlink()
+    named = {
+        "default": "{{ messages }}<|im_end|>",
+        "tool_use": "{{ tools }}{{ messages }}<|im_end|>",
+    }
+    stored = json.loads((source / "tokenizer_config.json").read_text())
+    stored["chat_template"] = [{"name": k, "template": text} for k, text in named.items()]
+    write_json(source / "tokenizer_config.json", stored)
+    out.mkdir()
+    save_tokenizer(load_tokenizer(source), out)
+    assert json.loads((out / "tokenizer_config.json").read_text()) == stored
+    assert AutoTokenizer.from_pretrained(out).chat_template == named
 
 
 def test_generation_config_comes_from_the_model_without_a_source(tmp_path):

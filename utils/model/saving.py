@@ -254,8 +254,10 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
         with suppress(ConfigError):  # it leads out of the folder
             shutil.copyfile(file_inside(path.parent, path.name), folder / path.name)
     file = folder / "tokenizer_config.json"
-    own = tokenizer.special_tokens_map | {"chat_template": tokenizer.chat_template}
-    write_json(file, read_json(file) | own)
+    settings = read_json(file) | tokenizer.special_tokens_map
+    if isinstance(tokenizer.chat_template, str):  # it may be several by name
+        settings["chat_template"] = tokenizer.chat_template
+    write_json(file, settings)
 
 
 def write_json(file: Path, value: dict) -> None:

@@ -30,7 +30,7 @@ class Unit:
     """Modules whose parameters FSDP2 gathers in one collective: what fully_shard takes."""
 
     modules: list[nn.Module]
-    param_dtype: torch.dtype | None  # dtype of the all-gather; None: as they are stored
+    param_dtype: torch.dtype  # dtype of the all-gather
     reshard_after_forward: bool = True  # False: the backward needs them right away
     unshard_in_backward: bool = True  # False: the backward does not need them
     cast_forward_inputs: bool = False
@@ -92,13 +92,11 @@ def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter
     reduced. The result has all trainable parameters or none: a gradient norm cannot mix DTensors and plain
     tensors.
     """
-    dtypes = {}  # of the computation; None: as stored
+    dtypes = {}  # of the computation
     for unit in reversed(found):
         for p in nn.ModuleList(unit.modules).parameters():
             dtypes[p] = unit.param_dtype
-    plain = {
-        p for p, dtype in dtypes.items() if dtype in (None, p.dtype) or not p.is_floating_point()
-    }
+    plain = {p for p, dtype in dtypes.items() if dtype == p.dtype or not p.is_floating_point()}
     trained = {p for p in dtypes if p.requires_grad}
     needs_fp32 = accumulates and any(p.dtype != torch.float32 for p in trained)
     return plain - trained if needs_fp32 or trained - plain else plain

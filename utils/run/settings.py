@@ -183,18 +183,19 @@ def check_packages(cfg: object, gpu: str) -> None:
             # A folder named wandb, left by an earlier run, is found too, but has no origin.
             check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
-    fix = "(fix: apt install build-essential, or CC=COMPILER)"
     check(
         not cfg.compile or any(map(which, compilers)),
-        f"--compile needs a C compiler, none is here {fix}",
+        "--compile needs a C compiler, none is here (fix: apt install build-essential, or CC=COMPILER)",
     )
     if cfg.attn == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 
         where = f"--attn {cfg.attn} computes in 16 bit on GPUs, not in {cfg.dtype} on {gpu or 'the CPU'}"
         check(gpu and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
-        fix = "(fix: pip install flash-attn)"
-        check(is_flash_attn_2_available(), f"--attn {cfg.attn}: the package is missing {fix}")
+        check(
+            is_flash_attn_2_available(),
+            f"--attn {cfg.attn}: the package is missing (fix: pip install flash-attn)",
+        )
 
 
 def save_config(cfg: object, path: str | Path) -> None:
