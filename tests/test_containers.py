@@ -188,4 +188,43 @@ def test_a_data_set_that_is_nowhere_is_one_line():
         "no/such"
     )
     datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk("splits")
-    assert "--dataset splits: it has no split train, but test" in refusal("splits")
+    assert (
+        "--dataset splits: it has no split train, but test (fix: --dataset splits:test)"
+        in refusal("splits")
+    )
+    assert values("splits:test") == ROWS
+    assert "--dataset splits:dev: it has no split dev, but test" in refusal("splits:dev")
+    datasets.Dataset.from_list(ROWS).save_to_disk("saved")
+    assert "saved:test: no .jsonl" in refusal("saved:test")
+
+
+def test_configuration_and_split_of_a_data_set_of_the_hub_are_chosen(tmp_path, monkeypatch):
+    """From the cache of datasets, as a download leaves it; an id may look like a file's name."""
+    for config in ("main", "socratic"):
+        folder = tmp_path / "cache" / "owner___name-2.5" / config / "0.0.0" / "abc"
+        folder.mkdir(parents=True)
+        splits = datasets.SplitDict(dataset_name="name-2.5")
+        for split in ("train_sft", "test_sft"):
+            made = datasets.Dataset.from_list([{"text": f"{config} {split}"}])
+            with datasets.arrow_writer.ArrowWriter(
+                path=str(folder / f"name-2.5-{split}.arrow"), features=made.features
+            ) as writer:
+                writer.write(made[0])
+                writer.finalize()
+            splits.add(datasets.SplitInfo(split, num_examples=1))
+        datasets.DatasetInfo(
+            features=made.features,
+            builder_name="parquet",
+            dataset_name="name-2.5",
+            config_name=config,
+            version="0.0.0",
+            splits=splits,
+        ).write_to_directory(str(folder))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert values("owner/name-2.5/main:test_sft") == [{"text": "main test_sft"}]
+    assert values("owner/name-2.5/socratic:train_sft") == [{"text": "socratic train_sft"}]
+    said = refusal("owner/name-2.5/main")
+    assert "no split train, but train_sft, test_sft (fix: --dataset owner/name-2.5/main:" in said
+    said = refusal("owner/name-2.5")
+    assert "main" in said
+    assert "OWNER/NAME/CONFIG" in said

@@ -38,7 +38,7 @@ from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"
 KINDS = ("image", "image_url")  # types of a part that is a picture
-SOURCES = ("image_url", "image", "path", "url")  # keys of a part that may hold the source
+SOURCES = "image_url image path url".split()  # keys of a part that may hold the source
 NO_ROOM = (
     "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
 )
@@ -206,7 +206,7 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     """
     starts = [found.start() for found in re.finditer(re.escape(place), chat.text)]
 
-    def filled(end: int) -> str:
+    def filled(end):
         """The text up to a character, with its placeholders replaced."""
         replacements = iter(texts)
         return re.sub(re.escape(place), lambda _: next(replacements), chat.text[:end])
@@ -285,7 +285,7 @@ def read_pictured(
         row |= alpaca_of(row.pop("texts"))
         form = "alpaca"
     sources = []  # one per part; None: the next one of `given`
-    for key in ("messages", "conversations", "prompt", "completion"):
+    for key in "messages conversations prompt completion".split():
         if isinstance(row.get(key), list):
             row[key] = [without_parts(turn, sources) for turn in row[key]]
     messages, tools = to_messages(row, form, notes)

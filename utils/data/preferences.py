@@ -43,7 +43,7 @@ from .formats import (
 )
 
 EQUAL = "chosen equals rejected"
-PROMPTS = ("prompt", "instruction", "conversations", "messages")  # the first that a row has is used
+PROMPTS = "prompt instruction conversations messages".split()  # the first that a row has is used
 ANSWER_OF = {"prompt": "completion", "instruction": "output"}  # the key of a labelled answer
 # one turn in a transcript of hh-rlhf
 SAID = re.compile(r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.S)

@@ -78,15 +78,20 @@ def files_of(name: str) -> list[Path] | None:
 
     ConfigError for a folder or a pattern without files, or with files of several kinds.
     """
-    path = Path(name)
+    path, stored = Path(name), Path(name.partition(":")[0])
+    if (path / "state.json").exists() or (stored / "dataset_dict.json").exists():
+        return None  # datasets' save_to_disk wrote it
     if path.is_dir():
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            return None  # datasets' save_to_disk wrote it
-        found = [p for p in sorted(path.iterdir()) if kind_of(p) in KINDS]
-        found = [p for p in found if not ABOUT.match(p.name)]
+        found = [
+            p for p in sorted(path.iterdir()) if kind_of(p) in KINDS and not ABOUT.match(p.name)
+        ]
     elif glob.has_magic(name) and not path.exists():
         found = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
-    elif path.exists() or path.suffix or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    elif (
+        path.exists()
+        or kind_of(path) in KINDS
+        or not re.fullmatch(r"[\w.-]+(/[\w.-]+){1,2}(:\w+)?", name)
+    ):
         found = [path]
     else:
         return None
@@ -135,7 +140,7 @@ def read_file(path: Path) -> Found:
         file.seek(0)
         if kind == ".jsonl":
             yield from read_lines(file, path)
-        elif kind in (".json", ".csv", ".parquet"):
+        elif kind in ".json .csv .parquet".split():
             from .tables import read_table
 
             yield from read_table(file, kind, path)

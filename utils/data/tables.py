@@ -60,22 +60,29 @@ def rows_of(tables: Iterable) -> Iterator[dict]:
 
 
 def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
-    """(files, a function that reads the rows) of a data set from the Hub or written by save_to_disk. A data
-    set with several splits must have "train", which is read.
+    """(files, a function that reads the rows) of a data set from the Hub, OWNER/NAME/CONFIG:SPLIT, or written
+    by save_to_disk, FOLDER:SPLIT. Without a split "train" is read.
     """
     import datasets
     from datasets.table import embed_table_storage
 
     datasets.disable_progress_bars()
-    with others_code(f"--dataset {name}: neither a file nor a data set that can be read"):
-        is_folder = Path(name).is_dir()
-        found = datasets.load_from_disk(name) if is_folder else datasets.load_dataset(name)
+    path, _, split = name.partition(":")
+    parts = path.split("/")
+    fix = "a file, a folder or OWNER/NAME; of several configurations OWNER/NAME/CONFIG"
+    with others_code(f"--dataset {name}: neither a file nor a data set that can be read", fix):
+        if Path(path).is_dir():
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset("/".join(parts[:2]), *parts[2:])
     if isinstance(found, datasets.DatasetDict):
-        check("train" in found, f"--dataset {name}: it has no split train, but {', '.join(found)}")
-        found = found["train"]
+        split = split or "train"
+        why = f"it has no split {split}, but {', '.join(found)}"
+        check(split in found, f"--dataset {name}: {why} (fix: --dataset {path}:{min(found)})")
+        found = found[split]
     files = [Path(file["filename"]) for file in found.cache_files]
 
-    def read() -> Iterator:
+    def read():
         # Pictures come as the bytes of their files, not decoded.
         tables = map(embed_table_storage, found.with_format("arrow").iter(64))
         return numbered(Path(name), rows_of(tables), 0)

@@ -26,13 +26,13 @@ def offload_inputs(model: nn.Module, device: torch.device) -> None:
 def hook_inputs(model: nn.Module, pack: Callable, unpack: Callable) -> None:
     """Keep pack(input) for each block's inputs (B, T, D); unpack turns it into the input again."""
 
-    def pack_inputs(tensor: Tensor) -> object:
+    def pack_inputs(tensor):
         return pack(tensor) if tensor.is_floating_point() and tensor.ndim == 3 else tensor
 
-    def unpack_inputs(kept: object) -> Tensor:
+    def unpack_inputs(kept):
         return kept if isinstance(kept, Tensor) else unpack(kept)
 
-    def hooked(checkpoint: Callable, *args, **kwargs):
+    def hooked(checkpoint, *args, **kwargs):
         # Inside a block the hooks of torch.utils.checkpoint apply, so these hooks see only its inputs.
         with saved_tensors_hooks(pack_inputs, unpack_inputs):
             return checkpoint(*args, **kwargs)

@@ -88,7 +88,7 @@ def settle_pad(tokenizer, last_ids: set[int]) -> None:
 
 # --- the parts of a model that reads pictures: vision tower, projector, language model
 
-PARTS = ("language", "projector", "vision")
+PARTS = "language projector vision".split()
 # Names of projectors in model families. Some projectors are inside the tower.
 PROJECTOR = re.compile(r"projector|connector|merger|resampler|abstractor|aligner")
 

@@ -307,7 +307,7 @@ def save_adapter(
     if not isinstance(config.target_modules, str):  # a regular expression stays one
         config.target_modules = sorted(config.target_modules)
 
-    def prepare(temp: Path) -> None:
+    def prepare(temp):
         check(
             not out.exists() or (out / SETTINGS).exists(),
             f"{out} is no adapter, and a save would replace it (fix: another --output_dir)",

@@ -312,7 +312,7 @@ def _losses_of_chunk(
     transform: Transform,
     per_token: PerToken | None,
     grad: bool,
-) -> tuple[Tensor, Tensor | None]:
+):
     """(losses (c,), the gradient of their sum with respect to the logits (c, V), in their dtype; None without
     grad). The gradient may overwrite the logits.
     """

@@ -116,7 +116,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
         tokens = PictureTrace(model, torch.float32).tokens(features([blank]))
         row += [token] * tokens + [token - 1]
 
-    def rows_of(rows: int) -> SimpleNamespace:
+    def rows_of(rows):
         extra = features(blanks * rows)
         ids = torch.tensor([row] * rows)
         for name in ("mm_token_type_ids", "token_type_ids"):

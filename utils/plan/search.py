@@ -25,7 +25,7 @@ from .need import (
     planned_model,
 )
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = "none selective full".split()
 TOKENS_STEP = 64  # step of a row's length
 MOST = 2**16  # limit of a search: rows, or steps of a row's length
 

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -128,7 +128,7 @@ def first_five(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def differences(old: dict, new: dict, but: tuple[str, ...] = ()) -> str:
+def differences(old: dict, new: dict, but: Sequence[str] = ()) -> str:
     """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
     changed = [k for k in sorted(new) if k not in but and old.get(k) != new[k]]
     return first_five([f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed])

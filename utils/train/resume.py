@@ -60,7 +60,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         if finished:
             saved = asdict(cfg) | saved  # it may lack newer settings
             now = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
-            changed = differences(saved, now, but=("output_dir", "resume", "log_every"))
+            changed = differences(saved, now, but="output_dir resume log_every".split())
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"

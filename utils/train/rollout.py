@@ -33,7 +33,7 @@ from ..run.units import IGNORE, seed_of
 # --- completions
 
 # Names of the cache that forward takes and returns, in different model families and transformers versions.
-CACHES = ("cache", "past_key_values", "cache_params")
+CACHES = "cache past_key_values cache_params".split()
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def token_means(sums: Tensor) -> dict[str, Tensor]:
     """Means over the trained tokens, by name, from the results of token_sums added over batches and ranks;
     NaN if no token is trained.
     """
-    names = ("clip_share", "kl", "entropy", "mismatch")
+    names = "clip_share kl entropy mismatch".split()
     return dict(zip(names, sums[1:-1] / sums[-1], strict=True))
 
 

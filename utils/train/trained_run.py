@@ -75,7 +75,7 @@ def open_trained(
             check(not damaged, f"{damaged} {REMOVED}")
             state = read_state(path)
             run = state.get("config", {})
-            for name in ("model", "tokenizer", "adapter", "chat_template"):
+            for name in "model tokenizer adapter chat_template".split():
                 path_in_cwd = Path(state.get("cwd", ""), run.get(name, ""))
                 is_there = path_in_cwd.is_file if name == "chat_template" else path_in_cwd.is_dir
                 if run.get(name) and is_there():  # it may be relative to where the run was started
