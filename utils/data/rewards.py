@@ -172,11 +172,14 @@ def reward_all(
         if {*values.values()} == {None} and not scores:
             print0(f"warning: no reward applies to {asked[i].where}: its completions count as 0")
             break
-    found = []
-    for i, text in enumerate(texts):
-        values = {f"rewards/{name}": value for name, value in own[i].items()}
-        total = sum(one.weight * (own[i][one.name] or 0) for one in rewards)
-        found.append({"text": text, **values, "reward": total})
+    found = [
+        {
+            "text": text,
+            **{f"rewards/{name}": value for name, value in own[i].items()},
+            "reward": sum(one.weight * (own[i][one.name] or 0) for one in rewards),
+        }
+        for i, text in enumerate(texts)
+    ]
     if scores:
         for one, value in zip(found, scores(asked, texts), strict=True):
             one |= {"rewards/model": value, "reward": one["reward"] + weight * value}
