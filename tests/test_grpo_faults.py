@@ -23,6 +23,7 @@ from utils.train.checkpoint import complete_checkpoints
 
 slow = pytest.mark.slow
 RULES = """
+import signal
 import time
 
 def letters(completions, **columns):
@@ -30,6 +31,11 @@ def letters(completions, **columns):
 
 def late_letters(completions, **columns):
     time.sleep(0.3)  # a step is long enough to be disturbed
+    return letters(completions)
+
+def timed_letters(completions, **columns):
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    time.sleep(2)
     return letters(completions)
 
 def fails(completions, **columns):
@@ -159,6 +165,17 @@ SIGNALS = {
 @pytest.mark.parametrize("name", SIGNALS)
 def test_every_signal_is_a_checkpoint(flags, tmp_path, name):
     stopped(flags, tmp_path / "run", SIGNALS[name])
+
+
+@slow
+def test_a_timer_of_a_reward_is_no_second_ctrl_c(flags, tmp_path):
+    def send(run):
+        run.signal(signal.SIGINT)
+        time.sleep(0.7)
+        os.kill(run.pids[0], signal.SIGALRM)
+
+    timed = flags | {"rewards": flags["rewards"].replace("late_letters", "timed_letters")}
+    stopped(timed, tmp_path / "run", send)
 
 
 @slow

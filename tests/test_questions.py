@@ -5,6 +5,7 @@ python -m pytest tests/test_questions.py
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -184,6 +185,24 @@ def test_a_row_that_is_wrong_is_named_or_left_out_and_listed(name, tokenizer, tm
     assert found.bad[0][0].endswith("rows.jsonl:2")
     print_data("rows.jsonl", found.summary(), found, None)
     assert "1 bad rows are left out" in capsys.readouterr().out
+
+
+def test_what_the_template_leaves_out_of_a_prompt_is_counted(folder, tmp_path):
+    template = tmp_path / "last.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    rows = [
+        {"prompt": "a"},
+        {"prompt": "b", "tools": [tool]},
+        {"prompt": "c", "system": "Be brief"},
+    ]
+    write(tmp_path / "rows.jsonl", rows)
+    questions = load(load_tokenizer(folder, str(template)), tmp_path / "rows.jsonl")
+    said = questions.summary()
+    assert re.search(
+        r"1 rows with tools, which .* does not write \(the first: \S*rows.jsonl:2\)", said
+    )
+    assert re.search(r"1 rows with system text, which .* \(the first: \S*rows.jsonl:3\)", said)
 
 
 def test_a_prompt_that_is_too_long_is_dropped_and_counted_never_cut(tokenizer, tmp_path):

@@ -5,6 +5,7 @@ python -m pytest tests/test_rewards.py
 
 import json
 import math
+import sys
 
 import pytest
 from tiny import tiny_tokenizer
@@ -77,7 +78,8 @@ async def later(completions, **columns):
 
 
 @pytest.fixture
-def rules(tmp_path):
+def rules(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "rules", raising=False)
     path = tmp_path / "rules.py"
     path.write_text(RULES)
     return path
@@ -160,7 +162,7 @@ def test_functions_get_what_trl_gives_them_and_sums_leave_out_none(rules):
     found, sums = scores(flag, ["abc", "abcdef"], prompts, level=["easy", "hard"])
     assert found == {"is_short": [1, 1], "length": [3, 6], "only_some": [2, None]}
     assert sums == pytest.approx([1 + 0.3 - 4, 1 + 0.6])
-    from rewards_rules import seen
+    from rules import seen
 
     ((seen_prompts, completions, columns),) = seen
     assert seen_prompts == prompts
@@ -277,7 +279,10 @@ def test_a_flag_that_cannot_work_is_named(name, rules):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"), ("def", "SyntaxError")],
+    [
+        ("import no_where", "ModuleNotFoundError: No module named 'no_where'"),
+        ("def", "SyntaxError"),
+    ],
 )
 def test_a_file_that_cannot_be_imported_says_why_in_one_line(text, words, tmp_path):
     path = tmp_path / "broken.py"
@@ -342,3 +347,15 @@ def test_a_file_of_rewards_may_import_its_neighbours(tmp_path):
         "def f(completions, **columns):\n    return [one(c) for c in completions]\n"
     )
     assert given(f"{tmp_path}/mine.py:f", ["a", "b"]) == [1, 1]
+
+
+def test_a_file_of_rewards_may_start_processes_that_import_it(tmp_path):
+    (tmp_path / "in_processes.py").write_text(
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "def one(completion):\n    return len(completion)\n"
+        "def f(completions, **columns):\n"
+        "    with ProcessPoolExecutor(1, get_context('spawn')) as pool:\n"  # Python 3.14: forkserver
+        "        return list(pool.map(one, completions))\n"
+    )
+    assert given(f"{tmp_path}/in_processes.py:f", ["a", "bc"]) == [1, 2]

@@ -158,8 +158,9 @@ def check_parts(tokenizer, marked: Messages, tools, trained: list[int], notes: C
                 )
         if (i, "thoughts") in lost:
             notes[f"rows with reasoning_content, which {name} does not write"] = 1
-    lost = lost_parts(tokenizer, marked, tools)
-    roles = {"tools" if i < 0 else marked[i]["role"] for i, _ in lost}
+    roles = {
+        "tools" if i < 0 else marked[i]["role"] for i, _ in lost_parts(tokenizer, marked, tools)
+    }
     for role in sorted(roles & PARTS_OF_ROLES.keys()):
         notes[f"rows with {PARTS_OF_ROLES[role]}, which {name} does not write"] += 1
 

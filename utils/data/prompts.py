@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .chats import renderable
+from .chats import check_parts, renderable, skeleton
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
 from .tokens import adds_bos, encode, hidden, render
 
@@ -97,10 +97,12 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     form = "prompts"
     if is_plain(content, tokenizer, rows):
         form = "plain text"
-        bos = [tokenizer.bos_token_id] * adds_bos(tokenizer)
-        ids = bos + encode(tokenizer, hidden(tokenizer, content)).ids
+        ids = [tokenizer.bos_token_id] * adds_bos(tokenizer)
+        ids += encode(tokenizer, hidden(tokenizer, content)).ids
     else:
-        ids = prompt_ids(tokenizer, Prompt(where, content).messages, tools)
+        messages = Prompt(where, content).messages
+        check_parts(tokenizer, skeleton(messages), tools, [], notes)
+        ids = prompt_ids(tokenizer, messages, tools)
     if not ids:
         raise ValueError("the prompt has no tokens")
     if len(ids) > rows.seq_len:

@@ -10,7 +10,6 @@ functions, https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-fu
 Prompts and completions are texts, or lists of messages if the row has messages.
 """
 
-import importlib.util
 import inspect
 import json
 import math
@@ -22,6 +21,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,9 +80,11 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
 
 def run_file(path: Path, flag: str) -> dict:
     """Execute a user's file. Returns what it defines, by name. flag: the beginning of an error message."""
-    spec = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module here
+    # Its own name, if it is free, lets processes that the file starts import it.
+    name = f"rewards_{path.stem}" if path.stem in sys.modules else path.stem
+    spec = spec_from_file_location(name, path)
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module here
     sys.path.append(str(path.resolve().parent))  # for its own imports
     with others_code(flag):
         spec.loader.exec_module(module)
@@ -96,17 +98,17 @@ def check_columns(
     answers without a number, if `number` is a reward; and for prompts that the reward model's template
     refuses. ids_of: see RewardModel.
     """
-    names = questions.names
     for question in questions if ids_of else ():
         with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
             ids_of(question, "")
     for reward in rewards:
-        given = {"prompts", "completions", "completion_ids"} | names
+        given = {"prompts", "completions", "completion_ids"} | questions.names
         try:
             inspect.signature(reward.function).bind(**dict.fromkeys(given))
         except TypeError as error:
             raise ConfigError(
-                f"{reward.flag} {reward.name}: {error}; the columns are: {', '.join(sorted(names)) or 'none'}"
+                f"{reward.flag} {reward.name}: {error}; the columns are: "
+                f"{', '.join(sorted(questions.names)) or 'none'}"
                 " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one)"
             ) from None
         for question in questions if reward.function is BUILT_IN["number"] else ():
@@ -170,11 +172,14 @@ def reward_all(
         if {*values.values()} == {None} and not scores:
             print0(f"warning: no reward applies to {asked[i].where}: its completions count as 0")
             break
-    found = []
-    for i, text in enumerate(texts):
-        values = {f"rewards/{name}": value for name, value in own[i].items()}
-        total = sum(one.weight * (own[i][one.name] or 0) for one in rewards)
-        found.append({"text": text, **values, "reward": total})
+    found = [
+        {
+            "text": text,
+            **{f"rewards/{name}": value for name, value in own[i].items()},
+            "reward": sum(one.weight * (own[i][one.name] or 0) for one in rewards),
+        }
+        for i, text in enumerate(texts)
+    ]
     if scores:
         for one, value in zip(found, scores(asked, texts), strict=True):
             one |= {"rewards/model": value, "reward": one["reward"] + weight * value}
@@ -213,10 +218,9 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
             for i, row in enumerate(where):  # raises for the completion that fails
                 values_of(reward, {name: given[name][i : i + 1] for name in given}, [row])
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        fault = f"{reason_of_others(error)} ({frame.filename}:{frame.lineno})"
-        shown = text_of(given["completions"][0])[:200]
         raise ConfigError(
-            f"{reward.flag} {reward.name}: {fault}; {where[0]}, completion {shown!r}"
+            f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
+            f" {where[0]}, completion {text_of(given['completions'][0])[:200]!r}"
         ) from error
     check(
         len(values) == len(where),

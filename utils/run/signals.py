@@ -62,22 +62,22 @@ def stop_asked(group=None) -> str:
 
 
 def _look(reader):
-    first, begun = 0, 0.0
-    while number := os.read(reader, 1):
+    begun = 0.0
+    while number := os.read(reader, 1)[0]:
         # torchrun sends SIGTERM when a rank has ended.
-        if number[0] == signal.SIGTERM:
+        if number == signal.SIGTERM:
             from .failures import ranks_gone, say_who_is_gone
 
             if ranks_gone():
                 time.sleep(1)  # the main thread says so first, if it can
                 say_who_is_gone()
         # On Ctrl-C the terminal and torchrun may each send SIGINT, at almost the same time; a person's second
-        # Ctrl-C comes later. On the second one torchrun sends SIGTERM.
-        if first == signal.SIGINT and time.monotonic() - begun > 0.5:
+        # Ctrl-C comes later. On the second one torchrun sends SIGTERM. A timer of the user's code is neither.
+        if 0 < begun < time.monotonic() - 0.5 and number in CAUGHT[:2]:
             print("second Ctrl-C: leaving at once, without a checkpoint", flush=True)
             os._exit(130)
-        first = first or number[0]
-        begun = begun or time.monotonic()
+        if number == signal.SIGINT:
+            begun = begun or time.monotonic()
 
 
 def die_with_parent() -> None:
