@@ -609,7 +609,7 @@ def main(cfg: Config) -> Path:
                     optimizer.found_inf = (~grad_norm.isfinite()).float()
                     scaler.step(optimizer)  # in fp16, all ranks skip it on overflow
                     scaler.update()
-                    optimizer.zero_grad()
+                    model.zero_grad()
                     norms.append(grad_norm)
             losses = [summed[0] for summed in sums]
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)

@@ -466,10 +466,10 @@ def main(cfg: Config) -> Path:
             scaler.unscale_(optimizer)
             grad_norm = clip_gradients(model, cfg.clip_norm, in_backward)  # (), on the device
             finite = (loss.to(grad_norm.device) + grad_norm).isfinite()
-            optimizer.found_inf = (~finite).float()  # 1: this step changes nothing
+            optimizer.found_inf = (~finite).float()  # 1: a fused step changes nothing
             scaler.step(optimizer)  # in fp16, all ranks skip it if a gradient overflows
             scaler.update()
-            optimizer.zero_grad()
+            model.zero_grad()
             done = step + 1
             log.add(
                 loss,

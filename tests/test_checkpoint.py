@@ -64,13 +64,26 @@ def fingerprint(model, optimizer) -> dict[str, str]:
     return {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}
 
 
-def straight_and_resumed(world, folder, kind):
-    model, optimizer = build(world, kind)
+def straight_and_resumed(world, folder, kind, other=""):
+    def start(seed=0):
+        model, optimizer = build(world, kind, seed)
+        if other == "amsgrad":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+        elif other == "momentum":
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        elif other == "muon":
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter.ndim == 2)
+            optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad])
+        return model, optimizer
+
+    model, optimizer = start()
     straight = train(world, model, optimizer, 0, 4)
-    first, first_optimizer = build(world, kind)
+    first, first_optimizer = start()
     resumed = train(world, first, first_optimizer, 0, 2)
     path = save_checkpoint(folder, 2, first, first_optimizer, {"epoch": 1}, 0, world)
-    second, second_optimizer = build(world, kind, seed=1)
+    seed = 0 if other == "muon" else 1  # frozen weights are not saved
+    second, second_optimizer = start(seed)
     load_checkpoint(path, second, second_optimizer, world)
     state = read_state(path)
     resumed += train(world, second, second_optimizer, state["step"], 4)
@@ -90,6 +103,15 @@ def test_resume_is_bitwise(tmp_path, kind):
         assert state.items() >= {"step": 2, "epoch": 1}.items()
         assert ("lm_head.weight" in straight) == (kind == "llama")  # a tied weight is there once
         assert "model.embed_tokens.weight.exp_avg_sq" in straight
+
+
+@pytest.mark.parametrize("other", ["amsgrad", "momentum", "muon"])
+def test_resume_is_bitwise_with_another_optimizer(tmp_path, other):
+    for same_losses, straight, resumed, _ in run_ranks(
+        straight_and_resumed, 2, tmp_path, "llama", other
+    ):
+        assert same_losses
+        assert straight == resumed
 
 
 def train_and_save(world, folder):
@@ -310,6 +332,7 @@ def save_half_frozen(world, folder):
     model, optimizer = build(world)
     for parameter in model.model.parameters():
         parameter.requires_grad_(False)
+    train(world, model, optimizer, 0, 1)
     save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
 
 

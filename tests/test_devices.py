@@ -187,6 +187,25 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(monkeypatc
     assert init_distributed().device.type == "cpu"
 
 
+def joined_without_variables(world):
+    given = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    try:
+        return init_distributed()
+    finally:
+        os.environ.update(given)
+
+
+def test_the_group_of_a_program_that_sets_no_variables_gives_rank_and_size():
+    """As after mp.spawn; each rank took itself for a world of one."""
+    worlds = run_ranks(joined_without_variables, 2)
+    assert [(world.rank, world.size, world.local_size) for world in worlds] == [
+        (0, 2, 2),
+        (1, 2, 2),
+    ]
+
+
 def timeouts(world) -> list[float]:
     """Seconds that each group waits, but for those of earlier tests."""
     earlier = set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}

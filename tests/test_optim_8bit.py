@@ -313,6 +313,7 @@ def test_resume_on_another_number_of_ranks_is_bitwise_in_all_that_is_8_bit(tmp_p
 
 def save_as(world, folder, name):
     model, optimizer = build(world, name)
+    steps(model, optimizer, 0, 1)
     CheckpointSaver(folder, 0, world).save(1, model, optimizer, {})
 
 

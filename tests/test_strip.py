@@ -87,6 +87,13 @@ def read_qa(row: dict, notes: Counter) -> Read:
 READERS =""",
     ),
 ]
+OTHER_GROUPS = [
+    (
+        RECIPE,
+        "trained = [p for p in model.parameters() if p.requires_grad]",
+        'trained = [p for name, p in model.named_parameters() if "layers.1." in name]',
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +147,15 @@ def test_adapters_and_quantization_are_taken_out_of_one_file(files, usual, tmp_p
 def test_the_loss_is_swapped_in_one_file(files, tmp_path):
     first, *_, last = losses(edited(tmp_path, OTHER_LOSS, most_files=1), *files)
     assert 0 < last < first < 5.6  # below the cross-entropy of 271 tokens at random, 5.602
+
+
+def test_a_part_of_the_weights_in_the_groups_is_trained_and_resumed_exactly(files, tmp_path):
+    """The gradients of the others were never freed, and their growing norm clipped the steps."""
+    recipe = edited(tmp_path, OTHER_GROUPS, most_files=1)
+    straight = losses(recipe, *files, "--steps 4 --save_every 2")
+    checkpoint = tmp_path / "out" / "checkpoints" / "step_00000002"
+    shutil.move(checkpoint, tmp_path / "kept")
+    assert losses(recipe, *files, f"--steps 4 --resume {tmp_path}/kept") == straight[2:]
 
 
 def test_a_flag_is_added_in_one_file(files, usual, tmp_path):

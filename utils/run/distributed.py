@@ -60,14 +60,17 @@ ALONE = World(0, 1, 0, 1, torch.device("cpu"))  # a single process without a gro
 
 
 def init_distributed(use_gpu: bool = True) -> World:
-    """Join the gloo group that torchrun's variables describe; without them, make a world of one rank.
+    """Join the gloo group that torchrun's variables describe; without them, make a world of one rank. The
+    group of a program that has one already is used; it must move tensors on CPUs too.
 
     Raises ConfigError for variables that do not fit together, a port in use, more ranks on this machine than
     GPUs, or a GPU that this torch cannot use.
     """
     rank, size = env_int("RANK"), env_int("WORLD_SIZE")
     store = None
-    if rank is None and size is None:
+    if dist.is_initialized():  # main() called from a program that has its own group
+        rank, size = dist.get_rank(), dist.get_world_size()
+    elif rank is size is None:
         rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
     else:
         names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -82,7 +85,7 @@ def init_distributed(use_gpu: bool = True) -> World:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # a killed torchrun would leave its ranks running
     world = World(rank, size, local_rank, local_size, device)
-    if dist.is_initialized():  # main() called from a program that has its own group
+    if dist.is_initialized():
         return world
     wait = timedelta(seconds=START_SECONDS)
     try:
@@ -95,8 +98,10 @@ def init_distributed(use_gpu: bool = True) -> World:
     except dist.DistNetworkError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0][:200]
-        fix = "another --master_port, or torchrun --standalone"
-        raise ConfigError(f"the ranks cannot meet at {where}: {reason} (fix: {fix})") from None
+        raise ConfigError(
+            f"the ranks cannot meet at {where}: {reason}"
+            " (fix: another --master_port, or torchrun --standalone)"
+        ) from None
     if device.type == "cuda":
         gpu = ""
         if torch.cuda.device_count() < local_size:
@@ -214,16 +219,16 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     So one rank may find a bad file without leaving the others in a collective. The block must not communicate
     after a point where a rank can fail. patient: the block may take hours on one machine.
     """
-    mine = None
+    mine = []
     try:
         yield
     except ConfigError as error:
         mine = error.lines
-    said: dict[str, list[str]] = {}
+    said = {}  # line -> the ranks that said it
     with patience() if patient and world.size > 1 else nullcontext():
         of_ranks = gather(world, mine)
     for rank, lines in enumerate(of_ranks):
-        for line in lines or []:
+        for line in lines:
             said.setdefault(line, []).append(str(rank))
     if said:
         lines = [
@@ -268,8 +273,11 @@ def device_of(local_rank: int, local_size: int) -> torch.device:
     count = torch.cuda.device_count()
     if count == 1:  # the launcher may show each rank one GPU: see check_own_gpus
         return torch.device("cuda", 0)
-    too_many = f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
-    check(local_size <= count, f"{too_many} (fix: --nproc_per_node {count})")
+    check(
+        local_size <= count,
+        f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
+        f" (fix: --nproc_per_node {count})",
+    )
     return torch.device("cuda", local_rank)
 
 
@@ -279,14 +287,13 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
     0: derived from the other number. Raises ConfigError if the product is not the number of ranks.
     """
-    flags = f"--replicate {replicate} x --shard {shard}"
-    shard = shard or max(1, ranks // (replicate or 1))
-    copies = ranks // shard
+    each = shard or max(1, ranks // (replicate or 1))
+    copies = ranks // each
     check(
-        copies * shard == ranks and replicate in (0, copies),
-        f"{flags} does not make {ranks} ranks (fix: numbers whose product is {ranks}, or 0)",
+        copies * each == ranks and replicate in (0, copies),
+        f"--replicate {replicate} x --shard {shard} does not make {ranks} ranks (fix: numbers whose product is {ranks}, or 0)",
     )
-    return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": shard}
+    return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": each}
 
 
 def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:

@@ -151,10 +151,14 @@ def from_settings(cls: type, cfg: object, **own: object):
 
 
 def check_least(cfg: object, **least: int) -> None:
-    """Raise ConfigError for a number below its minimum: the one in `least` or LEAST, else 0."""
+    """Raise ConfigError for a value that is none of its setting, such as a misspelt one, and for a number
+    below its minimum: the one in `least` or LEAST, else 0. A Path that a program gave becomes text.
+    """
     least = LEAST | least
-    for name, value in asdict(cfg).items():
-        if type(value) in (int, float):
+    for name, (kind, bare) in kinds_of(type(cfg)).items():
+        value = read_value(kind, bare, f"--{name}", str(vars(cfg)[name]))
+        setattr(cfg, name, value)
+        if kind in NUMBERS:
             smallest = least.get(name, 0)
             check(value >= smallest, f"--{name} {value} is too small (fix: at least {smallest})")
 
@@ -198,12 +202,10 @@ def check_packages(cfg: object, gpu: str) -> None:
         )
 
 
-def save_config(cfg: object, path: str | Path) -> None:
+def save_config(cfg: object, path: Path) -> None:
     """Write a config as YAML that --config reads back exactly. The file is complete or absent, never half."""
-    values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(cfg).items()}
-    replace_file(
-        Path(path), yaml.safe_dump(values, sort_keys=False, width=math.inf, allow_unicode=True)
-    )
+    text = yaml.safe_dump(asdict(cfg), sort_keys=False, width=math.inf, allow_unicode=True)
+    replace_file(path, text)
 
 
 def read_yaml(

@@ -128,23 +128,15 @@ class CheckpointSaver(AbstractContextManager):
 
 def checkpoint_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """The trained parameters and their optimizer state, under flat names, in their current sharding. A tied
-    weight is included once. AdamW state that does not exist yet is created, as fused AdamW does in its first
-    step.
+    weight is included once.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        tensors[f"model.{name}"] = parameter  # DCP detaches it
-        if not optimizer:
-            continue
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        for key, value in state.items():
-            tensors[f"optimizer.{name}.{key}"] = value
+        if parameter.requires_grad:
+            tensors[f"model.{name}"] = parameter  # DCP detaches it
+            state = optimizer.state[parameter] if optimizer else {}
+            for key, value in state.items():
+                tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
 
@@ -157,8 +149,8 @@ def set_seed(seed: int, step: int, world: World) -> None:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints by step number, oldest first. Leftovers without manifest are ignored."""
-    published = folder.glob("step_" + 8 * "[0-9]" + "/manifest.json")
-    return sorted(manifest.parent for manifest in published)
+    manifests = folder.glob("step_" + 8 * "[0-9]" + "/manifest.json")
+    return sorted(file.parent for file in manifests)
 
 
 def reason_of(error: dcp.api.CheckpointException) -> str:

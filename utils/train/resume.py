@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..run.distributed import World, broadcast, gather, together
+from ..run.distributed import ALONE, World, broadcast, gather, together
 from ..run.errors import ConfigError, check, differences, print0
 from ..run.folder import Resumed
 from .checkpoint import Optimizer, checkpoint_tensors, complete_checkpoints, reason_of
@@ -94,8 +94,8 @@ class Continued(Resumed):
         """
         done = self.state["step"]
         check(done <= steps, f"{self.checkpoint} has more than {steps} steps (fix: --steps {done})")
-        known = {name: fact for name, fact in facts.items() if name in self.state}
-        changed = differences(self.state, known, but=("data",) if allow_new_data else ())
+        but = ("data",) if allow_new_data else ()
+        changed = differences(facts | self.state, facts, but)
         check(
             not changed,
             f"the checkpoint is of another run: {changed}"
@@ -211,6 +211,13 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, world: W
     Every rank calls it, with the model sharded and allocated. Raises ConfigError on all ranks if names,
     shapes or dtypes differ, or if files are damaged.
     """
+    with together(world):
+        saved = {key.rpartition(".")[0] for key in Reader(path).read_metadata().state_dict_metadata}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.{name}" in saved:
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # creates the state of any optimizer; its values are read below
+            parameter.grad = None
     tensors = checkpoint_tensors(model, optimizer)
     with together(world):
         check_tensors(path, tensors, "--resume none")
@@ -236,10 +243,10 @@ def check_tensors(path: Path, tensors: dict[str, Tensor], fix: str, dtypes: bool
     check(not changed, f"{path} is of another model, then -> now: {changed} (fix: {fix})")
 
 
-def read_tensors(path: Path, tensors: dict[str, Tensor], world: World | None = None) -> None:
+def read_tensors(path: Path, tensors: dict[str, Tensor], world: World = ALONE) -> None:
     """Read a checkpoint into `tensors`, in place and in any sharding. Every rank calls it."""
     try:
-        dcp.load(tensors, storage_reader=Reader(path), process_group=world.group if world else None)
+        dcp.load(tensors, storage_reader=Reader(path), process_group=world.group)
     except CheckpointException as error:  # DCP raises it on all ranks
         exists = (path / "manifest.json").is_file()
         why = f"cannot be read: {reason_of(error)}" if exists else "was removed while it was read"
