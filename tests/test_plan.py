@@ -303,6 +303,7 @@ def test_launch_variables_that_do_not_fit_are_named(env, says, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    distributed.stop_distributed()  # that of an earlier test in this process would be used
     with pytest.raises(ConfigError, match=says):
         distributed.init_distributed()
 

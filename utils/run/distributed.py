@@ -70,7 +70,7 @@ def init_distributed(use_gpu: bool = True) -> World:
     store = None
     if dist.is_initialized():  # main() called from a program that has its own group
         rank, size = dist.get_rank(), dist.get_world_size()
-    elif rank is size is None:
+    elif rank is None and size is None:
         rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
     else:
         names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -291,7 +291,8 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
     copies = ranks // each
     check(
         copies * each == ranks and replicate in (0, copies),
-        f"--replicate {replicate} x --shard {shard} does not make {ranks} ranks (fix: numbers whose product is {ranks}, or 0)",
+        f"--replicate {replicate} x --shard {shard} does not make {ranks} ranks"
+        f" (fix: numbers whose product is {ranks}, or 0)",
     )
     return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": each}
 
