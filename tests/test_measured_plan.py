@@ -7,6 +7,7 @@ transformers 5.24.0. The tests need no GPU.
 from dataclasses import replace
 from pathlib import Path
 
+import plan
 import pytest
 import torch
 from gpu import EIGHT_B, TINY
@@ -16,7 +17,16 @@ from transformers import LlamaConfig, MistralConfig
 from utils.model import attention, sharding
 from utils.model.options import Lora, Quant
 from utils.plan.fit import WORKSPACES
-from utils.plan.need import Setting, _planned_model, need_of, sizes_of
+from utils.plan.need import (
+    TIGHT,
+    TOO_LARGE,
+    Room,
+    Setting,
+    _planned_model,
+    answer_of,
+    need_of,
+    sizes_of,
+)
 from utils.run.units import GIB, MIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,6 +61,35 @@ def measured_rows(table):
         assert name == " ".join([shape, f"{seq_len} tokens", dtype, *flags])
         in_plan, alive, _, _, comfortable, _, given = map(float, cells)
         yield setting, in_plan, alive, comfortable, given
+
+
+def test_paged_moments_move_to_the_host_and_a_published_run_on_24_gb_is_planned():
+    """torchtune's README (0031bfb): 18.9 GiB for all weights of Llama-3.1-8B on an RTX 4090, compiled."""
+    cfg = plan.Config(
+        model="llama-3-8b",
+        gpu="4090",
+        seq_len=2048,
+        batch_size=2,
+        param_dtype="bf16",
+        optimizer="paged_adamw_8bit",
+        optimizer_in_backward=True,
+        activation_checkpointing="full",
+    )
+    setting = plan.setting_of(cfg, plan.find_config(cfg.model, False))
+    paged = need_of(setting)
+    assert abs(paged.peak.total / GIB / 18.9 - 1) < 0.01
+    on_gpu = need_of(replace(setting, optimizer="adamw_8bit"))
+    moments = on_gpu.states.optimizer
+    assert moments > 15 * GIB
+    assert on_gpu.device - paged.device == paged.host - on_gpu.host == moments
+    assert abs(paged.comfortable - on_gpu.comfortable) < GIB  # where nothing has to move
+    room = Room(cfg.gpu_gib * GIB, 64 * GIB, "")
+    assert [answer_of(setting, need, room) for need in (paged, on_gpu)] == [TIGHT, TOO_LARGE]
+    offloaded = [
+        need_of(replace(setting, optimizer=name, optimizer_in_backward=False, cpu_offload=True))
+        for name in ("adamw_8bit", "paged_adamw_8bit")
+    ]
+    assert offloaded[0] == offloaded[1]  # they are on the host already
 
 
 @pytest.mark.parametrize("card", ["h100_80gb_hbm3", "h200"])

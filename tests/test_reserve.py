@@ -132,7 +132,7 @@ def test_the_plan_says_both_figures_and_the_answer_on_a_gpu_and_on_a_cpu_one():
     little = Room(3.5 * GIB, PLENTY, "little")
     assert room_sentence(setting, need, little, answer_of(setting, need, little)) == (
         "room      3.00 GiB a rank must be there, 4.00 GiB is comfortable, 2.00 GiB of host; there is little"
-        ": fits tightly, the allocator must give blocks back in every step"
+        ": fits tightly, the allocator must give blocks back, or the driver move paged moments, in each step"
     )
     on_cpu = room_sentence(replace(setting, gpu=False), need, Room(PLENTY, PLENTY, "much"), FITS)
     assert on_cpu == (

@@ -403,7 +403,10 @@ def load_pieces(
         buffer.data = buffer.to(device)
 
 
-def _load_piece(file, piece: Piece, target: Tensor, filled: set[tuple], staging: Tensor) -> None:
+def _load_piece(file, piece, target, filled, staging):
+    """Read this rank's part of a piece into its parameter, `target`. filled: (id of a parameter, where in it)
+    of all pieces read so far. staging: bytes to read into, on the host.
+    """
     if piece.transposed:
         if boxes := local_box(target, piece):
             in_shard, in_piece = boxes

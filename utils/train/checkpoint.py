@@ -241,7 +241,7 @@ def _warn_of_grace(writer: _Writer) -> None:
         )
 
 
-def _retire(final: Path, keep: int) -> None:
+def _retire(final, keep):
     """Remove all checkpoints up to `final` but the newest `keep`."""
     older = [path for path in complete_checkpoints(final.parent) if path < final]
     with suppress(OSError):  # a failed removal must not stop the training
