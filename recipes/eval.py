@@ -178,8 +178,7 @@ def main(cfg: Config) -> Path:
             task="rows",
         )
         task = TASKS[cfg.task](cfg, rows, tokenizer)
-        notes = [f"{count:,} dropped: {why}" for why, count in task.dropped.items()]
-        print0(f"data      {', '.join([f'{len(task.groups):,} items', *notes])}")
+        print0(f"data      {len(task.groups):,} items{task.remarks}")
     with together(world), disk_errors(out):
         facts = facts_of(cfg, trained, task.data, dtype, seq_len)
         finished = world.rank == 0 and finished_before(out, facts)
@@ -250,7 +249,7 @@ class Task(NamedTuple):
 
     data: str  # a fingerprint of the items
     groups: list  # the sequences of each item
-    dropped: dict[str, int]  # reason -> rows
+    remarks: str  # on its rows
     results: Callable[[Asker], dict]
 
 
@@ -285,7 +284,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
         }
 
     data = with_files(questions.fingerprint, [reward.file for reward in rewards])
-    return Task(data, [[prompt] for prompt in prompts], questions.dropped, results)
+    return Task(data, [[prompt] for prompt in prompts], questions.remarks(), results)
 
 
 def with_files(data: str, files: Iterable) -> str:
@@ -339,7 +338,7 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
             found["nats_per_token_stderr"] = math.sqrt(variance * n) / tokens
         return found
 
-    return Task(documents.fingerprint, groups, documents.dropped, results)
+    return Task(documents.fingerprint, groups, documents.remarks(), results)
 
 
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -364,7 +363,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["acc", "acc_norm"])
 
-    return Task(questions.fingerprint, groups, questions.dropped, results)
+    return Task(questions.fingerprint, groups, questions.remarks(), results)
 
 
 def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -386,7 +385,7 @@ def pairs(cfg: Config, rows: Rows, tokenizer) -> Task:
     def results(asker: Asker) -> dict:
         return means(asker.score(groups, judge), ["accuracy", "accuracy_by_mean"])
 
-    return Task(examples.fingerprint, groups, examples.dropped, results)
+    return Task(examples.fingerprint, groups, examples.remarks(), results)
 
 
 def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
@@ -428,7 +427,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     data = f"lm_eval {version}"
     for end in "py yaml jsonl csv parquet".split() if cfg.include_path else ():
         data = with_files(data, Path(cfg.include_path).rglob(f"*.{end}"))
-    return Task(data, [], {}, results)
+    return Task(data, [], "", results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}

@@ -194,8 +194,12 @@ def test_a_data_set_that_is_nowhere_is_one_line():
     )
     assert values("splits:test") == ROWS
     assert "--dataset splits:dev: it has no split dev, but test" in refusal("splits:dev")
-    datasets.Dataset.from_list(ROWS).save_to_disk("saved")
-    assert "saved:test: no .jsonl" in refusal("saved:test")
+
+
+def test_a_split_of_a_saved_data_set_without_splits_is_refused():
+    for name in ("saved", "data/saved"):  # the second looks like OWNER/NAME
+        datasets.Dataset.from_list(ROWS).save_to_disk(name)
+        assert f"{name}:test: no .jsonl" in refusal(f"{name}:test")
 
 
 def test_configuration_and_split_of_a_data_set_of_the_hub_are_chosen(tmp_path, monkeypatch):

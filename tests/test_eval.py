@@ -366,6 +366,23 @@ def test_a_text_is_a_turn_if_the_run_has_trained_turns_however_it_is_opened(rows
     assert (plain == same) == (rows == "texts")
 
 
+def test_prompts_whose_tools_the_template_leaves_out_are_counted_and_named(
+    folder, tmp_path, capsys
+):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    row = {"tools": [tool], "answer": "b", "choices": ["a", "b"]}
+    prompts = ["Add.", "Add 1."]
+    rows = write(tmp_path / "tools.jsonl", [row | {"prompt": prompt} for prompt in prompts])
+    for task in ("exact_match", "choices"):
+        flags = {"max_new_tokens": 2} if task == "exact_match" else {}
+        out = str(tmp_path / task)
+        recipe.main(
+            recipe.Config(model=str(folder), task=task, dataset=rows, output_dir=out, **flags)
+        )
+        said = capsys.readouterr().out
+        assert re.search(r"2 items, 2 rows with tools, which .* does not write \(the first: ", said)
+
+
 def test_an_adapter_is_part_of_what_the_answers_follow_from(folder, tmp_path):
     flags = {"model": str(folder), "task": "pairs", "dataset": pairs(tmp_path / "pairs.jsonl")}
     first = make_adapter(folder, tmp_path / "first")

@@ -153,6 +153,14 @@ def test_the_loss_with_document_mask_is_that_of_the_pieces_alone(tokenizer, tmp_
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
+def test_a_source_that_eval_share_holds_out_whole_is_refused_by_that_name(tokenizer, tmp_path):
+    large = write(tmp_path / "large.jsonl", [f"number {i}" for i in range(40)])
+    small = write(tmp_path / "small.jsonl", ["alone"])
+    examples, _ = documents(tokenizer, f"{large}:0.7,{small}:0.3", eval_share=0.9)
+    with pytest.raises(ConfigError, match=r"small.jsonl: no document .* a smaller --eval_share"):
+        batches(examples).summary()
+
+
 def test_a_mixture_has_its_shares_in_every_thousand_rows(tokenizer, tmp_path):
     """Each source has a stream of its own, and none of its rows is left out. The source of a row depends on
     the seed and the number of the row alone.

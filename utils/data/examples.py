@@ -137,19 +137,22 @@ class Examples:
 
     def summary(self) -> str:
         """The text that the plan prints."""
-        tokens, trained = int(self.lengths.sum()), int(self.trained_tokens[self.rows].sum())
-        notes = [f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained"]
-        notes += [f"{count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        tokens, trained = self.lengths.sum(), self.trained_tokens[self.rows].sum()
+        return f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained{self.remarks()}"
+
+    def remarks(self) -> str:
+        """What was dropped, and what the user should know; each with a comma before it."""
+        notes = [f", {count:,} dropped: {reason}" for reason, count in self.dropped.items()]
         ignored = []
         for what, count in self.notes.items():
             first = f" (the first: {self.firsts[what]})" if what in self.firsts else ""
             if what.startswith(IGNORED):
                 ignored.append(what.removeprefix(IGNORED))
             elif count:
-                notes.append(f"{count:,} {what}{first}")
+                notes.append(f", {count:,} {what}{first}")
         if ignored:
-            notes.append(f"ignored keys: {first_five(sorted(ignored))}")
-        return ", ".join(notes)
+            notes.append(f", ignored keys: {first_five(sorted(ignored))}")
+        return "".join(notes)
 
     def sources(self) -> list[str]:
         """One line per source: the forms of its rows and, if there are several sources, its share."""
@@ -161,8 +164,8 @@ class Examples:
             forms = [f"{form} ({count:,} rows)" for form, count in origin.forms.items()]
             line = f"{origin.name}: {', '.join(forms) or 'no rows'}"
             if len(self.origins) > 1:
-                rows_share = int(mine.sum()) / len(rows)
-                tokens_share = int(trained[mine].sum()) / max(1, int(trained.sum()))
+                rows_share = mine.sum() / len(rows)
+                tokens_share = trained[mine].sum() / max(1, trained.sum())
                 line += f", {rows_share:.1%} of rows, {tokens_share:.1%} of trained tokens"
             if origin.weight:
                 line += f" (weight {origin.weight:g})"

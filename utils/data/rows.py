@@ -88,7 +88,7 @@ def files_of(name: str) -> list[Path] | None:
     elif glob.has_magic(name) and not path.exists():
         found = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif (
-        path.exists()
+        stored.exists()
         or kind_of(path) in KINDS
         or not re.fullmatch(r"[\w.-]+(/[\w.-]+){1,2}(:\w+)?", name)
     ):

@@ -87,7 +87,10 @@ class StreamBatches(PackedBatches):
         streams = []
         for origin in self.examples.origins:
             own = numbers[(numbers >= origin.first) & (numbers < origin.last)]
-            check(len(own), f"{origin.name}: it has no documents, so nothing can be mixed")
+            check(
+                len(own),
+                f"{origin.name}: no document of it is trained on (fix: more rows, or a smaller --eval_share)",
+            )
             streams.append(TokenStream(self.examples, own, f"{self.key} {len(streams)}"))
         return streams
 
