@@ -481,8 +481,9 @@ def test_the_tokenizers_own_files_are_kept_but_for_its_template(tmp_path, own):
         path.mkdir()
         (path / "tokenizer.model").write_text(path.name)
     tiny_tokenizer().save_pretrained(folder)
-    words = {"tokenizer_class": "PreTrainedTokenizerFast", "made_up": 1, "eos_token": "</s>"}
-    words |= {"bos_token": "<s>", "pad_token": "<pad>"}
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "made_up": 1}
+    words |= {"bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "</s>"}
+    words |= {"pad_token": "<pad>"}
     write_json(folder / "tokenizer_config.json", words)
     tokenizer = load_tokenizer(folder, "chatml")
     save = partial(saved, tokenizer=tokenizer, source=source)

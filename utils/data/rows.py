@@ -140,7 +140,7 @@ def read_file(path: Path) -> Found:
         file.seek(0)
         if kind == ".jsonl":
             yield from read_lines(file, path)
-        elif kind in ".json .csv .parquet".split():
+        elif kind in (".json", ".csv", ".parquet"):
             from .tables import read_table
 
             yield from read_table(file, kind, path)

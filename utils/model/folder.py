@@ -275,11 +275,15 @@ def nothing_to_read(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     other = [name for name in names if name.endswith(OTHER_FORMATS)]
     if not other:
-        found = first_five(names) or "nothing"
-        return f"{folder}: no model.safetensors and no index of one, but {found} (fix: another --model)"
-    convert = f'AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW")'
-    fix = f"if you trust it, convert it with transformers: {convert}"
-    return f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: {fix})"
+        return (
+            f"{folder}: no model.safetensors and no index of one, but {first_five(names) or 'nothing'}"
+            " (fix: another --model)"
+        )
+    return (
+        f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: if you trust"
+        " it, convert it with transformers:"
+        f' AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"))'
+    )
 
 
 def quiet_transformers() -> None:

@@ -254,7 +254,7 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
         with suppress(ConfigError):  # it leads out of the folder
             shutil.copyfile(file_inside(path.parent, path.name), folder / path.name)
     file = folder / "tokenizer_config.json"
-    settings = read_json(file) | tokenizer.special_tokens_map
+    settings = read_json(file) | {"pad_token": tokenizer.pad_token}  # reward.py may change it
     if isinstance(tokenizer.chat_template, str):  # it may be several by name
         settings["chat_template"] = tokenizer.chat_template
     write_json(file, settings)

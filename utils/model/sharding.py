@@ -24,6 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 # What peft adds to the names of parameters.
 ADAPTED = ".base_layer .original_module .modules_to_save.default".split()
 
+PRODUCTS = "mm addmm bmm baddbmm".split()
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -254,7 +256,7 @@ def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
     """
     name = op.name().partition("::")[2]
     keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))
-    if name in "mm addmm bmm baddbmm".split():
+    if name in PRODUCTS:
         inner, width = args[-1].shape[-2:]
         keep = 8 * inner >= max(width, 64)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

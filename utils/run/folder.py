@@ -41,8 +41,10 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     out, who = Path(output_dir).absolute() if output_dir else None, ""
     with together(world), disk_errors(out or Path("output")):
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        why = "--max_restarts: a restart finds its run only in a named folder"
-        check(out or restarts == "0", f"{why} (fix: --output_dir FOLDER)")
+        check(
+            out or restarts == "0",
+            "--max_restarts: a restart finds its run only in a named folder (fix: --output_dir FOLDER)",
+        )
         if world.rank == 0:
             if out:
                 check_replaceable(out / "model", source)

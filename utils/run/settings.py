@@ -194,8 +194,11 @@ def check_packages(cfg: object, gpu: str) -> None:
     if cfg.attn == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 
-        where = f"--attn {cfg.attn} computes in 16 bit on GPUs, not in {cfg.dtype} on {gpu or 'the CPU'}"
-        check(gpu and cfg.dtype != "fp32", f"{where} (fix: --attn sdpa)")
+        check(
+            gpu and cfg.dtype != "fp32",
+            f"--attn {cfg.attn} computes in 16 bit on GPUs, not in {cfg.dtype} on {gpu or 'the CPU'}"
+            " (fix: --attn sdpa)",
+        )
         check(
             is_flash_attn_2_available(),
             f"--attn {cfg.attn}: the package is missing (fix: pip install flash-attn)",
