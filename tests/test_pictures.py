@@ -198,11 +198,16 @@ def test_llama_factory_and_llava_rows_write_image_in_their_texts(key):
     assert read(row, "sharegpt") == (["|\nWhat?", "It."], ["a.png"])
 
 
-def test_rows_of_the_cauldron_and_alpaca_show_pictures_before_the_first_text():
+def test_rows_that_mark_no_place_show_their_pictures_before_the_first_text_of_the_user():
     texts = [{"user": "What?", "assistant": "It."}, {"user": "Sure?", "assistant": "Yes."}]
     assert read({"images": ["a.png", "b.png"], "texts": texts})[0][0] == "||What?"
     alpaca = {"instruction": "What?", "output": "It.", "image": "a.png"}
     assert read(alpaca, "alpaca") == (["|What?", "It."], ["a.png"])
+    messages = [{"role": "system", "content": "Look."}, user("What?"), ANSWER]
+    trl = {"messages": messages, "images": ["a.png", "b.png"]}
+    assert read(trl, "chat")[0] == ["Look.", "||What?", "A picture."]
+    trl = {"prompt": messages[:2], "completion": messages[2:], "images": ["a.png"]}
+    assert read(trl, "completion")[0] == ["Look.", "|What?", "A picture."]
 
 
 def test_rows_without_pictures_may_name_the_elements_of_html():
@@ -215,7 +220,7 @@ def test_rows_without_pictures_may_name_the_elements_of_html():
     ("row", "why"),
     [
         ({"messages": [user("<image> <image>"), ANSWER], "images": ["a.png"]}, "1 pictures for 2"),
-        ({"messages": [user("none"), ANSWER], "images": ["a.png"]}, "1 pictures for 0 places"),
+        ({"messages": [user("<image>"), ANSWER], "images": ["a.png"] * 2}, "2 pictures for 1"),
         ({"messages": [user({"type": "image"}), ANSWER]}, "0 pictures for 1"),
         ({"messages": [user("<image>What?"), ANSWER], "img": "a.png"}, "0 pictures for 1"),
         ({"messages": [user("<video>"), ANSWER], "images": ["a.png"]}, "<video>: videos are not"),

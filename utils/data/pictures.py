@@ -4,9 +4,10 @@
     {"type": "image_url", "image_url": {"url": SOURCE}}, {"type": "image", "image" or "path" or "url": SOURCE}
 {"messages": [... {"type": "image"} ...], "images": [SOURCE, ...]}  parts without a source take the next one
 {"messages" or "conversations": [... "<image>" ...], "images": [SOURCE, ...] or "image": SOURCE}
-{"instruction": "...", "output": "...", "images": [...]}            without <image>: before the first text
-{"texts": [{"user": "...", "assistant": "..."}], "images": [...]}   the same (the_cauldron)
+{"instruction": "...", "output": "...", "images": [...]}            Alpaca
+{"texts": [{"user": "...", "assistant": "..."}], "images": [...]}   the_cauldron
 
+If nothing marks their places, the pictures come before the first text of the user, as in TRL.
 SOURCE is a path, a file: or data: URL, bytes, or {"bytes": ..., "path": ...}. Paths are relative to the data
 file, or to --image_dir, and must not lead out of that folder. The loss mask follows the rule of chats.py; the
 tokens of a picture are neither trained nor cut.
@@ -23,7 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -245,14 +246,12 @@ def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]
 
 def picture_prompt(row, rows) -> Prompt:
     """The prompt of a row: its `data`, and `where` it is. rows: an encode.Rows, with the folder of the
-    pictures and their maximum size. If the text has no placeholders, the pictures come before the first user
-    turn. ValueError: what is wrong.
+    pictures and their maximum size. ValueError: what is wrong.
     """
-    read = partial(read_pictured, anywhere=True)
     data = row.data
     if isinstance(data.get("texts"), list):
         data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
-    messages, tools, _, sources, _ = turns_of(data, read)
+    messages, tools, _, sources, _ = turns_of(data, read_pictured)
     content = [in_parts(message) for message in messages]
     return Prompt(row.where, content, tools, sized(sources, row.where, rows))
 
@@ -269,11 +268,11 @@ def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
 
 
 def read_pictured(
-    row: dict, form: str, notes: Counter, anywhere: bool = False
+    row: dict, form: str, notes: Counter
 ) -> tuple[Messages, list | None, list[str], str]:
     """(messages, tools, sources, form). In the contents of messages, PLACE stands for a picture; sources are
-    the sources of the pictures as texts, in order. anywhere: in any form, not only alpaca, pictures without
-    an <image> come before the first user turn.
+    the sources of the pictures as texts, in order. If nothing in the row marks their places, they come before
+    the first user turn, as in TRL.
     """
     row = dict(row)
     given = []
@@ -296,8 +295,7 @@ def read_pictured(
             )
         return messages, tools, [], form
     if not sources:  # the texts mark pictures with <image>, or not at all
-        before = given and (anywhere or form == "alpaca")
-        if before and not any(TAG in m["content"] for m in messages):
+        if given and not any(TAG in m["content"] for m in messages):
             first = next(message for message in messages if message["role"] == "user")
             first["content"] = TAG * len(given) + first["content"]
         for message in messages:
