@@ -1,15 +1,17 @@
 """
-Make a model folder from the result of a run: merge an adapter into its base, or write out a checkpoint.
+Make a model folder: merge an adapter into its base, write out a checkpoint, or convert fp8 and mxfp4 weights.
 
     python recipes/export.py --adapter runs/first/adapter --output_dir merged
     torchrun --nproc_per_node 4 recipes/export.py --model DIR --adapter ADAPTER --output_dir merged
     torchrun --nproc_per_node 4 recipes/export.py --checkpoint runs/first --output_dir model
+    torchrun --nproc_per_node 4 recipes/export.py --model openai/gpt-oss-20b --output_dir gpt-oss-20b-bf16
 
 A merge goes tensor by tensor: each rank writes a share of the tensors, and holds one weight at a time. The
 result is bit for bit that of peft's merge_and_unload. Only a head that is tied to its embedding is untied if
 the adapter changes one of them: peft changes both, and its model answers otherwise than the adapter.
 A checkpoint is read and written in shards, by any number of ranks. The checkpoint of a LoRA run holds only
 the adapter, and becomes an adapter folder.
+A model that is published in fp8 (DeepSeek-V3) or mxfp4 (gpt-oss) is written in bf16, to be trained.
 """
 
 import gc
@@ -17,7 +19,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.tokens import end_of_turn_ids, load_tokenizer
-from utils.model.folder import quiet_transformers, read_json
+from utils.model.folder import TensorInfo, find_model, open_weights, quiet_transformers, read_json
 from utils.model.loading import Piece, lay_out, local_box, read_elements
 from utils.model.lora import (
     BaseTunerLayer,
@@ -52,7 +54,7 @@ from utils.model.saving import (
 )
 from utils.model.sharding import DTYPES, plain_name
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together
-from utils.run.errors import act, check, print0
+from utils.run.errors import act, check, first_five, print0
 from utils.run.files import file_inside
 from utils.run.folder import check_space, releases_output
 from utils.run.settings import parse_cli
@@ -61,6 +63,7 @@ from utils.train.checkpoint import checkpoint_tensors
 from utils.train.resume import read_tensors
 from utils.train.trained_run import Trained, load_trained, open_trained, shard_model
 
+OF_ACTIVATIONS = ("activation_scale", "input_scale")  # of fp8 that computes; not needed in bf16
 WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TOKENIZER = (
     "tokenizer*",
@@ -84,8 +87,9 @@ class Config:
 
     def __post_init__(self):
         check(
-            bool(self.adapter) != bool(self.checkpoint),
-            "what is to be exported? (fix: either --adapter or --checkpoint)",
+            (self.model or self.adapter or self.checkpoint)
+            and not (self.adapter and self.checkpoint),
+            "what is to be exported? (fix: --adapter, --checkpoint, or --model in fp8 or mxfp4)",
         )
         check(self.output_dir, "no --output_dir given (fix: --output_dir FOLDER)")
 
@@ -111,12 +115,12 @@ def main(cfg: Config) -> Path:
         base = cfg.model
         if cfg.adapter and not base:
             base = base_of(Path(cfg.adapter))
+    if not cfg.adapter and not cfg.checkpoint:
+        convert_weights(find_model(base, world, cfg.trust_remote_code), out, world)
+        print0(f"finished  {out}")
+        return out
     trained = open_trained(base, "", cfg.checkpoint, "", world, cfg.trust_remote_code)
-    with together(world):
-        infos = trained.source.weights.values()
-        disk_bytes = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
-    parent = next(path for path in out.parents if path.is_dir())
-    check_space(parent, disk_bytes, world)
+    check_room(out, trained.source.weights.values(), world)
     print0(f"model     {trained.name}: {trained.source.sentence()}")
 
     # --- write: an adapter merged into its base, an adapter, or a model -------------------------
@@ -129,6 +133,13 @@ def main(cfg: Config) -> Path:
         write_model(trained, out, world)
     print0(f"finished  {out}")
     return out
+
+
+def check_room(out: Path, infos: Iterable[TensorInfo], world: World) -> None:
+    """Raise ConfigError unless the disk has room for these tensors."""
+    disk_bytes = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+    parent = next(path for path in out.parents if path.is_dir())
+    check_space(parent, disk_bytes, world)
 
 
 def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> None:
@@ -224,9 +235,7 @@ def merged_tensor(piece: Piece, merge: Merge) -> Tensor:
         box, _ = local_box(parameter, piece)
         value = parameter[box].reshape(info.shape).to(info.dtype, copy=True)
     else:
-        value = torch.empty(info.shape, dtype=info.dtype)
-        with open(info.file, "rb", buffering=0) as file:
-            read_elements(file, piece, 0, value.view(-1))
+        value = read_whole(info)
     if piece.param in merge.layers:
         value = merge_into(*merge.layers[piece.param], value)
     return value
@@ -246,6 +255,14 @@ def merge_into(layer: BaseTunerLayer, name: str, value: Tensor) -> Tensor:
     layer.merged_adapters.clear()
     base.to("meta")  # only one weight is in memory at a time
     return merged
+
+
+def read_whole(info: TensorInfo) -> Tensor:
+    """A tensor of a file, in its own dtype and shape."""
+    value = torch.empty(info.shape, dtype=info.dtype)
+    with open(info.file, "rb", buffering=0) as file:
+        read_elements(file, Piece("", info, "", (), info.shape), 0, value.view(-1))
+    return value
 
 
 def write_adapter(trained: Trained, out: Path, world: World) -> None:
@@ -288,13 +305,98 @@ def tokenizer_of(trained: Trained):
     return tokenizer
 
 
+def convert_weights(folder: Path, out: Path, world: World) -> None:
+    """Write the model of a folder with bf16 in place of fp8 or mxfp4, as transformers computes it. Each rank
+    converts a share of the tensors, one at a time.
+    """
+    with together(world):
+        config = read_json(file_inside(folder, "config.json"))
+        quantization = config.pop("quantization_config", {})
+        method = quantization.get("quant_method", "weights that are not quantized")
+        check(
+            method in ("fp8", "mxfp4"),
+            f"{folder}: {method}: only fp8 and mxfp4 are converted (fix: the model before quantization)",
+        )
+        stored = open_weights(folder)
+        pieces, scaled = converted_pieces(stored)
+    check_room(out, (piece.info for piece in pieces), world)
+    print0(f"model     {folder}: {method}, {len(scaled)} of {len(pieces)} tensors become bf16")
+    act("write")
+    own = {piece.name for piece in pieces[world.rank :: world.size]}
+
+    def prepare(temp: Path) -> None:
+        copy_files(folder, temp)
+        write_json(temp / "config.json", config)
+
+    def parts(piece: Piece) -> Iterator[Part]:
+        if piece.name not in own:
+            return
+        if piece.name in scaled:
+            weight, scales = map(read_whole, scaled[piece.name])
+            yield 0, dequantized(weight, scales, quantization.get("weight_block_size")).flatten()
+        else:
+            yield 0, read_whole(stored[piece.name]).flatten()
+
+    save_folder(out, world, pieces, parts, prepare, lay_out(pieces))
+
+
+def converted_pieces(stored: dict[str, TensorInfo]) -> tuple[list[Piece], dict[str, tuple]]:
+    """(tensors of the new folder, those with scales: name -> (weight, scales) as they are stored).
+
+    With X the name of a parameter, fp8 has X and X_scale_inv, and mxfp4 X_blocks (E, rows, groups, 16) and
+    X_scales (E, rows, groups) for X (E, 32 groups, rows). Scales of activations are left out.
+    """
+    infos, scaled, known = {}, {}, set()
+    for name, info in stored.items():
+        plain = name.removesuffix("_blocks")
+        packed = plain != name
+        scales = f"{plain}_scales" if packed else f"{name}_scale_inv"
+        if scales in stored and info.dtype == (torch.uint8 if packed else torch.float8_e4m3fn):
+            shape = info.shape
+            if packed:
+                experts, rows, groups, half = shape
+                shape = (experts, 2 * half * groups, rows)
+            scaled[plain] = info, stored[scales]
+            infos[plain] = TensorInfo(None, torch.bfloat16, shape, 0)
+            known.add(scales)
+        else:
+            infos[name] = info
+    infos = {n: i for n, i in infos.items() if n not in known and not n.endswith(OF_ACTIVATIONS)}
+    odd = [name for name, info in infos.items() if info.dtype.itemsize == 1]
+    check(
+        not odd,
+        f"unknown scales, or none: {first_five(odd)} (fix: the model before quantization)",
+    )
+    return [Piece(name, info, "", (), info.shape) for name, info in infos.items()], scaled
+
+
+def dequantized(weight: Tensor, scales: Tensor, block: list[int] | None) -> Tensor:
+    """A weight in bf16. block: rows and columns that share a scale of fp8; None: all, or those that the shape
+    of the scales says.
+    """
+    if weight.dtype == torch.uint8:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        return convert_moe_packed_tensors(weight, scales)
+    scales = scales.float()
+    if block:
+        for dim, size in zip((-2, -1), block, strict=True):
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+    return (weight.float() * scales).bfloat16()
+
+
+def copy_files(folder: Path, temp: Path) -> None:
+    """Copy all files of a model folder but its weights."""
+    for path in folder.iterdir():
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+            shutil.copyfile(file_inside(folder, path.name), temp / path.name)
+
+
 def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
     """Copy all files of the base but its weights. If the adapter has a tokenizer, copy that one instead, and
     add its end-of-turn token to generation_config.json.
     """
-    for path in folder.iterdir():
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
-            shutil.copyfile(file_inside(folder, path.name), temp / path.name)
+    copy_files(folder, temp)
     for pattern in TOKENIZER:
         for path in adapter.glob(pattern):
             shutil.copyfile(file_inside(adapter, path.name), temp / path.name)

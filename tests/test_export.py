@@ -22,8 +22,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_parity import write_rows
-from tiny import tiny_model_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny import SIZES, tiny_model_folder
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+)
 
 from utils.run.errors import ConfigError
 from utils.train import resume, trained_run
@@ -245,8 +251,89 @@ def test_adapters_that_cannot_be_merged_file_by_file_are_refused(tmp_path):
         ConfigError, match=r"trainable_token_indices .* cannot be used .*fix: merge it"
     ):
         exported(tmp_path / "out", model=base, adapter=adapter)
-    with pytest.raises(ConfigError, match="--adapter or --checkpoint"):
+    with pytest.raises(ConfigError, match="--adapter, --checkpoint, or --model in fp8"):
         export.Config(output_dir="out")
+
+
+# --- weights that are published in 8 or 4 bits
+
+
+def quantized(folder: Path, method: str) -> Path:
+    """A folder as others publish it: experts in mxfp4 (gpt-oss), or all matrices of the layers in fp8."""
+    if method == "mxfp4":
+        sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
+        config = AutoConfig.for_model("gpt_oss", **{**SIZES, **sizes}, dtype="bfloat16")
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    else:
+        tiny_model_folder(folder, "qwen3_moe", BF16)
+    stored, random = tensors(folder), torch.Generator().manual_seed(3)
+    how = {"quant_method": method, "weight_block_size": [32, 16]}
+    if method == "fp8":
+        for name in [name for name in stored if name.endswith("_proj.weight")]:
+            rows, cols = stored[name].shape
+            stored[name] = stored[name].to(torch.float8_e4m3fn)
+            scales = torch.rand(-(-rows // 32), -(-cols // 16), generator=random)
+            stored[f"{name}_scale_inv"] = scales
+    else:
+        del how["weight_block_size"]
+        for name in [name for name in stored if name.endswith("_proj") and "experts" in name]:
+            experts, inner, rows = stored.pop(name).shape
+            shape = (experts, rows, inner // 32)
+            packed = torch.randint(256, (*shape, 16), generator=random)
+            scales = torch.randint(118, 124, shape, generator=random)
+            stored[f"{name}_blocks"] = packed.to(torch.uint8)
+            stored[f"{name}_scales"] = scales.to(torch.uint8)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": how}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "config"),
+    [("fp8", 2, FineGrainedFP8Config), ("mxfp4", 1, Mxfp4Config)],
+)
+def test_weights_in_8_and_4_bits_become_what_transformers_makes_of_them(
+    method, ranks, config, tmp_path
+):
+    folder = quantized(tmp_path / "published", method)
+    with pytest.raises(ConfigError, match=f"--model {folder} --output_dir NEW makes bf16"):
+        finetune.main(finetune.Config(model=str(folder), output_dir=str(tmp_path / "run")))
+    out = exported(tmp_path / "bf16", ranks, model=folder)
+    whole = config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=whole, dtype=BF16)
+    ours = AutoModelForCausalLM.from_pretrained(out)
+    expected = theirs.state_dict()
+    for name, tensor in ours.state_dict().items():
+        assert tensor.dtype == BF16
+        assert torch.equal(tensor, expected[name]), name
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    flags = {"model": str(out), "dataset": str(rows), "output_dir": str(tmp_path / "run")}
+    flags |= {"tokenizer": str(finetune.TINY), "chat_template": "alpaca", "steps": 1}
+    assert finetune.main(finetune.Config(**flags))
+
+
+def test_blocks_of_fp8_may_end_beyond_the_matrix():
+    weight = torch.full((5, 3), 2.0).to(torch.float8_e4m3fn)  # such as 576 rows in blocks of 128
+    found = export.dequantized(weight, torch.tensor([[1.0, 2], [3, 4], [5, 6]]), [2, 2])
+    rows = [[2.0, 2, 4]] * 2 + [[6, 6, 8]] * 2 + [[10, 10, 12]]
+    assert torch.equal(found, torch.tensor(rows, dtype=BF16))
+    scalar = export.dequantized(weight, torch.tensor(0.5), None)
+    assert torch.equal(scalar, torch.ones(5, 3, dtype=BF16))
+
+
+def test_weights_of_other_formats_are_refused_by_name(tmp_path):
+    folder = tiny_model_folder(tmp_path / "plain", "llama")
+    with pytest.raises(ConfigError, match="not quantized: only fp8 and mxfp4 are converted"):
+        exported(tmp_path / "out", model=folder)
+    folder = quantized(tmp_path / "published", "fp8")
+    stored = tensors(folder)
+    name = next(name for name in stored if name.endswith("_scale_inv"))
+    del stored[name]
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"scales, or none: {name.removesuffix('_scale_inv')} "):
+        exported(tmp_path / "out", model=folder)
+    assert not (tmp_path / "out").exists()
 
 
 # --- checkpoints

@@ -164,8 +164,7 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
     """
     check(
         (folder / "config.json").exists() or not (folder / "adapter_config.json").exists(),
-        f"{folder} is an adapter"
-        " (fix: its base as --model, and it as --adapter; that of reward.py merged with peft)",
+        f"{folder} is an adapter (fix: --model BASE --adapter {folder}; that of reward.py merged with peft)",
     )
     file = file_inside(folder, "config.json")
     config = read_json(file)
@@ -181,7 +180,8 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
             how = how.get("quant_method", "unnamed") if isinstance(how, dict) else how
             check(
                 not how,
-                f"{file}: {field}: {how} weights cannot be trained (fix: the model before quantization)",
+                f"{file}: {field}: {how} weights cannot be trained (fix: the model before quantization; of"
+                f" fp8 and mxfp4 recipes/export.py --model {folder} --output_dir NEW makes bf16)",
             )
         check(
             section.get("use_bidirectional_attention") not in (True, "all"),
