@@ -272,7 +272,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 def nothing_to_read(folder: Path) -> str:
     """Why a folder without safetensors cannot be used, and how to convert it."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
     other = [name for name in names if name.endswith(OTHER_FORMATS)]
     if not other:
         return (
