@@ -166,7 +166,7 @@ class Config:
     lora_dropout: float = 0.0  # dropout on the input of the adapters
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
-    adapter: str = ""  # peft folder of an adapter to continue
+    adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
     # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations

@@ -171,7 +171,7 @@ class Config:
     use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
-    adapter: str = ""  # peft folder of an adapter to continue
+    adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
     # store frozen weights in int8 (8bit) or nf4 (4bit)
     quantization: Literal["none", "8bit", "4bit"] = field(default="none", metadata={"bare": "8bit"})
     int8_mode: Literal["dequant", "llm_int8"] = "dequant"  # llm_int8 also rounds activations
@@ -241,6 +241,9 @@ def main(cfg: Config) -> Path:
     trust = cfg.trust_remote_code
     source = open_model(cfg.model, world, trust)
     tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
+    own = Path(cfg.adapter, "tokenizer_config.json")
+    if cfg.adapter and not cfg.tokenizer and own.exists():
+        tokenizer_folder = own.parent  # with the chat template that the adapter was trained in
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)

@@ -155,6 +155,24 @@ def test_an_adapter_is_continued_from_where_it_was(files, base, tmp_path):
     assert second == pytest.approx(first, rel=1e-6)
 
 
+def test_an_adapter_goes_on_in_the_chat_template_that_it_was_trained_in(files, tmp_path):
+    _, rows = files
+    flags = {"ranks": 1, "steps": 1, "eval_dataset": str(rows)}
+    train(files, tmp_path / "first", chat_template="alpaca", **flags)
+    adapter = tmp_path / "first" / "adapter"
+    train(files, tmp_path / "on", adapter=str(adapter), lora_rank=0, lr=1e-12, **flags)
+    template = load_tokenizer(adapter).chat_template
+    assert "### Response:" in template
+    assert load_tokenizer(tmp_path / "on" / "adapter").chat_template == template
+    first, on = (numbers(tmp_path / name)[-1]["eval_loss"] for name in ("first", "on"))
+    assert on == pytest.approx(first, rel=1e-6)
+    train(
+        files, tmp_path / "own", adapter=str(adapter), tokenizer=str(files[0]), lora_rank=0, **flags
+    )
+    own = load_tokenizer(tmp_path / "own" / "adapter").chat_template
+    assert own == load_tokenizer(files[0]).chat_template != template
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.slow)])
 def test_a_resume_is_bitwise_and_the_checkpoint_holds_only_what_trains(
     files, base, tmp_path, optimizer

@@ -245,6 +245,16 @@ def test_without_a_network_it_says_so_at_once_and_guesses_the_folder(tmp_path):
     )
 
 
+def test_the_hub_is_not_asked_for_the_model_that_a_run_has_not_written_yet(tmp_path, hub):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.json").write_text("{}")
+    before = list(Hub.served)
+    ((answer,),) = fetch(["run/model"], hub, tmp_path)
+    assert answer["error"].startswith("run/model is not a folder, and no hub id like owner/name")
+    assert "a run writes model/ at its end, with LoRA adapter/" in answer["error"]
+    assert Hub.served == before
+
+
 def test_offline_uses_the_cache_and_asks_nobody(answers, hub):
     folder = Path(answers["org/plain"][0]["folder"])
     before = list(Hub.served)

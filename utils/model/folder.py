@@ -71,12 +71,14 @@ def find_model(name: str, world: World, trust_remote_code: bool) -> Path:
     if all(found):
         return folder
     with together(world):
-        check(
-            not any(found) or folder.is_dir(),
-            f"{name} is no folder on {host_name()} (fix: a shared disk)",
-        )
-        known = folder.is_dir() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
-        check(known, f"{name} is not a folder, and no hub id like owner/name{did_you_mean(folder)}")
+        if not folder.is_dir():
+            check(not any(found), f"{name} is no folder on {host_name()} (fix: a shared disk)")
+            check(  # plan.json: it is in a run, and the hub is not asked for what that has not written
+                re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
+                and not (folder.parent / "plan.json").exists(),
+                f"{name} is not a folder, and no hub id like owner/name{did_you_mean(folder)}"
+                " (a run writes model/ at its end, with LoRA adapter/)",
+            )
     fetched = ""
     with together(world, patient=True):
         if world.local_rank == 0:
@@ -272,7 +274,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 def nothing_to_read(folder: Path) -> str:
     """Why a folder without safetensors cannot be used, and how to convert it."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
     other = [name for name in names if name.endswith(OTHER_FORMATS)]
     if not other:
         return (

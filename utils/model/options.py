@@ -52,8 +52,11 @@ class Quant:
 def changed_flags(options: Lora | Quant) -> str:
     """The flags that differ from their defaults, without --adapter."""
     defaults = vars(type(options)())
-    changed = [name for name, value in vars(options).items() if value != defaults[name]]
-    return ", ".join(f"--{flag}" for flag in changed if flag != "adapter")
+    return ", ".join(
+        f"--{name}"
+        for name, value in vars(options).items()
+        if name != "adapter" and value != defaults[name]
+    )
 
 
 def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:

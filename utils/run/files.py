@@ -119,9 +119,10 @@ def check_replaceable(out: Path, source: Path | None) -> None:
     folder, and neither `out` nor its parent is `source`, the folder that the model is read from.
     """
     fix = "another --output_dir"
-    written = (os.path.realpath(out), os.path.realpath(out.parent))
-    is_source = source is not None and os.path.realpath(source) in written
-    check(not is_source, f"{source} is the folder that the model is read from (fix: {fix})")
+    check(
+        not source or os.path.realpath(source) not in map(os.path.realpath, (out, out.parent)),
+        f"{source} is the folder that the model is read from (fix: {fix})",
+    )
     empty = out.is_dir() and not any(out.iterdir())
     check(
         not os.path.lexists(out) or empty or (out / "config.json").exists(),

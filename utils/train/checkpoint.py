@@ -149,8 +149,7 @@ def set_seed(seed: int, step: int, world: World) -> None:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints by step number, oldest first. Leftovers without manifest are ignored."""
-    manifests = folder.glob("step_" + 8 * "[0-9]" + "/manifest.json")
-    return sorted(file.parent for file in manifests)
+    return sorted(file.parent for file in folder.glob(f"step_{8 * '[0-9]'}/manifest.json"))
 
 
 def reason_of(error: dcp.api.CheckpointException) -> str:
