@@ -41,7 +41,14 @@ from utils.data.examples import (
     write_bad_rows,
 )
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
-from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.folder import (
+    check_vocab,
+    find_model,
+    open_model,
+    quiet_transformers,
+    run_facts,
+    tokenizer_of,
+)
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
@@ -202,10 +209,9 @@ def main(cfg: Config) -> Path:
     act("folder")
     trust = cfg.trust_remote_code
     source = open_model(cfg.model, world, trust)
-    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
-    own = Path(cfg.adapter, "tokenizer_config.json")
-    if cfg.adapter and not cfg.tokenizer and own.exists():
-        tokenizer_folder = own.parent  # with the chat template that the adapter was trained in
+    tokenizer_folder = find_model(
+        cfg.tokenizer or tokenizer_of(cfg.adapter) or source.folder, world, trust
+    )
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)

@@ -35,7 +35,13 @@ from utils.data.examples import (
     print_data,
 )
 from utils.data.tokens import encode, load_tokenizer, pad_id, print_template_notes
-from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers
+from utils.model.folder import (
+    check_vocab,
+    find_model,
+    open_model,
+    quiet_transformers,
+    tokenizer_of,
+)
 from utils.model.loading import KINDS, build_model, check_kind, plan_pieces
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
@@ -173,10 +179,9 @@ def main(cfg: Config) -> bool:
     act("folder")
     trust = cfg.trust_remote_code
     source = open_model(cfg.model, world, trust)
-    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
-    own = Path(cfg.adapter, "tokenizer_config.json")
-    if cfg.adapter and not cfg.tokenizer and own.exists():
-        tokenizer_folder = own.parent  # with the chat template that the adapter was trained in
+    tokenizer_folder = find_model(
+        cfg.tokenizer or tokenizer_of(cfg.adapter) or source.folder, world, trust
+    )
     tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
     attn = cfg.attn
     kind = "pictures" if cfg.train else "text"

@@ -43,7 +43,14 @@ from utils.data.examples import (
 )
 from utils.data.pairs import PairBatches, sequences
 from utils.data.tokens import load_tokenizer, pad_id, print_template_notes
-from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
+from utils.model.folder import (
+    check_vocab,
+    find_model,
+    open_model,
+    quiet_transformers,
+    run_facts,
+    tokenizer_of,
+)
 from utils.model.kinds import SCORE, add_scores, fill_score, sequence_scores, settle_pad
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.options import Lora, Quant, check_adapter_flags
@@ -201,10 +208,9 @@ def main(cfg: Config) -> Path:
     trust = cfg.trust_remote_code
     source = open_model(cfg.model, world, trust)
     source.config.num_labels = 1  # the score
-    tokenizer_folder = find_model(cfg.tokenizer, world, trust) if cfg.tokenizer else source.folder
-    own = Path(cfg.adapter, "tokenizer_config.json")
-    if cfg.adapter and not cfg.tokenizer and own.exists():
-        tokenizer_folder = own.parent  # with the chat template that the adapter was trained in
+    tokenizer_folder = find_model(
+        cfg.tokenizer or tokenizer_of(cfg.adapter) or source.folder, world, trust
+    )
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)

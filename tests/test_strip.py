@@ -23,6 +23,8 @@ WITHOUT_ADAPTERS = [
     (RECIPE, r"^    torchrun .* --lora_rank 16 .*\n", ""),
     (RECIPE, "; any: also LoRA, 8bit and 4bit", ""),
     (RECIPE, "from utils.model.options import Lora, Quant, check_adapter_flags\n", ""),
+    (RECIPE, "    tokenizer_of,\n", ""),
+    (RECIPE, "tokenizer_of(cfg.adapter) or ", ""),
     (RECIPE, r"^    lora_rank: int(?s:.*?)(?=^    low_cpu_fsdp: bool)", ""),
     (RECIPE, r"^        check_adapter_flags\(.*\n", ""),
     (RECIPE, r"^            lora=.*\n            quant=.*\n", ""),

@@ -59,7 +59,7 @@ class TensorInfo:
     begin: int
 
 
-def find_model(name: str, world: World, trust_remote_code: bool) -> Path:
+def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
     """The folder of model `name`. A local folder is used as it is. Any other name is a Hugging Face id: the
     first rank of each machine fetches its safetensors, tokenizer and configuration, and *.py if trusted.
 
@@ -87,6 +87,11 @@ def find_model(name: str, world: World, trust_remote_code: bool) -> Path:
             fetched = fetch(name, trust_remote_code, did_you_mean(folder))
     # the folder that the first rank of this machine has fetched
     return Path(gather(world, fetched)[world.rank - world.local_rank])
+
+
+def tokenizer_of(adapter: str) -> str:
+    """The folder of an adapter if it has a tokenizer, with the chat template it was trained in; else ""."""
+    return adapter if Path(adapter, "tokenizer_config.json").exists() else ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     single, index = folder / SINGLE, folder / INDEX
     if not os.path.lexists(index):
         if not os.path.lexists(single):
-            raise ConfigError(nothing_to_read(folder))
+            refuse_without_weights(folder)
         return read_header(file_inside(folder, SINGLE))
 
     names = read_json(file_inside(folder, INDEX)).get("weight_map")
@@ -272,16 +277,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def nothing_to_read(folder: Path) -> str:
-    """Why a folder without safetensors cannot be used, and how to convert it."""
+def refuse_without_weights(folder: Path) -> None:
+    """Raise ConfigError, which says what a folder without safetensors holds, and how to convert it."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     other = [name for name in names if name.endswith(OTHER_FORMATS)]
-    if not other:
-        return (
-            f"{folder}: no model.safetensors and no index of one, but {first_five(names) or 'nothing'}"
-            " (fix: another --model)"
-        )
-    return (
+    check(
+        other,
+        f"{folder}: no model.safetensors and no index of one, but {first_five(names) or 'nothing'}"
+        " (fix: another --model)",
+    )
+    raise ConfigError(
         f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: if you trust"
         " it, convert it with transformers:"
         f' AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"))'

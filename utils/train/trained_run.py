@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from ..model.attention import fuse_norms
-from ..model.folder import Source, find_model, open_model, run_facts
+from ..model.folder import Source, find_model, open_model, run_facts, tokenizer_of
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, check_chunked_loss
@@ -90,8 +90,7 @@ def open_trained(
             from ..model.lora import base_of
 
             base = base or base_of(Path(adapter))
-            if not tokenizer_name and (Path(adapter) / "tokenizer_config.json").exists():
-                tokenizer_name = adapter
+            tokenizer_name = tokenizer_name or tokenizer_of(adapter)
         check(base, "the base model is not known (fix: --model FOLDER)")
     is_new = run.get("init") == "random"  # no file has the base
     if is_new:
