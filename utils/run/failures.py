@@ -54,9 +54,10 @@ def explain(error: Exception) -> None:
         _leave()
     if LOST.search(text):
         say_who_is_gone()
-        waits = f"rank {rank()} waited in vain for the others in act '{story.act}': {first_line}"
-        fix = "see what they say; one that says nothing hangs: py-spy dump shows where"
-        print_once(f"{waits} (fix: {fix})")
+        print_once(
+            f"rank {rank()} waited in vain for the others in act '{story.act}': {first_line}"
+            " (fix: see what they say; one that says nothing hangs: py-spy dump shows where)"
+        )
         _leave()
 
 

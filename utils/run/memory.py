@@ -51,7 +51,6 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """
     meminfo = numbers(root / "proc/meminfo")
     total_bytes = meminfo["MemTotal:"] * 1024
-    free_bytes = meminfo["MemAvailable:"] * 1024
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
         inside = Path(path[1:])
@@ -67,7 +66,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
                     cached_bytes = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
                     used_bytes = int((mount / part / used_file).read_text())
                     return used_bytes - cached_bytes, limit_bytes
-    return total_bytes - free_bytes, total_bytes
+    return total_bytes - meminfo["MemAvailable:"] * 1024, total_bytes
 
 
 def numbers(file: Path) -> dict[str, int]:

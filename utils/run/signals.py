@@ -51,14 +51,16 @@ def stop_after_step() -> None:
 
 def stop_asked(group=None) -> str:
     """The name of a signal that any rank of the group has received, or "". It is a collective: every rank of
-    the group calls it. None: the group of all ranks.
+    the group calls it. None: the group of all ranks. From then on each of them counts as having received it.
     """
     import torch
-    import torch.distributed as dist
 
-    number = torch.tensor(_received[0] if _received else 0)
-    dist.all_reduce(number, dist.ReduceOp.MAX, group)
-    return signal.Signals(number.item()).name if number else ""
+    number = torch.tensor(max(_received, default=0))
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group)
+    if not number:
+        return ""
+    _received.append(number.item())
+    return signal.Signals(number.item()).name
 
 
 def _look(reader):
