@@ -73,6 +73,7 @@ def _look(reader):
             if ranks_gone():
                 time.sleep(1)  # the main thread says so first, if it can
                 say_who_is_gone()
+            _received.append(number)  # nobody was gone when it came
         # On Ctrl-C the terminal and torchrun may each send SIGINT, at almost the same time; a person's second
         # Ctrl-C comes later. On the second one torchrun sends SIGTERM. A timer of the user's code is neither.
         if 0 < begun < time.monotonic() - 0.5 and number in CAUGHT[:2]:
@@ -127,7 +128,7 @@ def report_errors() -> Iterator[None]:
             raise
     except KeyboardInterrupt as error:  # from _raise, with the signal's name, at any time
         name = str(error) or "SIGINT"
-        if name == "SIGTERM":  # torchrun sends it to the other ranks when one has ended
+        if name == "SIGTERM" and not _received:  # torchrun sends it when a rank has ended
             from .failures import say_who_is_gone
 
             say_who_is_gone()

@@ -71,8 +71,9 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group is gloo
         world = replace(world, group=dist.new_group(backend=backend))
-    kinds = [range(learners), range(learners, world.size)]
-    group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
+    group, _ = dist.new_subgroups_by_enumeration(
+        [range(learners), range(learners, world.size)], backend=backend
+    )
     set_timeout()  # torch gives new groups 30 minutes
     own = replace(world, rank=group.rank(), size=group.size(), group=group)
     return Roles(world.rank < learners, own, world, learners)
