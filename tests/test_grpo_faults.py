@@ -158,6 +158,8 @@ def test_sigterm_is_a_checkpoint_and_the_resume_is_exact(flags, tmp_path):
 SIGNALS = {
     "Ctrl-C to all": lambda run: run.signal(signal.SIGINT),
     "SIGUSR1 to a learner": lambda run: os.kill(run.pids[1], signal.SIGUSR1),
+    # as where the scheduler takes a machine that only generates
+    "SIGTERM to a generator": lambda run: os.kill(run.pids[2], signal.SIGTERM),
 }
 
 

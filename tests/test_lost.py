@@ -4,6 +4,8 @@ python -m pytest tests/test_lost.py -m ""
 """
 
 import re
+import signal
+import time
 
 import pytest
 from launch import Forked
@@ -65,6 +67,19 @@ def test_a_killed_rank_is_one_line_that_names_it_wherever_the_others_are(tmp_pat
     (line,) = said_by_rank_0(tmp_path, DIES, WAITS[waits]).splitlines()
     assert line.startswith("error: rank 1 is gone in act 'load'")
     assert "memory" in line
+
+
+def test_a_stop_that_rank_0_hears_after_the_others_have_ended_is_not_taken_for_a_kill(tmp_path):
+    (tmp_path / "ranks.py").write_text(
+        RANKS.format(ends="time.sleep(60)", waits="gather(world, 'here')")
+    )
+    with Forked(f"torchrun --nproc_per_node 2 {tmp_path}/ranks.py", apart=True, named=True) as run:
+        run.until("--- load")
+        time.sleep(1)
+        run.signal(signal.SIGTERM)  # as torchrun hands on that of the scheduler
+        run.end(60)
+        assert run.errors.read_text() == "error: stopped by SIGTERM in act 'load'\n"
+    assert run.processes[0].exitcode == 128 + signal.SIGTERM
 
 
 def test_a_rank_that_ended_by_itself_is_told_from_its_own_words(tmp_path):

@@ -165,8 +165,10 @@ def plan_memory(
 def room_sentence(setting: Setting, need: Need, room: Room, answer: str) -> str:
     """The plan's line about the bytes that are needed and those that there are."""
     if not setting.gpu:
-        reserve = f"{HOST_SLACK} x what is alive, since glibc keeps what is freed"
-        return f"room      {need.device / GIB:.2f} GiB a rank, {reserve}; there is {room.text}"
+        return (
+            f"room      {need.device / GIB:.2f} GiB a rank, {HOST_SLACK} x what is alive, since glibc keeps"
+            f" what is freed; there is {room.text}"
+        )
     if answer == TIGHT:
         answer = f"{answer}, {WHY_TIGHT}"
     return (

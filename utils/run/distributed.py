@@ -103,10 +103,8 @@ def init_distributed(use_gpu: bool = True) -> World:
             " (fix: another --master_port, or torchrun --standalone)"
         ) from None
     if device.type == "cuda":
-        gpu = ""
-        if torch.cuda.device_count() < local_size:
-            gpu = str(torch.cuda.get_device_properties(device).uuid)
-        check_own_gpus(world, gpu)
+        shares = torch.cuda.device_count() < local_size
+        check_own_gpus(world, str(torch.cuda.get_device_properties(device).uuid) if shares else "")
     return world
 
 
@@ -242,8 +240,10 @@ def agree(world: World, values: dict, what: str) -> None:
     """Raise ConfigError on all ranks unless every rank has the values of rank 0; name those that differ."""
     with together(world):
         changed = differences(broadcast(world, values), values)
-        text = f"other {what} than on rank 0: {changed}"
-        check(not changed, f"{text} (fix: the same {what} on every machine)")
+        check(
+            not changed,
+            f"other {what} than on rank 0: {changed} (fix: the same {what} on every machine)",
+        )
 
 
 def env_int(name: str, default: int | None = None) -> int | None:
@@ -266,9 +266,11 @@ def use_expandable_segments() -> None:
 def device_of(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
         is_meant = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        what = f"torch {torch.__version__}, of CUDA {torch.version.cuda}, cannot use the GPU"
-        fix = "a driver and a torch that fit each other; CUDA_VISIBLE_DEVICES=-1 takes the CPU"
-        check(is_meant or not NVIDIA.exists(), f"{what} {NVIDIA} (fix: {fix})")
+        check(
+            is_meant or not NVIDIA.exists(),
+            f"torch {torch.__version__}, of CUDA {torch.version.cuda}, cannot use the GPU {NVIDIA}"
+            " (fix: a driver and a torch that fit each other; CUDA_VISIBLE_DEVICES=-1 takes the CPU)",
+        )
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 1:  # the launcher may show each rank one GPU: see check_own_gpus

@@ -41,22 +41,24 @@ def explain(error: Exception) -> None:
     for code in (errno.ENOSPC, errno.EDQUOT):
         reason = os.strerror(code)  # errors of safetensors and torch contain the system's text
         if reason in text:
-            filename = getattr(error, "filename", None)
-            file = f" for {filename}" if filename else ""
+            file = f" for {error.filename}" if getattr(error, "filename", None) else ""
             print_once(
                 f"{reason}{file} in act '{story.act}': free space, or choose another --output_dir"
             )
             _leave()
     first_line = (text or "MemoryError").splitlines()[0][:300]
     if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or REFUSED in text:
-        what = f"rank {rank()} is out of memory in act '{story.act}': {first_line}{story.planned}"
-        write_errors(f"{what} (fix: {story.less_memory()})")
+        write_errors(
+            f"rank {rank()} is out of memory in act '{story.act}': {first_line}{story.planned}"
+            f" (fix: {story.less_memory()})"
+        )
         _leave()
     if LOST.search(text):
         say_who_is_gone()
-        waits = f"rank {rank()} waited in vain for the others in act '{story.act}': {first_line}"
-        fix = "see what they say; one that says nothing hangs: py-spy dump shows where"
-        print_once(f"{waits} (fix: {fix})")
+        print_once(
+            f"rank {rank()} waited in vain for the others in act '{story.act}': {first_line}"
+            " (fix: see what they say; one that says nothing hangs: py-spy dump shows where)"
+        )
         _leave()
 
 

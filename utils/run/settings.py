@@ -102,11 +102,13 @@ def split_words(argv: list[str]) -> dict[str, str]:
 def kinds_of(cls: type) -> dict[str, tuple[type, str | None]]:
     """Each setting's type, and the value that its flag means without a value (None: it needs one)."""
     types = typing.get_type_hints(cls)
-    kinds = {}
-    for field in fields(cls):
-        bare = "true" if types[field.name] is bool else field.metadata.get("bare")
-        kinds[field.name] = (types[field.name], bare)
-    return kinds
+    return {
+        field.name: (
+            types[field.name],
+            "true" if types[field.name] is bool else field.metadata.get("bare"),
+        )
+        for field in fields(cls)
+    }
 
 
 def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int | float | bool:

@@ -51,14 +51,16 @@ def stop_after_step() -> None:
 
 def stop_asked(group=None) -> str:
     """The name of a signal that any rank of the group has received, or "". It is a collective: every rank of
-    the group calls it. None: the group of all ranks.
+    the group calls it. None: the group of all ranks. From then on each of them counts as having received it.
     """
     import torch
-    import torch.distributed as dist
 
-    number = torch.tensor(_received[0] if _received else 0)
-    dist.all_reduce(number, dist.ReduceOp.MAX, group)
-    return signal.Signals(number.item()).name if number else ""
+    number = torch.tensor(max(_received, default=0))
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group)
+    if not number:
+        return ""
+    _received.append(number.item())
+    return signal.Signals(number.item()).name
 
 
 def _look(reader):
@@ -71,6 +73,7 @@ def _look(reader):
             if ranks_gone():
                 time.sleep(1)  # the main thread says so first, if it can
                 say_who_is_gone()
+            _received.append(number)  # nobody was gone when it came
         # On Ctrl-C the terminal and torchrun may each send SIGINT, at almost the same time; a person's second
         # Ctrl-C comes later. On the second one torchrun sends SIGTERM. A timer of the user's code is neither.
         if 0 < begun < time.monotonic() - 0.5 and number in CAUGHT[:2]:
@@ -125,7 +128,7 @@ def report_errors() -> Iterator[None]:
             raise
     except KeyboardInterrupt as error:  # from _raise, with the signal's name, at any time
         name = str(error) or "SIGINT"
-        if name == "SIGTERM":  # torchrun sends it to the other ranks when one has ended
+        if name == "SIGTERM" and not _received:  # torchrun sends it when a rank has ended
             from .failures import say_who_is_gone
 
             say_who_is_gone()

@@ -212,9 +212,8 @@ class _HashingFiles(dcp.filesystem.FileSystem):
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
         with _HashingFile(io.FileIO(path, mode)) as stream:
             yield stream
-        sha256 = stream.digest.hexdigest()
         name = Path(path).name.removesuffix(".tmp")  # DCP renames .metadata.tmp
-        self.digests[name] = {"bytes": os.path.getsize(path), "sha256": sha256}
+        self.digests[name] = {"bytes": os.path.getsize(path), "sha256": stream.digest.hexdigest()}
 
 
 class _HashingFile(io.BufferedWriter):

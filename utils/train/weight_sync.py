@@ -32,7 +32,7 @@ from ..run.distributed import (
     set_timeout,
 )
 from ..run.errors import ConfigError, check
-from ..run.signals import stop_after_step
+from ..run.signals import stop_after_step, stop_asked
 from .rollout import Completion
 
 
@@ -71,8 +71,9 @@ def divide_world(world: World, generate_ranks: int) -> Roles:
     backend = BACKENDS[world.device.type]
     if world.device.type == "cuda":  # the default group is gloo
         world = replace(world, group=dist.new_group(backend=backend))
-    kinds = [range(learners), range(learners, world.size)]
-    group, _ = dist.new_subgroups_by_enumeration(kinds, backend=backend)
+    group, _ = dist.new_subgroups_by_enumeration(
+        [range(learners), range(learners, world.size)], backend=backend
+    )
     set_timeout()  # torch gives new groups 30 minutes
     own = replace(world, rank=group.rank(), size=group.size(), group=group)
     return Roles(world.rank < learners, own, world, learners)
@@ -95,11 +96,10 @@ def plan_weights(model: nn.Module, roles: Roles) -> list[Weight]:
     # Before point-to-point transfers among some ranks, NCCL needs a collective of all ranks.
     dist.all_reduce(torch.zeros(1, device=roles.joint.device), group=roles.joint.group)
     of_ranks = gather(roles.joint, held)
-    weights = []
-    for name in of_ranks[0]:
-        shape, dtype, _ = of_ranks[-1][name]
-        weights.append(Weight(name, shape, dtype, [of_rank[name][-1] for of_rank in of_ranks]))
-    return weights
+    return [
+        Weight(name, *of_ranks[-1][name][:2], [of_rank[name][-1] for of_rank in of_ranks])
+        for name in of_ranks[0]
+    ]
 
 
 @torch.no_grad()
@@ -171,7 +171,9 @@ def ask(*request, model: nn.Module, weights: list[Weight], roles: Roles) -> list
     broadcast(roles.joint, request)
     send_weights(model, weights, roles)
     with patience():
-        return broadcast(roles.joint, None, source=roles.learners)
+        completions = broadcast(roles.joint, None, source=roles.learners)
+    stop_asked(roles.joint.group)  # a signal that only generators received
+    return completions
 
 
 @contextmanager
@@ -192,11 +194,12 @@ def serve(draw: Callable, model: nn.Module, weights: list[Weight], roles: Roles)
     """On a generator: sample what the learners request, with their weights, until they end. draw: draw_all
     for this model.
     """
-    while True:
-        with patience():  # the learners may also save
-            request = broadcast(roles.joint, None)
-        stop_after_step()  # from now on a signal stops the learners, which then end the generators
-        if request is None:
-            return
+    with patience():
+        request = broadcast(roles.joint, None)
+    stop_after_step()  # from now on a signal stops the learners, which then end the generators
+    while request:
         load_weights(model, receive_weights(weights, roles))
         broadcast(roles.joint, draw(*request), source=roles.learners)
+        stop_asked(roles.joint.group)
+        with patience():  # the learners may also save
+            request = broadcast(roles.joint, None)
