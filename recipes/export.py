@@ -271,7 +271,8 @@ def write_adapter(trained: Trained, out: Path, world: World) -> None:
     allocate(model, [name for name, p in model.named_parameters() if p.requires_grad])
     read_tensors(trained.checkpoint, checkpoint_tensors(model))
     tokenizer = tokenizer_of(trained)
-    line = save_adapter(out, model, trained.adapter, trained.name, world, tokenizer)
+    save_dtype = DTYPES[trained.run.get("save_dtype", "original")]
+    line = save_adapter(out, model, trained.adapter, trained.name, world, tokenizer, save_dtype)
     print0(f"adapter   {line}")
 
 

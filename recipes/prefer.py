@@ -206,7 +206,7 @@ class Config:
     allow_new_data: bool = False  # resume even if the data has changed
     timeout: int = 300  # seconds that ranks wait for each other in a step; twice that in a save
     save_model: bool = True  # write OUT/model at the end
-    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # dtype of OUT/model
+    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # dtype of the result
     log_every: int = 1  # steps between console lines; only these steps wait for the GPU
     profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
     tensorboard: bool = False  # also log to OUT/tensorboard
@@ -226,8 +226,10 @@ class Config:
             "--attn varlen is for --packing (fix: leave out --attn)",
         )
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
-        given = (self.model and self.dataset) or (TINY / "config.json").exists()
-        check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
+        check(
+            (self.model and self.dataset) or (TINY / "config.json").exists(),
+            "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)",
+        )
 
 
 @releases_output
@@ -594,15 +596,18 @@ def main(cfg: Config) -> Path:
     # --- save: each rank writes its own bytes of the final files ----------------------------------
     act("save")
     result = out / ("adapter" if lora else "model")
+    save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer)}")
+        print0(
+            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
+        )
     elif cfg.save_model:
         save_model(
             result,
             model,
             pieces,
             world,
-            save_dtype=DTYPES[cfg.save_dtype],
+            save_dtype=save_dtype,
             tokenizer=tokenizer,
             source=source.folder,
             eos_ids=end_of_turn_ids(tokenizer),

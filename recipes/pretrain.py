@@ -167,7 +167,7 @@ class Config:
     allow_new_data: bool = False  # resume even if the data has changed
     timeout: int = 300  # seconds that ranks wait for each other in a step; twice that in a save
     save_model: bool = True  # write OUT/model at the end
-    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # dtype of OUT/model
+    save_dtype: Literal["original", "bf16", "fp32"] = "original"  # dtype of the result
     log_every: int = 1  # steps between console lines; only these steps wait for the GPU
     profile: bool = False  # write OUT/profile: a trace of two steps, on CUDA also a memory snapshot
     tensorboard: bool = False  # also log to OUT/tensorboard
@@ -186,8 +186,10 @@ class Config:
             self.low_cpu_fsdp or not drawn,
             "--low_cpu_fsdp false reads weights, and --init random has none (fix: leave it out)",
         )
-        given = (self.model and self.dataset) or (TINY / "config.json").exists()
-        check(given, "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)")
+        check(
+            (self.model and self.dataset) or (TINY / "config.json").exists(),
+            "recipes/tiny is not here (fix: --model FOLDER --dataset FILE)",
+        )
 
 
 @releases_output

@@ -488,11 +488,15 @@ def lora_run(root: Path, **flags) -> Path:
     return finetune.main(finetune.Config(**flags))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_of_a_lora_run_becomes_the_adapter_that_the_run_wrote(ranks, tmp_path):
-    run = lora_run(tmp_path, modules_to_save="lm_head")
+@pytest.mark.parametrize(("ranks", "save_dtype"), [(1, "original"), (2, "bf16")])
+def test_a_checkpoint_of_a_lora_run_becomes_the_adapter_that_the_run_wrote(
+    ranks, save_dtype, tmp_path
+):
+    run = lora_run(tmp_path, modules_to_save="lm_head", save_dtype=save_dtype)
     out = exported(tmp_path / "out", ranks, checkpoint=run)
     assert contents(out) == contents(run / "adapter")
+    dtype = {"original": FP32, "bf16": BF16}[save_dtype]
+    assert all(tensor.dtype == dtype for tensor in tensors(out).values())
     merged = exported(tmp_path / "merged", ranks, adapter=out)
     expected = merge_with_peft(tmp_path / "base", run / "adapter", tmp_path / "peft")
     found = tensors(merged)

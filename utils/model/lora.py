@@ -289,10 +289,16 @@ def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
 
 
 def save_adapter(
-    out: Path, model: nn.Module, config: LoraConfig, base_name: str, world: World, tokenizer
+    out: Path,
+    model: nn.Module,
+    config: LoraConfig,
+    base_name: str,
+    world: World,
+    tokenizer,
+    save_dtype: torch.dtype | None = None,
 ) -> str:
     """Write `out` as a peft folder for PeftModel.from_pretrained, in place of an older one. Returns its
-    content in words.
+    content in words. save_dtype: None: as it was trained.
 
     Each rank writes its rows into a temporary folder beside `out`, reads them back and compares them
     bit for bit; then the folder is renamed. On failure all ranks raise one ConfigError, and an older
@@ -315,7 +321,7 @@ def save_adapter(
         config.save_pretrained(temp)
         save_tokenizer(tokenizer, temp)
 
-    layout = lay_out(pieces, max_file_bytes=math.inf, stem="adapter_model")
+    layout = lay_out(pieces, save_dtype, max_file_bytes=math.inf, stem="adapter_model")
     save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
     numbers = sum(math.prod(piece.shape) for piece in pieces)
     return f"{len(pieces)} tensors, {numbers:,} numbers"

@@ -78,8 +78,10 @@ def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
         f"--quantization: FSDP2 of torch {torch.__version__} shards no integers"
         " (fix: pip install 'torch>=2.12')",
     )
-    both = quant.quantization == "4bit" and quant.int8_mode != "dequant"
-    check(not both, "--int8_mode llm_int8 is of --quantization 8bit (fix: leave it out)")
+    check(
+        quant.quantization != "4bit" or quant.int8_mode == "dequant",
+        "--int8_mode llm_int8 is of --quantization 8bit (fix: leave it out)",
+    )
     check(
         not lora or param_dtype == "fp32",
         "--param_dtype bf16: with adapters what trains is fp32, and --dtype is what is frozen"
