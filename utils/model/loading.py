@@ -308,8 +308,8 @@ def plan_pieces(
         covered[new_head] = state[new_head].numel()
         pieces.append(whole(new_head, state[new_head].to(next(iter(weights.values())).dtype)))
     # A tied weight may be stored under only one of its names.
-    complete = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
-    missing = [name for name, tensor in state.items() if id(tensor) not in complete]
+    complete = {tensor for name, tensor in state.items() if covered[name] >= tensor.numel()}
+    missing = [name for name, tensor in state.items() if tensor not in complete]
     repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
     wrong = {
         "lack": missing,
