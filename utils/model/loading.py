@@ -387,9 +387,11 @@ def load_pieces(
     state = model.state_dict(keep_vars=True)
     filled = set()
     staging = torch.empty(CHUNK * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    stored = [piece for piece in pieces if piece.info.file]
-    by_file = sorted(stored, key=lambda piece: (str(piece.info.file), piece.info.begin))
-    for path, group in groupby(by_file, key=lambda piece: piece.info.file):
+    stored = sorted(
+        (piece for piece in pieces if piece.info.file),
+        key=lambda piece: (str(piece.info.file), piece.info.begin),
+    )
+    for path, group in groupby(stored, key=lambda piece: piece.info.file):
         with open(path, "rb", buffering=0) as file:
             for piece in group:
                 for name in (names or {}).get(piece.param, [piece.param]):

@@ -144,8 +144,8 @@ def arguments(batch) -> dict:
     if batch.positions is not None:
         options["position_ids"] = batch.positions
     if batch.begins is not None:
-        options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.begins)
-        options |= dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
+        options |= {"cu_seq_lens_q": batch.begins, "max_length_q": batch.longest}
+        options |= {"cu_seq_lens_k": batch.begins, "max_length_k": batch.longest}
     return options | batch.extra
 
 
@@ -257,6 +257,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
+        assert not torch.is_grad_enabled(), "create_graph: gradients of this loss have no graph"
         # In place, because these buffers are the largest of the step; the backward runs only once. A GPU
         # would round a () tensor to the gradient's dtype first.
         scale = scale.view(1) if scale.is_cuda else scale
