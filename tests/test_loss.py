@@ -98,6 +98,15 @@ def test_a_gradient_of_gradients_is_refused_and_not_wrong(of_each_token):
         torch.autograd.grad(loss, weight, create_graph=True)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_generate_of_transformers_answers_as_without_the_chunked_loss(kind):
+    model = tiny_model(kind).eval()
+    ids = torch.tensor([[0, 0, 0, 7, 8, 9], [5, 6, 7, 8, 9, 10]])
+    given = {"attention_mask": ids != 0, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **given)
+    assert torch.equal(add_chunked_loss(model).generate(ids, **given), expected)
+
+
 def test_the_routers_loss_is_part_of_it():
     batch, losses = some_batch(), []
     for coefficient in (0.0, 0.5):
