@@ -376,7 +376,8 @@ def load_pieces(
 
     Shards are on `device`; with cpu_offload they are on the host, and only the buffers are on `device`.
     names: the present names of each parameter, if they have changed since the pieces were planned, as with
-    adapters; two names get two copies. The parameter of a piece without a file is not filled.
+    adapters; two names get two copies. A parameter that has no piece, or one without a file, holds arbitrary
+    values afterwards, whatever it held before: fill it then.
 
     Peak memory above the shards: CHUNK elements, or a transposed expert. Files are read, not mapped: mapped
     pages count as memory of this process, and network file systems deliver them in small parts. Raises

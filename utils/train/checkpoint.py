@@ -38,10 +38,10 @@ Optimizer = torch.optim.Optimizer
 
 
 class CheckpointSaver(AbstractContextManager):
-    """Writes folder/step_%08d and keeps the newest `keep` checkpoints (0: all). Every rank creates a saver
-    and makes the same calls. A thread removes older checkpoints during the next steps, because freeing large
-    files takes a while. After the first save, the saver warns if the time after a SIGTERM would be too short
-    for another save.
+    """Writes folder/step_%08d and keeps the newest `keep` checkpoints (0: all). The parent of `folder` must
+    exist. Every rank creates a saver and makes the same calls. A thread removes older checkpoints during the
+    next steps, because freeing large files takes a while. After the first save, the saver warns if the time
+    after a SIGTERM would be too short for another save.
 
     background: `save` copies the tensors to host memory and returns; a thread writes them.
     timeout: seconds that ranks wait for each other in a save; some disks may be slower than others. The saver
