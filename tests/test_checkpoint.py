@@ -328,6 +328,24 @@ def test_an_existing_checkpoint_is_not_overwritten(tmp_path):
     assert names(tmp_path) == ["step_00000001"]
 
 
+def save_after_a_forward_alone(world, folder):
+    model, optimizer = build(world)
+    train(world, model, optimizer, 0, 1)
+    expected = fingerprint(model, optimizer)
+    with torch.no_grad():
+        model(torch.arange(8)[None])  # leaves units gathered
+    path = save_checkpoint(folder, 1, model, optimizer, {}, 0, world)
+    second, second_optimizer = build(world, seed=1)
+    load_checkpoint(path, second, second_optimizer, world)
+    return expected, fingerprint(second, second_optimizer)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_after_a_forward_without_backward_keeps_all_optimizer_state(tmp_path, ranks):
+    for expected, loaded in run_ranks(save_after_a_forward_alone, ranks, tmp_path):
+        assert loaded == expected
+
+
 def save_half_frozen(world, folder):
     model, optimizer = build(world)
     for parameter in model.model.parameters():

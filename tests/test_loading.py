@@ -8,13 +8,14 @@ import shutil
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import gathered, run_ranks
 from safetensors.torch import load_file, save_file
 from shards import shard_training
 from tiny import KINDS, tiny_config, tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from utils.model import loading
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.saving import save_model
@@ -92,6 +93,32 @@ def test_what_is_saved_has_the_names_the_dtypes_and_the_bits_that_were_read(
     }
     assert saved.keys() == read.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in read.items())
+
+
+def load_with_a_value_head(world, source, out):
+    """As utils/README.md says for a parameter of one's own; returns its values."""
+    model = build_model(AutoConfig.from_pretrained(source), torch.float32)
+    pieces = plan_pieces(model, open_weights(source), source)
+    model.value = torch.nn.Linear(64, 1, device="meta")
+    pieces += [loading.whole(f"value.{name}", p) for name, p in model.value.named_parameters()]
+    shard_training(model, build_mesh(world), torch.float32)
+    load_pieces(model, pieces, world.device)
+    torch.manual_seed(1)
+    model.value.reset_parameters()
+    save_model(out, model, pieces, world, source=source)
+    return {name: gathered(p).detach() for name, p in model.value.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_of_ones_own_is_saved_with_a_piece_of_its_own(folders, tmp_path, ranks):
+    out = tmp_path / "out"
+    values = run_ranks(load_with_a_value_head, ranks, folders["llama"], out)[0]
+    saved, source = load_file(out / "model.safetensors"), {}
+    for file in folders["llama"].glob("*.safetensors"):
+        source |= load_file(file)
+    source |= {f"value.{name}": value for name, value in values.items()}
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
 
 
 def test_the_classic_way_gives_the_same_model(folders):

@@ -15,6 +15,7 @@ from tiny import in_chunks, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.data.batches import Batch
+from utils.model.log_probs import token_log_probs
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
@@ -82,6 +83,28 @@ def test_another_loss_per_token_is_differentiated_within_the_chunks(kind, full_l
         assert (ours.grad - theirs.grad).norm() <= 2e-6 * theirs.grad.norm()
     with torch.no_grad():
         torch.testing.assert_close(summed_cross_entropy(model, batch, smoothed), expected.detach())
+
+
+@pytest.mark.parametrize("of_each_token", [False, True])
+def test_a_gradient_of_gradients_is_refused_and_not_wrong(of_each_token):
+    model, batch = in_chunks(tiny_model("llama"), 16), some_batch()
+    loss = (
+        -token_log_probs(model, batch).sum()
+        if of_each_token
+        else summed_cross_entropy(model, batch)
+    )
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(AssertionError, match="have no graph"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_generate_of_transformers_answers_as_without_the_chunked_loss(kind):
+    model = tiny_model(kind).eval()
+    ids = torch.tensor([[0, 0, 0, 7, 8, 9], [5, 6, 7, 8, 9, 10]])
+    given = {"attention_mask": ids != 0, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **given)
+    assert torch.equal(add_chunked_loss(model).generate(ids, **given), expected)
 
 
 def test_the_routers_loss_is_part_of_it():

@@ -308,8 +308,8 @@ def plan_pieces(
         covered[new_head] = state[new_head].numel()
         pieces.append(whole(new_head, state[new_head].to(next(iter(weights.values())).dtype)))
     # A tied weight may be stored under only one of its names.
-    complete = {id(tensor) for name, tensor in state.items() if covered[name] >= tensor.numel()}
-    missing = [name for name, tensor in state.items() if id(tensor) not in complete]
+    complete = {tensor for name, tensor in state.items() if covered[name] >= tensor.numel()}
+    missing = [name for name, tensor in state.items() if tensor not in complete]
     repeated = [name for name, tensor in state.items() if covered[name] > tensor.numel()]
     wrong = {
         "lack": missing,
@@ -376,7 +376,8 @@ def load_pieces(
 
     Shards are on `device`; with cpu_offload they are on the host, and only the buffers are on `device`.
     names: the present names of each parameter, if they have changed since the pieces were planned, as with
-    adapters; two names get two copies. The parameter of a piece without a file is not filled.
+    adapters; two names get two copies. A parameter that has no piece, or one without a file, holds arbitrary
+    values afterwards, whatever it held before: fill it then.
 
     Peak memory above the shards: CHUNK elements, or a transposed expert. Files are read, not mapped: mapped
     pages count as memory of this process, and network file systems deliver them in small parts. Raises
@@ -387,9 +388,11 @@ def load_pieces(
     state = model.state_dict(keep_vars=True)
     filled = set()
     staging = torch.empty(CHUNK * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    stored = [piece for piece in pieces if piece.info.file]
-    by_file = sorted(stored, key=lambda piece: (str(piece.info.file), piece.info.begin))
-    for path, group in groupby(by_file, key=lambda piece: piece.info.file):
+    stored = sorted(
+        (piece for piece in pieces if piece.info.file),
+        key=lambda piece: (str(piece.info.file), piece.info.begin),
+    )
+    for path, group in groupby(stored, key=lambda piece: piece.info.file):
         with open(path, "rb", buffering=0) as file:
             for piece in group:
                 for name in (names or {}).get(piece.param, [piece.param]):

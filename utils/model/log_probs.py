@@ -27,10 +27,11 @@ def token_log_probs(
     model: from add_chunked_loss. temperature: divides the logits. per_token: a loss to use in place of -log
     p; minus its values are returned.
 
-    Any loss of the result can be differentiated. A batch without trained tokens gives zeros with a graph, so
-    that every rank takes part in the backward. The router loss of a mixture of experts is left out. Extra
-    memory: the logits of one chunk in 16 bit, and some copies of them in fp32; for the backward (n, D), and
-    the head's gradient if it trains; full logits of the trained tokens if check_chunked_loss has chosen them.
+    Any loss of the result can be differentiated, once. A batch without trained tokens gives zeros with a
+    graph, so that every rank takes part in the backward. The router loss of a mixture of experts is left out.
+    Extra memory: the logits of one chunk in 16 bit, and some copies of them in fp32; for the backward (n, D),
+    and the head's gradient if it trains; full logits of the trained tokens if check_chunked_loss has chosen
+    them.
 
     Source: the log-probs of DPO, https://arxiv.org/abs/2305.18290, and of GRPO, arXiv 2402.03300.
     """
@@ -73,6 +74,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, factors):
+        assert not torch.is_grad_enabled(), "create_graph: gradients of these losses have no graph"
         factors = factors[:, None]  # (n, 1)
         if ctx.trains:
             wanted = ctx.needs_input_grad

@@ -15,8 +15,7 @@ B batch, T tokens, D hidden, V vocabulary, n trained tokens, c tokens of a chunk
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from types import MethodType
+from functools import partial, wraps
 from unittest.mock import patch
 
 import torch
@@ -58,7 +57,7 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
     head = model.get_output_embeddings()
     head.logits_to_loss = known_transforms(model)[0]
     head.chunk_tokens = tokens_of_chunk(head.weight.shape[0])
-    head.forward = MethodType(_head_forward, head)
+    head.forward = partial(_head_forward, head)
     model.router_loss = None
     if getattr(model.config, "output_router_logits", False):
         family = inspect.getmodule(family_of(model))
@@ -68,7 +67,8 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
         parameters = list(inspect.signature(model.router_loss).parameters)
         has_fields = all(hasattr(model, field) for field in ROUTER_LOSS_FIELDS)
         model.full_logits |= parameters != ROUTER_LOSS_PARAMETERS or not has_fields
-    model.forward = MethodType(_model_forward, model)
+    # generate() of transformers asks for the names of its parameters, and gives no position_ids to others.
+    model.forward = wraps(model.forward)(partial(_model_forward, model))
     return model
 
 
@@ -144,16 +144,19 @@ def arguments(batch) -> dict:
     if batch.positions is not None:
         options["position_ids"] = batch.positions
     if batch.begins is not None:
-        options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.begins)
-        options |= dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
+        options |= {
+            "cu_seq_lens_q": batch.begins,
+            "cu_seq_lens_k": batch.begins,
+            "max_length_q": batch.longest,
+            "max_length_k": batch.longest,
+        }
     return options | batch.extra
 
 
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its head."""
-    if model.base_model is not model:
-        return model.base_model
-    return model.model  # Llama 4 has no attribute with the name in its base_model_prefix
+    # Llama 4 has no attribute with the name in its base_model_prefix
+    return model.model if model.base_model is model else model.base_model
 
 
 def _model_forward(
@@ -257,6 +260,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
+        assert not torch.is_grad_enabled(), "create_graph: gradients of this loss have no graph"
         # In place, because these buffers are the largest of the step; the backward runs only once. A GPU
         # would round a () tensor to the gradient's dtype first.
         scale = scale.view(1) if scale.is_cuda else scale

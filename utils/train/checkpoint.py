@@ -38,10 +38,10 @@ Optimizer = torch.optim.Optimizer
 
 
 class CheckpointSaver(AbstractContextManager):
-    """Writes folder/step_%08d and keeps the newest `keep` checkpoints (0: all). Every rank creates a saver
-    and makes the same calls. A thread removes older checkpoints during the next steps, because freeing large
-    files takes a while. After the first save, the saver warns if the time after a SIGTERM would be too short
-    for another save.
+    """Writes folder/step_%08d and keeps the newest `keep` checkpoints (0: all). The parent of `folder` must
+    exist. Every rank creates a saver and makes the same calls. A thread removes older checkpoints during the
+    next steps, because freeing large files takes a while. After the first save, the saver warns if the time
+    after a SIGTERM would be too short for another save.
 
     background: `save` copies the tensors to host memory and returns; a thread writes them.
     timeout: seconds that ranks wait for each other in a save; some disks may be slower than others. The saver
@@ -78,6 +78,7 @@ class CheckpointSaver(AbstractContextManager):
         """
         self.wait()
         final = self.folder / f"step_{step:08d}"
+        model.state_dict()  # reshards parameters that a forward left gathered; they have no state
         tensors = checkpoint_tensors(model, optimizer)
         # The run folder exists. A sharded tensor has the bytes of all shards.
         check_space(self.folder.parent, sum(t.nbytes for t in tensors.values()), self.world)
@@ -134,8 +135,7 @@ def checkpoint_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             tensors[f"model.{name}"] = parameter  # DCP detaches it
-            state = optimizer.state[parameter] if optimizer else {}
-            for key, value in state.items():
+            for key, value in optimizer.state[parameter].items() if optimizer else ():
                 tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
