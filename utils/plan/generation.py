@@ -83,8 +83,7 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
     check(
         force or must <= room.device,
         f"this does not fit: a rank needs {must / GIB:.2f} GiB, most of it {part},"
-        f" {parts[part] / GIB:.2f} GiB;"
-        f" there is {room.text}"
+        f" {parts[part] / GIB:.2f} GiB; there is {room.text}"
         " (fix: a smaller --batch_size or --max_new_tokens, or more ranks; or --force to try)",
     )
 
@@ -131,8 +130,8 @@ def plan_rollout(
         if needed <= room.device:
             break
     whole = size == gathered
-    how = "gathered once" if whole else "gathered in each forward"
-    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers {how}"
+    how_often = "once" if whole else "in each forward"
+    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers gathered {how_often}"
     check(
         force or needed <= room.device,
         f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
