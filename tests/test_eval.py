@@ -114,6 +114,12 @@ def log_probs(model, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
+def test_half_of_a_surrogate_pair_in_an_answer_is_written_as_it_was_read(folder, tmp_path):
+    data = write(tmp_path / "q.jsonl", [{"prompt": "Say red", "answer": "grün \ud83d"}])
+    _, items = evaluated(tmp_path / "out", model=str(folder), dataset=data, max_new_tokens=2)
+    assert items[0]["answer"] == "grün \ud83d"
+
+
 def test_windows_score_each_token_once_with_enough_context():
     for tokens in (1, 5, 8, 9, 23, 24, 25):
         for seq_len, stride in ((8, 3), (8, 7), (24, 12)):

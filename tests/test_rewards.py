@@ -5,9 +5,11 @@ python -m pytest tests/test_rewards.py
 
 import json
 import math
+import subprocess
 import sys
 
 import pytest
+from shell import ROOT
 from tiny import tiny_tokenizer
 
 from utils.data.encode import Rows
@@ -359,3 +361,25 @@ def test_a_file_of_rewards_may_start_processes_that_import_it(tmp_path):
         "        return list(pool.map(one, completions))\n"
     )
     assert given(f"{tmp_path}/in_processes.py:f", ["a", "bc"]) == [1, 2]
+
+
+def test_a_process_that_a_reward_forks_ends_when_told_to_and_is_no_signal_to_the_run(tmp_path):
+    (tmp_path / "forks.py").write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from multiprocessing import get_context\n"
+        "from utils.run import signals\n"
+        "signals.stop_at_once()\n"
+        "signals.stop_after_step()\n"
+        "with get_context('fork').Pool(1) as pool:\n"  # its end terminates the worker
+        "    print(pool.map(len, ['ab']))\n"
+        "worker = get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "worker.start()\n"
+        "worker.terminate()\n"
+        "worker.join()\n"
+        "time.sleep(0.3)\n"
+        "print(worker.exitcode, signals._received)\n"
+    )
+    command = [sys.executable, str(tmp_path / "forks.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.stdout == "[2]\n-15 []\n", done.stderr

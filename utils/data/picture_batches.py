@@ -7,7 +7,6 @@ trained token attends to it.
 """
 
 import json
-import os
 import signal
 from copy import copy
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..run.errors import ConfigError, say
-from ..run.signals import CAUGHT, die_with_parent
+from ..run.signals import begin_child, die_with_parent
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
@@ -158,10 +157,7 @@ class PictureBatches(GlobalBatches):
 
 def begin_worker(_: int) -> None:
     """Let a worker end with its parent. It ignores all signals but SIGTERM, with which torch ends it."""
-    for number in CAUGHT:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    signal.set_wakeup_fd(-1)  # it leads to the parent
+    begin_child()
     die_with_parent()
 
 

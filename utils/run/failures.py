@@ -1,4 +1,4 @@
-"""Explain in one line why a run failed: a full disk, too little memory, or a rank that is gone.
+"""Explain in one line why a run failed: bad input, a full disk, too little memory, a lost rank or file.
 
 This file is imported only when a run fails.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import print_once, rank, story, write_errors
+from .errors import ConfigError, print_once, rank, story, write_errors
 
 LOST = re.compile(
     "[Tt]imed? ?out|[Cc]onnection (closed|refused|reset)|[Bb]roken pipe|remote process|aborted"
@@ -32,9 +32,18 @@ def abort_nccl() -> None:
 
 
 def explain(error: Exception) -> None:
-    """If the error comes from a full disk, too little memory or a missing rank, say so in one line and end
-    the process. Otherwise return.
+    """If the error comes from bad input, a full disk, too little memory, a missing rank or a file that a copy
+    of utils lacks, say so in one line and end the process. Otherwise say that its traceback follows, and
+    return.
     """
+    if isinstance(error, ConfigError):
+        print_once(*error.lines, agreed=error.agreed)
+        sys.exit(2)
+    name = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+    if name.startswith(__package__.removesuffix("run")):
+        file = name.replace(".", "/") + ".py"
+        print_once(f"{file} is not here, and a flag needs it (fix: copy it too)", agreed=True)
+        sys.exit(2)
     for number in (signal.SIGTERM, signal.SIGINT):  # torchrun may send them meanwhile
         signal.signal(number, signal.SIG_IGN)
     text = str(error)
@@ -60,6 +69,7 @@ def explain(error: Exception) -> None:
             " (fix: see what they say; one that says nothing hangs: py-spy dump shows where)"
         )
         _leave()
+    write_errors(f"rank {rank()} failed in act '{story.act}'; its traceback follows")
 
 
 def say_who_is_gone() -> None:

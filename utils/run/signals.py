@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import ConfigError, print_once, rank, story, write_errors
+from .errors import print_once, story
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -35,6 +35,11 @@ def stop_at_once() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT),
+        after_in_parent=_let_in,
+        after_in_child=begin_child,
+    )
     threading.Thread(target=_look, args=(reader,), daemon=True).start()
 
 
@@ -59,8 +64,9 @@ def stop_asked(group=None) -> str:
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group)
     if not number:
         return ""
-    _received.append(number.item())
-    return signal.Signals(number.item()).name
+    number = number.item()
+    _received.append(number)
+    return signal.Signals(number).name
 
 
 def _look(reader):
@@ -81,6 +87,21 @@ def _look(reader):
             os._exit(130)
         if number == signal.SIGINT:
             begun = begun or time.monotonic()
+
+
+def begin_child() -> None:
+    """In a forked process, such as a reward may start: SIGTERM ends it, as its parent expects of `terminate`,
+    also one that came during the fork; the other signals are the parent's matter.
+    """
+    signal.set_wakeup_fd(-1)  # it leads to the parent
+    for number in CAUGHT:  # to ignore SIGTERM would lose one that waits
+        ends = number == signal.SIGTERM
+        signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+    _let_in()
+
+
+def _let_in():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
 
 
 def die_with_parent() -> None:
@@ -111,20 +132,10 @@ def report_errors() -> Iterator[None]:
     try:
         try:
             yield
-        except ConfigError as error:
-            print_once(*error.lines, agreed=error.agreed)
-            sys.exit(2)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] != __package__.split(".")[0]:
-                raise  # not a file of this package; a copy may lack only those
-            file = error.name.replace(".", "/") + ".py"
-            print_once(f"{file} is not here, and a flag needs it (fix: copy it too)", agreed=True)
-            sys.exit(2)
         except Exception as error:
             from .failures import explain
 
             explain(error)  # returns if it has no explanation
-            write_errors(f"rank {rank()} failed in act '{story.act}'; its traceback follows")
             raise
     except KeyboardInterrupt as error:  # from _raise, with the signal's name, at any time
         name = str(error) or "SIGINT"

@@ -326,8 +326,7 @@ class Asker:
         known = self.answered()  # rows by number
         lengths = [max(len(sequence.ids) for sequence in group) for group in groups]
         longest_first = sorted(range(len(groups)), key=lambda i: -lengths[i])
-        largest = max(map(len, groups), default=1)
-        size = max(1, self.batch_size // largest)
+        size = max(1, self.batch_size // max(map(len, groups), default=1))
         batches = [longest_first[i : i + size] for i in range(0, len(groups), size)]
         batches = [batch for batch in batches if not known.keys() >= {*batch}]
         rank = self.world.rank
@@ -355,7 +354,9 @@ class Asker:
     def write(self, rows: list[dict]) -> None:
         """Append rows to the file, on rank 0."""
         if self.file and self.world.rank == 0:
-            with disk_errors(self.file), open(self.file, "a", encoding="utf-8") as file:
+            # Half of a surrogate pair, in a row's answer, is written as the escape of JSON.
+            errors = "backslashreplace"
+            with disk_errors(self.file), open(self.file, "a", -1, "utf-8", errors) as file:
                 for row in rows:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
