@@ -71,8 +71,10 @@ def load_processor(folder: Path | str, tokenizer):
     from transformers import PROCESSOR_MAPPING, AutoConfig, Idefics3Processor
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    fix = "pip install what is named as missing, or another --model, which takes pictures"
-    with others_code(f"{folder}: its processor cannot be read", fix):
+    with others_code(
+        f"{folder}: its processor cannot be read",
+        "pip install what is named as missing, or another --model, which takes pictures",
+    ):
         config = AutoConfig.from_pretrained(folder)
         check(
             not config.is_encoder_decoder and config.model_type != "paligemma",

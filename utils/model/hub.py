@@ -19,6 +19,7 @@ def fetch(name: str, trust_remote_code: bool, near: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FILES)
     except Exception as error:  # of the network, the hub, the disk
-        fix = "its name; HF_TOKEN where it is private or gated; HF_HOME on a disk with room"
-        what = f"{name} is no folder and cannot be had from the hub{near}"
-        raise ConfigError(f"{what}: {reason_of_others(error)} (fix: {fix})") from None
+        raise ConfigError(
+            f"{name} is no folder and cannot be had from the hub{near}: {reason_of_others(error)}"
+            " (fix: its name; HF_TOKEN where it is private or gated; HF_HOME on a disk with room)"
+        ) from None

@@ -172,8 +172,9 @@ def estimate_states(model: nn.Module, shards: int, optimizer: str = "adamw") -> 
         if parameter.requires_grad:
             gradients += share_bytes
             # AdamW's two moments, and the count of steps, one fp32 per parameter.
-            adamw = 2 * share_bytes + 4
-            moments += adamw if optimizer == "adamw" else state_bytes(parameter, share)
+            moments += (
+                2 * share_bytes + 4 if optimizer == "adamw" else state_bytes(parameter, share)
+            )
     return States(weights, gradients, moments)
 
 

@@ -216,8 +216,10 @@ def refusal(setting: Setting, need: Need, room: Room) -> str:
             parts = need.peak.parts
             name = max(parts, key=parts.get)
             text += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
-    fix = f"(fix: {remedy(setting, room)}; or --force to try)"
-    return f"this does not fit: {text}; there is {room.text} {fix}"
+    return (
+        f"this does not fit: {text}; there is {room.text}"
+        f" (fix: {remedy(setting, room)}; or --force to try)"
+    )
 
 
 def fitted_before(out: Path) -> dict[str, object]:

@@ -100,9 +100,7 @@ def open_trained(
         vars(source.config.get_text_config()).update(state.get("special_ids", {}))
     else:
         source = open_model(base, world, trust_remote_code)
-    tokenizer_folder = (
-        find_model(tokenizer_name, world, trust_remote_code) if tokenizer_name else source.folder
-    )
+    tokenizer_folder = find_model(tokenizer_name or source.folder, world, trust_remote_code)
     config = names = rules = None
     with together(world):
         stored = source.config.dtype or torch.float32  # build_model changes it
@@ -119,14 +117,14 @@ def open_trained(
             from ..model.lora import add_adapters, base_names
 
             trained = {name: run[name] for name in Lora().flags() if name in run}
-            lora = Lora(adapter=adapter) if adapter else Lora(**trained)
-            config = add_adapters(built, lora)
+            config = add_adapters(built, Lora(adapter=adapter) if adapter else Lora(**trained))
             names = base_names(built)
         elif run.get("train"):
             freeze_parts(built, parse_parts(run["train"]), dtype)
         if path:
-            fix = "the --model it was trained from"
-            check_tensors(path, checkpoint_tensors(built), fix, dtypes=False)
+            check_tensors(
+                path, checkpoint_tensors(built), "the --model it was trained from", dtypes=False
+            )
     tokenizer = (tokenizer_folder, run.get("chat_template") or template, trust_remote_code)
     return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names, rules)
 
@@ -136,8 +134,11 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
     the config fits both, weights or an adapter without a vision tower mean text.
     """
     if run:
-        fix = "its own run writes the result: reward.py --resume CHECKPOINT --steps N --output_dir NEW"
-        check("center_weight" not in run, f"--checkpoint: it scores and cannot answer (fix: {fix})")
+        check(
+            "center_weight" not in run,
+            "--checkpoint: it scores and cannot answer (fix: its own run writes the result:"
+            " reward.py --resume CHECKPOINT --steps N --output_dir NEW)",
+        )
         return "pictures" if "image_dir" in run else "text"
     of_text, of_pictures = (
         type(source.config) in KINDS[kind]._model_mapping for kind in ("text", "pictures")
@@ -284,8 +285,10 @@ def open_reward_model(
     source = open_model(name, world, trust_remote_code)
     with together(world):
         labels = source.config.num_labels
-        what = f"--reward_model {name} has {labels} labels, not one"
-        check(labels == 1, f"{what} (fix: a folder that reward.py has made)")
+        check(
+            labels == 1,
+            f"--reward_model {name} has {labels} labels, not one (fix: a folder that reward.py has made)",
+        )
         model = build_model(
             source.config, dtype, trust_remote_code=trust_remote_code, kind="scores"
         )
