@@ -265,9 +265,8 @@ def use_expandable_segments() -> None:
 
 def device_of(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
-        is_meant = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         check(
-            is_meant or not NVIDIA.exists(),
+            os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not NVIDIA.exists(),
             f"torch {torch.__version__}, of CUDA {torch.version.cuda}, cannot use the GPU {NVIDIA}"
             " (fix: a driver and a torch that fit each other; CUDA_VISIBLE_DEVICES=-1 takes the CPU)",
         )

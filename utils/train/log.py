@@ -90,7 +90,7 @@ class RunLog(AbstractContextManager):
 
     def due(self, done: int, every: int) -> bool:
         """Whether what happens after each `every` steps (0: never), and after the last, is due."""
-        return done == self.total_steps or (every and done % every == 0)
+        return done == self.total_steps or (every > 0 and done % every == 0)
 
     def read(self) -> None:
         """Log the steps that were added.
