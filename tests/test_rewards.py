@@ -118,6 +118,12 @@ def test_exact_ignores_white_space_around_and_rows_without_an_answer():
     assert given("exact", [" cat\n", "Dog", "x", "7"], answer=answers) == [1, 0, None, 1]
 
 
+def test_thoughts_of_an_answer_are_not_compared():
+    answers = ["<think>\nhm, 3\n</think>\n\ncat", "<think>cat</think>dog"]
+    assert given("exact", ["cat", "cat"], answer=answers) == [1, 0]
+    assert given("regex:</think>(.*)", ["<think></think>cat"] * 2, answer=answers) == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "right"),
     [

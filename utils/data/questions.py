@@ -215,8 +215,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 left = seq_len - 1 - size  # tokens of a prompt
                 check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
                 ids = self.tok_encode(context)[-left:]
-                prompt = scored(ids, len(ids))
-                by_size[size].append((number, prompt))
+                by_size[size].append((number, scored(ids, len(ids))))
             texts = [""] * len(requests)
             for size, asked in by_size.items():
                 numbers, prompts = zip(*asked, strict=True)

@@ -236,9 +236,13 @@ def text_of(completion: str | list[dict]) -> str:
 def compared(
     is_right: Callable[[str, str], bool], completions: list, answer: list, **columns
 ) -> list[float | None]:
-    """1 if is_right(completion, answer), both as texts, else 0; None if the row has no answer."""
+    """1 if is_right(completion, answer), both as texts, else 0; None if the row has no answer. An answer's
+    thoughts, before </think>, do not count.
+    """
     return [
-        None if known is None else float(is_right(text_of(completion), str(known)))
+        None
+        if known is None
+        else float(is_right(text_of(completion), str(known).rpartition("</think>")[2]))
         for completion, known in zip(completions, answer, strict=True)
     ]
 
