@@ -45,8 +45,11 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     if text and repr(text) in repr(messages):
         text = None  # UltraChat has the question also by itself
     if "instruction" in row and not text and not messages:
-        words = {key: row[key] for key in OF_ALPACA if key in row} | {"output": "to come"}
-        (*messages, _), tools, *others = read(words, "alpaca", Counter())
+        (*messages, _), tools, *others = read(
+            {key: row[key] for key in OF_ALPACA if key in row} | {"output": "to come"},
+            "alpaca",
+            Counter(),
+        )
         return messages, tools, row.get("output"), *others
     beside = {key: row[key] for key in BESIDE if row.get(key)}
     if isinstance(text, str) and text and messages is None:
@@ -84,8 +87,7 @@ def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
 
 def is_plain(content: str | list[dict], tokenizer, rows) -> bool:
     """Whether a prompt is plain text, used without a chat template. rows: an encode.Rows."""
-    plain = rows.format == "completion" or not tokenizer.template_name
-    return isinstance(content, str) and plain
+    return isinstance(content, str) and (rows.format == "completion" or not tokenizer.template_name)
 
 
 def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
