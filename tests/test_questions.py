@@ -120,6 +120,16 @@ def test_a_last_answer_becomes_a_column_and_columns_are_complete_lists(tokenizer
     assert found[0].content == [user("a")]
 
 
+def test_a_last_turn_that_only_calls_tools_is_no_answer(tokenizer, tmp_path):
+    """Otherwise `exact` would reward completions without any text."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    calls = [answer(text) | {"tool_calls": [call]} for text in ("", None)]
+    rows = [{"messages": [user("a"), turn]} for turn in (*calls, answer("A"))]
+    found = load(tokenizer, tmp_path / "rows.jsonl", rows)
+    assert [question.columns["answer"] for question in found] == [None, None, "A"]
+    assert found[0].content == [user("a")]
+
+
 def test_a_conversation_whose_question_stands_beside_it_too_is_read(tokenizer, tmp_path):
     """As in UltraChat; another text beside it is refused."""
     talk = [user("a"), answer("A"), user("b"), answer("B")]

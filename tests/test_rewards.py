@@ -118,6 +118,12 @@ def test_exact_ignores_white_space_around_and_rows_without_an_answer():
     assert given("exact", [" cat\n", "Dog", "x", "7"], answer=answers) == [1, 0, None, 1]
 
 
+def test_thoughts_of_an_answer_are_not_compared():
+    answers = ["<think>\nhm, 3\n</think>\n\ncat", "<think>cat</think>dog"]
+    assert given("exact", ["cat", "cat"], answer=answers) == [1, 0]
+    assert given("regex:</think>(.*)", ["<think></think>cat"] * 2, answer=answers) == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "right"),
     [
@@ -331,6 +337,18 @@ def test_an_answer_without_a_number_is_a_fault_of_its_row_before_anything_runs(t
     check_columns(parse_rewards("exact"), questions)
     with pytest.raises(ConfigError, match=r"rows.jsonl:3: no number in the answer 'N/A'"):
         check_columns(parse_rewards("number"), questions)
+
+
+def test_an_answer_of_several_texts_is_a_fault_of_its_row_if_it_is_compared(rules, tmp_path):
+    """Otherwise each completion is compared with the text of a Python list, and none is right."""
+    for answer in (["one", "two 2"], {"text": ["2"]}):
+        questions = asked_of(
+            tmp_path, [{"prompt": "q", "answer": "a 1"}, {"prompt": "q", "answer": answer}]
+        )
+        check_columns(parse_rewards(f"regex:a,{rules}:length"), questions)
+        for flag in ("exact", "number", "regex:(a)"):
+            with pytest.raises(ConfigError, match=r"rows.jsonl:2: answer .* is no text .fix"):
+                check_columns(parse_rewards(flag), questions)
 
 
 def test_a_prompt_that_the_reward_model_cannot_read_is_named(tmp_path):

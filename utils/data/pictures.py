@@ -254,8 +254,8 @@ def picture_prompt(row, rows) -> Prompt:
     if isinstance(data.get("texts"), list):
         data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
     messages, tools, _, sources, _ = turns_of(data, read_pictured)
-    content = [in_parts(message) for message in messages]
-    return Prompt(row.where, content, tools, sized(sources, row.where, rows))
+    pictures = sized(sources, row.where, rows)
+    return Prompt(row.where, [*map(in_parts, messages)], tools, pictures)
 
 
 def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:

@@ -33,7 +33,8 @@ class Prompt(NamedTuple):
 
 
 def turns_of(row: dict, read: Callable = to_messages) -> tuple:
-    """(prompt, tools, answer, ...) of a row. prompt: a text, or messages; answer: None if the row has none.
+    """(prompt, tools, answer, ...) of a row. prompt: a text, or messages; answer: None, or empty, if the row
+    has none.
 
     The row is {"prompt": TEXT or [turn, ...]} or {"messages": [turn, ...]}, with system and tools as in
     formats.py, or an alpaca row. The output of the latter is the answer, and so is a last turn of the
@@ -44,9 +45,12 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     if text and repr(text) in repr(messages):
         text = None  # UltraChat has the question also by itself
     if "instruction" in row and not text and not messages:
-        words = {key: row[key] for key in OF_ALPACA if key in row} | {"output": "to come"}
-        (*messages, _), tools, *others = read(words, "alpaca", Counter())
-        return messages, tools, row.get("output") or None, *others
+        (*messages, _), tools, *others = read(
+            {key: row[key] for key in OF_ALPACA if key in row} | {"output": "to come"},
+            "alpaca",
+            Counter(),
+        )
+        return messages, tools, row.get("output"), *others
     beside = {key: row[key] for key in BESIDE if row.get(key)}
     if isinstance(text, str) and text and messages is None:
         if not beside:
@@ -83,8 +87,7 @@ def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
 
 def is_plain(content: str | list[dict], tokenizer, rows) -> bool:
     """Whether a prompt is plain text, used without a chat template. rows: an encode.Rows."""
-    plain = rows.format == "completion" or not tokenizer.template_name
-    return isinstance(content, str) and plain
+    return isinstance(content, str) and (rows.format == "completion" or not tokenizer.template_name)
 
 
 def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
@@ -113,7 +116,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             f"{len(ids):,} tokens, and a prompt may have {rows.seq_len:,} (fix: --too_long drop)"
         )
     columns = {key: row[key] for key in row if key not in NO_COLUMNS}
-    if answer is not None:
+    if answer:  # a turn that only calls tools says nothing
         columns.setdefault("answer", answer)
     part.add(ids, bytes(len(ids)), where)
     part.details.append(json.dumps([content, columns, tools], default=str))

@@ -163,9 +163,9 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
 
     def score(sequences):
         """[(log-probability, whether each token is the most likely one), ...]"""
-        groups = [[sequence] for sequence in sequences]
-        # [::2] leaves out the number of tokens.
-        rows = asker.score(groups, lambda _, scores: {"score": scores[0][::2]})
+        rows = asker.score(  # [::2] leaves out the number of tokens
+            [[sequence] for sequence in sequences], lambda _, scores: {"score": scores[0][::2]}
+        )
         return [row["score"] for row in rows]
 
     class Harness(base):  # lm_eval declares the types of these methods
@@ -215,8 +215,7 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                 left = seq_len - 1 - size  # tokens of a prompt
                 check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
                 ids = self.tok_encode(context)[-left:]
-                prompt = scored(ids, len(ids))
-                by_size[size].append((number, prompt))
+                by_size[size].append((number, scored(ids, len(ids))))
             texts = [""] * len(requests)
             for size, asked in by_size.items():
                 numbers, prompts = zip(*asked, strict=True)

@@ -95,26 +95,33 @@ def check_columns(
     rewards: list[Reward], questions: Questions, ids_of: Callable | None = None
 ) -> None:
     """Raise ConfigError if a function does not accept the columns, or needs a column that does not exist; for
-    answers without a number, if `number` is a reward; and for prompts that the reward model's template
-    refuses. ids_of: see RewardModel.
+    answers that are lists or objects, if they are compared; for answers without a number, if `number` is a
+    reward; and for prompts that the reward model's template refuses. ids_of: see RewardModel.
     """
     for question in questions if ids_of else ():
         with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
             ids_of(question, "")
     for reward in rewards:
-        given = {"prompts", "completions", "completion_ids"} | questions.names
         try:
-            inspect.signature(reward.function).bind(**dict.fromkeys(given))
+            inspect.signature(reward.function).bind(
+                **dict.fromkeys({"prompts", "completions", "completion_ids"} | questions.names)
+            )
         except TypeError as error:
             raise ConfigError(
                 f"{reward.flag} {reward.name}: {error}; the columns are: "
                 f"{', '.join(sorted(questions.names)) or 'none'}"
                 " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one)"
             ) from None
-        for question in questions if reward.function is BUILT_IN["number"] else ():
+        for question in questions if getattr(reward.function, "func", None) is compared else ():
             known = question.columns["answer"]
             check(
-                known is None or number_of(str(known)) is not None,
+                not isinstance(known, list | dict),
+                f"{question.where}: answer {known!r:.60} is no text (fix: {reward.flag} FILE.py:FUNCTION)",
+            )
+            check(
+                known is None
+                or reward.function is not BUILT_IN["number"]
+                or number_of(str(known)) is not None,
                 f"{question.where}: no number in the answer {known!r:.60}, for {reward.flag} number"
                 " (fix: remove the row)",
             )
@@ -236,9 +243,13 @@ def text_of(completion: str | list[dict]) -> str:
 def compared(
     is_right: Callable[[str, str], bool], completions: list, answer: list, **columns
 ) -> list[float | None]:
-    """1 if is_right(completion, answer), both as texts, else 0; None if the row has no answer."""
+    """1 if is_right(completion, answer), both as texts, else 0; None if the row has no answer. An answer's
+    thoughts, before </think>, do not count.
+    """
     return [
-        None if known is None else float(is_right(text_of(completion), str(known)))
+        None
+        if known is None
+        else float(is_right(text_of(completion), str(known).rpartition("</think>")[2]))
         for completion, known in zip(completions, answer, strict=True)
     ]
 
@@ -316,8 +327,9 @@ class RolloutBatches(GlobalBatches):
 
 def rollout_batch(part: list[Rollout], pad_id: int, multiple: int) -> RolloutBatch:
     """Collate completions to a micro-batch."""
-    items = [scored(r.prompt + r.ids, len(r.prompt), r.where) for r in part]
-    batch = collate(items, pad_id, multiple)
+    batch = collate(
+        [scored(r.prompt + r.ids, len(r.prompt), r.where) for r in part], pad_id, multiple
+    )
     drawn = torch.zeros(batch.ids.shape)
     drawn[batch.labels != IGNORE] = torch.tensor([value for r in part for value in r.log_probs])
     return RolloutBatch(

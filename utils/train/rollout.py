@@ -101,12 +101,11 @@ def generate(
     was_training = model.training
     model.eval()
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
-    starts = range(0, len(order), sampling.batch_size)
     found = {}
-    for start in starts[world.rank :: world.size]:
+    for start in range(0, len(order), sampling.batch_size)[world.rank :: world.size]:
         batch = order[start : start + sampling.batch_size]
-        own_prompts, own_keys = [prompts[i] for i in batch], [keys[i] for i in batch]
-        drawn = _draw_batch(model, own_prompts, own_keys, sampling, world, lockstep)
+        asked = [prompts[i] for i in batch], [keys[i] for i in batch]
+        drawn = _draw_batch(model, *asked, sampling, world, lockstep)
         found |= zip(batch, drawn, strict=True)
     if lockstep:
         filler = torch.tensor([[sampling.pad_id]], device=world.device)
@@ -203,8 +202,11 @@ def draw_tokens(logits: Tensor, randoms: Tensor, temperature: float) -> tuple[Te
 
 def random_numbers(key: tuple[int, ...], count: int) -> Tensor:
     """(count,) float64 in [0, 1), determined by the key. A larger count begins with the same numbers."""
-    generator = torch.Generator().manual_seed(seed_of(repr(key)))
-    return torch.rand(count, dtype=torch.float64, generator=generator)
+    return torch.rand(
+        count,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(seed_of(repr(key))),
+    )
 
 
 def pad_left(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -247,8 +249,7 @@ def token_means(sums: Tensor) -> dict[str, Tensor]:
     """Means over the trained tokens, by name, from the results of token_sums added over batches and ranks;
     NaN if no token is trained.
     """
-    names = "clip_share kl entropy mismatch".split()
-    return dict(zip(names, sums[1:-1] / sums[-1], strict=True))
+    return dict(zip("clip_share kl entropy mismatch".split(), sums[1:-1] / sums[-1], strict=True))
 
 
 # --- sequences scored and prompts answered, batch by batch. Each rank has the whole model, or a shard. The
@@ -345,8 +346,7 @@ class Asker:
                     for i, answer in zip(own, found, strict=True):
                         rows[i] = {"number": i} | judge(i, answer)
                 for of_rank in gather(self.world, rows):
-                    new = [row for i, row in of_rank.items() if i not in known]
-                    self.write(new)
+                    self.write([row for i, row in of_rank.items() if i not in known])
                     known = of_rank | known
                 bar.update(sum(map(len, several)))
         return [known[i] for i in range(len(groups))]

@@ -127,8 +127,11 @@ def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, 
     all_reduce_sum(0, joint)  # wait for the learners here: set_timeout has no effect on irecv
     for weight in weights:
         stored = weight.rows[joint.rank]
-        shape = (stored.stop - stored.start, *weight.shape[1:])
-        rows = torch.empty(shape, dtype=weight.dtype, device=joint.device)
+        rows = torch.empty(
+            (stored.stop - stored.start, *weight.shape[1:]),
+            dtype=weight.dtype,
+            device=joint.device,
+        )
         move_rows(dist.irecv, rows, weight, range(roles.learners), joint)
         yield weight.name, rows
         del rows
