@@ -92,7 +92,7 @@ def test_any_number_of_ranks_gives_the_losses_of_one(files, base, one_rank, tmp_
     assert curve[-1][0] < curve[0][0]
 
 
-LONG = ("selective_recompute", "zero_2", "accumulation")  # left to make test-all
+LONG = {*LEVERS} - {"offload", "hsdp"}  # left to make test-all
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,7 @@ def test_a_lever_changes_no_loss(files, base, one_rank, tmp_path, lever):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("base", ["4bit"], indirect=True)  # others: test_quantize, test_levers
 def test_compiled_layers_train_alike(files, base, one_rank, tmp_path):
     curve = train(files, tmp_path / "out", **base, compile=True)
     torch.testing.assert_close(curve, one_rank, rtol=1e-4, atol=0)

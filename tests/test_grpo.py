@@ -200,7 +200,11 @@ def test_adapters_learn_from_rewards_with_their_base_as_the_start(files, tmp_pat
     assert all(tensor.abs().sum() > 0 for name, tensor in two[1].items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("how", [{}, {"kl_beta": 0.05, "epochs_per_rollout": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({}, marks=slow), {"kl_beta": 0.05, "epochs_per_rollout": 2}],
+    ids=str,
+)
 def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
     flags = {"save_every": 1, "keep": 0, "batch_size": 3, **how}
     whole = trained(2, tmp_path / "out", files, **flags)

@@ -52,7 +52,13 @@ def trained(setting, out, ranks=2, **flags):
     )
 
 
-@pytest.mark.parametrize("lever", LEVERS)
+LONG = ("full_recompute", "offload", "hsdp_by_shard")  # left to make test-all
+
+
+@pytest.mark.parametrize(
+    "lever",
+    [pytest.param(lever, marks=[pytest.mark.slow] if lever in LONG else []) for lever in LEVERS],
+)
 def test_a_lever_changes_no_loss_and_no_weight(setting, tmp_path, lever):
     _, _, (expected, weights) = setting
     curve, ours = trained(setting, tmp_path, **LEVERS[lever])
@@ -101,6 +107,7 @@ def test_pure_bf16_trains_like_fp32_to_its_rounding(setting, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", ["llama"], indirect=True)
 def test_compiled_layers_train_alike(setting, tmp_path):
     _, _, (expected, _) = setting
     curve, _ = trained(setting, tmp_path, compile=True)
@@ -335,7 +342,7 @@ def train_alone(world, flags, copies):
     "how",
     [
         pytest.param(how, marks=pytest.mark.slow)
-        if how in ("dora", "8bit", "4bit", "fp32_sums")
+        if how in ("dora", "8bit", "4bit", "fp32_sums", "bf16_sums", "masters")
         else how
         for how in WITHOUT_COPIES
     ],

@@ -302,12 +302,12 @@ MANY_EXPERTS = {"num_local_experts": 64, "num_hidden_layers": 10}
     [
         ("llama", {}),
         ("qwen3", {}),
-        ("gemma3_text", {}),
-        ("axk2", {}),
         ("mixtral", {}),
-        ("qwen3_moe", {}),
-        ("phimoe", {}),
         ("mixtral", MANY_EXPERTS),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.slow)
+            for name in ("gemma3_text", "axk2", "qwen3_moe", "phimoe")
+        ),
     ],
 )
 def test_a_model_that_keeps_documents_apart_is_not_refused(model_type, changes, dtype):

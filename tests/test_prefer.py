@@ -82,7 +82,7 @@ def assert_alike(found, wanted, rtol=1e-5):
     ("loss", "how"),
     [
         ("dpo", {"ranks": 2, "batch_size": 1}),
-        ("kto", {"ranks": 2, "batch_size": 1}),
+        pytest.param("kto", {"ranks": 2, "batch_size": 1}, marks=slow),
         ("dpo", {"ranks": 2, "packing": True, "attn": "sdpa", "batch_size": 1}),
         *(pytest.param(loss, {"ranks": 4, "batch_size": 1}, marks=slow) for loss in LOSSES),
     ],
@@ -194,7 +194,7 @@ def test_an_adapter_that_goes_on_has_itself_as_its_reference(files, tmp_path):
     assert metrics[0]["logps/chosen"] != pytest.approx(metrics[-1]["logps/chosen"])
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=slow)])
 def test_a_run_that_was_cut_goes_on_bit_for_bit_and_reads_its_reference(files, tmp_path, loss):
     flags = {"loss": loss, "save_every": 2, "keep": 0}
     whole = trained(2, tmp_path / "out", files, **flags)

@@ -377,7 +377,9 @@ def compare(found, expected, tolerance):
         assert (grad - true_grads[name]).norm() <= tolerance * true_grads[name].norm(), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_lora_gradients_equal_transformers_with_bitsandbytes_and_peft(
     setting, kind, ranks
@@ -390,7 +392,15 @@ def test_loss_and_lora_gradients_equal_transformers_with_bitsandbytes_and_peft(
     assert len(codes) == 21
 
 
-@pytest.mark.parametrize("lever", ["recompute", "offload", "hsdp", "accumulate", "whole"])
+@pytest.mark.parametrize(
+    "lever",
+    [
+        "recompute",
+        "offload",
+        "accumulate",
+        *(pytest.param(lever, marks=pytest.mark.slow) for lever in ("hsdp", "whole")),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lever_changes_no_gradient(setting, kind, lever):
     folder, references = setting

@@ -273,7 +273,17 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("recipe", [finetune, prefer, reward, grpo, vision, pretrain])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        finetune,
+        grpo,
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in (prefer, reward, vision, pretrain)
+        ),
+    ],
+)
 def test_the_last_evaluation_that_a_signal_ended_is_made_by_the_same_command(recipe, tmp_path):
     flags = {"steps": 2, "lr": 1e-3, "max_rows": 12, "eval_share": 0.4, **MORE.get(recipe, {})}
     name = recipe.__name__

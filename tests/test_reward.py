@@ -258,7 +258,7 @@ def test_an_adapter_goes_on_with_its_score(files, tmp_path):
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
 
 
-@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
+@pytest.mark.parametrize("how", [{}, pytest.param({"lora_rank": 4}, marks=slow)], ids=str)
 def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
     flags = {"save_every": 2, "keep": 0, **how}
     whole = trained(2, tmp_path / "out", files, **flags)

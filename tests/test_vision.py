@@ -185,14 +185,17 @@ def plain(folder: Path, parts: str = ALL):
     return model
 
 
-@pytest.mark.parametrize("parts", [ALL, "language,projector"])
+LEARN = [
+    (name, parts)
+    for name in ("qwen2_5_vl", "mllama", "gemma3", "gemma4", "internvl", "minicpmv4_6")
+    for parts in (ALL, "language,projector")
+]
+AT_ONCE = (("qwen2_5_vl", ALL), ("mllama", "language,projector"))  # the others: make test-all
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2_5_vl",
-        "mllama",
-        *(pytest.param(n, marks=slow) for n in ("gemma3", "gemma4", "internvl", "minicpmv4_6")),
-    ],
+    ("name", "parts"),
+    [pytest.param(*both, marks=[] if both in AT_ONCE else [slow]) for both in LEARN],
 )
 def test_two_ranks_learn_what_a_page_of_pytorch_learns(name, parts, folder_of, rows, tmp_path):
     """transformers' own class and full logits, the processor's own rows one by one, no FSDP, no blank
