@@ -33,7 +33,7 @@ from utils.data.batches import Batch, collate
 from utils.data.examples import Example, FormName, Rows, load_examples
 from utils.data.pairs import sequences
 from utils.data.questions import choices_of, harness_of, load_questions, scored, windows
-from utils.data.rewards import check_columns, parse_rewards, score
+from utils.data.rewards import check_columns, parse_rewards, score, without_thoughts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
 from utils.model.loss import add_chunked_loss, check_chunked_loss
@@ -265,7 +265,7 @@ def exact_match(cfg: Config, rows: Rows, tokenizer) -> Task:
     def judge(i: int, ids: list[int]) -> dict:
         question = asked[i]
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-        answer = text.rpartition("</think>")[2].strip()  # without thoughts
+        answer = without_thoughts(text).strip()
         (scores,) = score(rewards, [question], [answer], [ids])
         return {
             "where": question.where,

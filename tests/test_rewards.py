@@ -124,6 +124,13 @@ def test_thoughts_of_an_answer_are_not_compared():
     assert given("regex:</think>(.*)", ["<think></think>cat"] * 2, answer=answers) == [1, 0]
 
 
+def test_a_number_in_the_thoughts_of_an_answer_is_none(tmp_path):
+    """Otherwise a completion without a number would equal it."""
+    questions = asked_of(tmp_path, [{"prompt": "q", "answer": "<think>3</think>none"}])
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no number in the answer"):
+        check_columns(parse_rewards("number"), questions)
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "right"),
     [

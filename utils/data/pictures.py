@@ -254,8 +254,7 @@ def picture_prompt(row, rows) -> Prompt:
     if isinstance(data.get("texts"), list):
         data = data | alpaca_of([{"assistant": "to come"} | turn for turn in data["texts"]])
     messages, tools, _, sources, _ = turns_of(data, read_pictured)
-    pictures = sized(sources, row.where, rows)
-    return Prompt(row.where, [*map(in_parts, messages)], tools, pictures)
+    return Prompt(row.where, list(map(in_parts, messages)), tools, sized(sources, row.where, rows))
 
 
 def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:

@@ -121,7 +121,7 @@ def check_columns(
             check(
                 known is None
                 or reward.function is not BUILT_IN["number"]
-                or number_of(str(known)) is not None,
+                or number_of(without_thoughts(known)) is not None,
                 f"{question.where}: no number in the answer {known!r:.60}, for {reward.flag} number"
                 " (fix: remove the row)",
             )
@@ -240,16 +240,17 @@ def text_of(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def compared(
-    is_right: Callable[[str, str], bool], completions: list, answer: list, **columns
-) -> list[float | None]:
-    """1 if is_right(completion, answer), both as texts, else 0; None if the row has no answer. An answer's
-    thoughts, before </think>, do not count.
+def without_thoughts(answer: object) -> str:
+    """An answer as text, from behind its last </think> if it has one."""
+    return str(answer).rpartition("</think>")[2]
+
+
+def compared(is_right: Callable, completions: list, answer: list, **columns) -> list[float | None]:
+    """1 if is_right(completion, answer without thoughts), both as texts, else 0; None if the row has no
+    answer.
     """
     return [
-        None
-        if known is None
-        else float(is_right(text_of(completion), str(known).rpartition("</think>")[2]))
+        None if known is None else float(is_right(text_of(completion), without_thoughts(known)))
         for completion, known in zip(completions, answer, strict=True)
     ]
 

@@ -104,8 +104,9 @@ def generate(
     found = {}
     for start in range(0, len(order), sampling.batch_size)[world.rank :: world.size]:
         batch = order[start : start + sampling.batch_size]
-        asked = [prompts[i] for i in batch], [keys[i] for i in batch]
-        drawn = _draw_batch(model, *asked, sampling, world, lockstep)
+        drawn = _draw_batch(
+            model, [prompts[i] for i in batch], [keys[i] for i in batch], sampling, world, lockstep
+        )
         found |= zip(batch, drawn, strict=True)
     if lockstep:
         filler = torch.tensor([[sampling.pad_id]], device=world.device)
@@ -203,9 +204,7 @@ def draw_tokens(logits: Tensor, randoms: Tensor, temperature: float) -> tuple[Te
 def random_numbers(key: tuple[int, ...], count: int) -> Tensor:
     """(count,) float64 in [0, 1), determined by the key. A larger count begins with the same numbers."""
     return torch.rand(
-        count,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(seed_of(repr(key))),
+        count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed_of(repr(key)))
     )
 
 

@@ -128,9 +128,7 @@ def receive_weights(weights: list[Weight], roles: Roles) -> Iterator[tuple[str, 
     for weight in weights:
         stored = weight.rows[joint.rank]
         rows = torch.empty(
-            (stored.stop - stored.start, *weight.shape[1:]),
-            dtype=weight.dtype,
-            device=joint.device,
+            (stored.stop - stored.start, *weight.shape[1:]), dtype=weight.dtype, device=joint.device
         )
         move_rows(dist.irecv, rows, weight, range(roles.learners), joint)
         yield weight.name, rows
