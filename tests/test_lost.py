@@ -88,6 +88,22 @@ def test_a_rank_that_ended_by_itself_is_told_from_its_own_words(tmp_path):
     assert "if it said nothing" in line
 
 
+def test_a_wrong_flag_is_said_once_however_far_behind_a_rank_is(tmp_path):
+    """Rank 1 still imports when rank 0 has ended and torchrun sends SIGTERM."""
+    (tmp_path / "ranks.py").write_text("""
+import os, time
+from utils.run.errors import ConfigError
+from utils.run.signals import report_errors, stop_at_once
+with report_errors():
+    stop_at_once()
+    time.sleep(60 * int(os.environ["RANK"]))
+    raise ConfigError("unknown flag --learing_rate")
+""")
+    with Forked(f"torchrun --nproc_per_node 2 {tmp_path}/ranks.py", apart=True, named=True) as run:
+        assert run.end(60) != 0
+        assert run.errors.read_text() == "error: unknown flag --learing_rate\n"
+
+
 @slow
 @pytest.mark.parametrize("name", ACTS)
 def test_a_rank_killed_in_any_act_of_a_run_is_one_line(flags, tmp_path, name):

@@ -19,7 +19,6 @@ from .errors import ConfigError, print_once, rank, story, write_errors
 LOST = re.compile(
     "[Tt]imed? ?out|[Cc]onnection (closed|refused|reset)|[Bb]roken pipe|remote process|aborted"
 )
-REFUSED = "can't allocate memory"  # the error of torch's CPU allocator
 _leaving = threading.Lock()
 
 
@@ -50,13 +49,14 @@ def explain(error: Exception) -> None:
     for code in (errno.ENOSPC, errno.EDQUOT):
         reason = os.strerror(code)  # errors of safetensors and torch contain the system's text
         if reason in text:
-            file = f" for {error.filename}" if getattr(error, "filename", None) else ""
+            file = getattr(error, "filename", None) or "a file"
             print_once(
-                f"{reason}{file} in act '{story.act}': free space, or choose another --output_dir"
+                f"{reason} for {file} in act '{story.act}': free space, or choose another --output_dir"
             )
             _leave()
     first_line = (text or "MemoryError").splitlines()[0][:300]
-    if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or REFUSED in text:
+    # torch's OutOfMemoryError is of GPUs; its CPU allocator raises a RuntimeError
+    if type(error).__name__.endswith("MemoryError") or "can't allocate memory" in text:
         write_errors(
             f"rank {rank()} is out of memory in act '{story.act}': {first_line}{story.planned}"
             f" (fix: {story.less_memory()})"
@@ -76,12 +76,13 @@ def say_who_is_gone() -> None:
     """If ranks of this machine are gone, the lowest rank that still runs says so, and this process ends.
 
     If several ranks still run, each waits 3 seconds before it ends. Otherwise the others would report it as
-    one more rank that is gone.
+    one more rank that is gone. In the act 'parse' nothing is said: all ranks have the same command line, and
+    the one that was first has said what is wrong with it.
     """
     if gone := ranks_gone():
         _leaving.acquire()  # never released: a second thread waits here until the process ends
         present = ranks_present()
-        if rank() == min(present):
+        if rank() == min(present) and story.act != "parse":
             names = ", ".join(map(str, gone[:5]))
             write_errors(
                 f"rank {names} is gone in act '{story.act}': if it said nothing itself, it was killed, most"
