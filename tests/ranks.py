@@ -7,6 +7,7 @@ of them have raised a ConfigError on which they had agreed: none of them is in a
 """
 
 import atexit
+import faulthandler
 import gc
 import itertools
 import multiprocessing
@@ -120,6 +121,7 @@ def _stop(ranks: int) -> None:
 def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
     import torch
 
+    faulthandler.enable()  # a crash in C prints the stack of each thread
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
     )
