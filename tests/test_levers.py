@@ -7,6 +7,7 @@ import json
 import shutil
 
 import finetune
+import pretrain
 import pytest
 import torch
 from families import family_model
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import GLOBAL_BATCH, curve_of, plain_loop, with_recipe, write_rows
 from tiny import tiny_model, tiny_model_folder
 from torch.distributed.tensor import DTensor
+from transformers import Gemma3TextConfig
 
 from utils.model.activation_offload import HostCopies, hook_inputs, offload_inputs
 from utils.model.sharding import recompute_activations
@@ -137,6 +139,45 @@ def test_one_compilation_is_shared_by_all_layers(tmp_path):
         for n in (2, 6)
     )
     assert 0 < few == many
+
+
+def train_two_kinds_of_layers(world, folder, rows, out):
+    torch._dynamo.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    cfg = pretrain.Config(
+        model=str(folder),
+        init="random",
+        tokenizer=str(pretrain.TINY),
+        dataset=str(rows),
+        eval_share=0.5,
+        seq_len=128,
+        batch_size=3,
+        steps=1,
+        save_model=False,
+        compile=True,
+        output_dir=str(out),
+    )
+    pretrain.main(cfg)
+
+
+@pytest.mark.slow
+def test_layers_of_two_kinds_are_compiled_for_checks_evaluation_and_training(tmp_path):
+    config = Gemma3TextConfig(
+        vocab_size=640,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=64,
+    )
+    config.save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    texts = ("".join(f"{n * n % 97} " for n in range(i, i + 5 + i % 60)) for i in range(200))
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run_ranks(train_two_kinds_of_layers, 1, tmp_path / "model", rows, tmp_path / "out")
 
 
 def test_fp16_trains_like_fp32_to_its_rounding(setting, tmp_path):

@@ -24,7 +24,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 # What peft adds to the names of parameters.
 ADAPTED = ".base_layer .original_module .modules_to_save.default".split()
 
-PRODUCTS = "mm addmm bmm baddbmm".split()
+# How often --compile may compile the code of a layer: for each kind of layer, with and without gradients,
+# for each form of its inputs. At torch's limit of 8 a Gemma 3 with packing would train uncompiled.
+torch.compiler.config.recompile_limit = 64
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
         if dtypes.get(plain_name(name)) == torch.float32
     }
     found, inside = [], set()
-    for path, module in model.named_modules() if kept else ():
+    for path, module in model.named_modules():
         own = {f"{path}.{name}" for name, _ in module.named_parameters()}
         if own and own <= kept and module not in inside:
             found.append(module)
@@ -216,7 +218,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers: in the part that reads text, the ModuleList with the most parameters. Raises
     ConfigError if there is none.
     """
-    lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList)]
     check(lists, f"{type(model).__name__} has no list of layers to shard by")
     return max(lists, key=numel)
 
@@ -256,7 +258,7 @@ def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
     """
     name = op.name().partition("::")[2]
     keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))
-    if name in PRODUCTS:
+    if name in "mm addmm bmm baddbmm".split():
         inner, width = args[-1].shape[-2:]
         keep = 8 * inner >= max(width, 64)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
