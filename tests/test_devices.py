@@ -5,6 +5,7 @@ python -m pytest tests/test_devices.py
 
 import os
 import pkgutil
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -232,15 +233,22 @@ def test_mfu_is_the_share_of_all_gpus_and_unknown_where_their_peak_is():
     assert mfu(989e12, Card("", 2)) == 0
 
 
-def test_compile_without_a_compiler_is_refused_before_weights_are_read(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("gpu", "name", "usual", "other"),
+    [("", "CXX", "g++", "gcc"), ("NVIDIA H100 80GB HBM3", "CC", "gcc", "g++")],
+)
+def test_compile_without_a_compiler_is_refused_before_weights_are_read(
+    gpu, name, usual, other, monkeypatch, tmp_path
+):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    check_packages(Config(), "")
-    with pytest.raises(ConfigError, match="--compile needs a C compiler"):
-        check_packages(Config(compile=True), "")
-    (tmp_path / "my_cc").touch(mode=0o755)
-    monkeypatch.setenv("CC", "my_cc")
-    check_packages(Config(compile=True), "")
+    monkeypatch.delenv(name, raising=False)
+    check_packages(Config(), gpu)
+    (tmp_path / other).touch(mode=0o755)  # of another language: a CPU needs C++, a GPU needs C
+    with pytest.raises(ConfigError, match=f"such as {re.escape(usual)}, none is here"):
+        check_packages(Config(compile=True), gpu)
+    (tmp_path / "my_compiler").touch(mode=0o755)
+    monkeypatch.setenv(name, "my_compiler")
+    check_packages(Config(compile=True), gpu)
 
 
 def test_the_cores_are_shared_by_the_ranks_of_a_machine_but_for_who_set_their_number():

@@ -188,10 +188,12 @@ def check_packages(cfg: object, gpu: str) -> None:
             spec = find_spec(name)
             # A folder named wandb, left by an earlier run, is found too, but has no origin.
             check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")
-    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    # inductor writes C++ for a CPU; for a GPU, triton compiles C
+    name, usual = ("CC", "gcc") if gpu else ("CXX", "g++")
     check(
-        not cfg.compile or any(map(which, compilers)),
-        "--compile needs a C compiler, none is here (fix: apt install build-essential, or CC=COMPILER)",
+        not cfg.compile or which(os.environ.get(name, usual)),
+        f"--compile needs a compiler, such as {usual}, none is here"
+        f" (fix: apt install build-essential, or {name}=COMPILER)",
     )
     if cfg.attn == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
