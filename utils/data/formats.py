@@ -161,7 +161,7 @@ def check_one_answer(row: dict, form: str) -> None:
     if not form:
         raise ValueError(
             f"its keys are {_keys(row)}; the rows that can be read have {KNOWN}"
-            " (fix: --columns messages=THEIRS, or prompt=THEIRS,completion=THEIRS)"
+            " (fix: --columns text=THEIRS, messages=THEIRS, or prompt=THEIRS,completion=THEIRS)"
         )
 
 
