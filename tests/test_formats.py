@@ -481,7 +481,9 @@ def test_an_answer_under_another_name_is_hinted_at_and_pairs_are_sent_to_their_t
 
     assert "(fix: --columns completion=response)" in refusal({"prompt": "a", "response": "b"})
     said = refusal({"conversation": CHAT["messages"]})  # as in examples of axolotl
-    assert "(fix: --columns text=THEIRS, messages=THEIRS, or prompt=THEIRS,completion=THEIRS)" in said
+    assert (
+        "(fix: --columns text=THEIRS, messages=THEIRS, or prompt=THEIRS,completion=THEIRS)" in said
+    )
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     for row in (pair, {**PAIR, "label": True}, {**CHAT, "kto_tag": False}):
         said = refusal(row)
