@@ -237,7 +237,7 @@ def check_vocab(tokens: int, vocab_size: int) -> None:
     check(
         tokens <= vocab_size,
         f"the tokenizer has {tokens} tokens, the model {vocab_size}"
-        " (fix: the tokenizer that came with the model)",
+        " (fix: the tokenizer that came with the model; new tokens: see recipes/README.md)",
     )
 
 
