@@ -235,7 +235,7 @@ def test_mfu_is_the_share_of_all_gpus_and_unknown_where_their_peak_is():
 
 @pytest.mark.parametrize(
     ("gpu", "name", "usual", "other"),
-    [("", "CXX", "g++", "gcc"), ("NVIDIA H100 80GB HBM3", "CC", "gcc", "g++")],
+    [("", "CXX", "g++", "gcc"), ("NVIDIA H100 80GB HBM3", "CC", "gcc clang", "g++")],
 )
 def test_compile_without_a_compiler_is_refused_before_weights_are_read(
     gpu, name, usual, other, monkeypatch, tmp_path
@@ -244,8 +244,12 @@ def test_compile_without_a_compiler_is_refused_before_weights_are_read(
     monkeypatch.delenv(name, raising=False)
     check_packages(Config(), gpu)
     (tmp_path / other).touch(mode=0o755)  # of another language: a CPU needs C++, a GPU needs C
-    with pytest.raises(ConfigError, match=f"such as {re.escape(usual)}, none is here"):
+    with pytest.raises(ConfigError, match=f"{re.escape(f'({usual})')}, none is here"):
         check_packages(Config(compile=True), gpu)
+    for compiler in usual.split():
+        (tmp_path / compiler).touch(mode=0o755)
+        check_packages(Config(compile=True), gpu)
+        (tmp_path / compiler).unlink()
     (tmp_path / "my_compiler").touch(mode=0o755)
     monkeypatch.setenv(name, "my_compiler")
     check_packages(Config(compile=True), gpu)

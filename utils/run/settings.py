@@ -61,7 +61,7 @@ def parse_cli(
     if without_effect:
         print0(f"without effect here: {', '.join(without_effect)}")
     implied = {}
-    if aliases and texts.keys() - kinds.keys():
+    if aliases and texts.keys() - kinds:
         with suppress(ModuleNotFoundError):  # a copy of utils may lack it
             from .foreign_flags import translate
 
@@ -148,8 +148,8 @@ def from_settings(cls: type, cfg: object, **own: object):
     """An instance of the dataclass `cls`: fields named in `own` get those values, other fields the value of
     the setting in `cfg` with the same name, if there is one.
     """
-    names = {field.name for field in fields(cls)} & vars(cfg).keys()
-    return cls(**({name: getattr(cfg, name) for name in names} | own))
+    taken = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    return cls(**taken | own)
 
 
 def check_least(cfg: object, **least: int) -> None:
@@ -189,10 +189,10 @@ def check_packages(cfg: object, gpu: str) -> None:
             # A folder named wandb, left by an earlier run, is found too, but has no origin.
             check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")
     # inductor writes C++ for a CPU; for a GPU, triton compiles C
-    name, usual = ("CC", "gcc") if gpu else ("CXX", "g++")
+    name, usual = ("CC", "gcc clang") if gpu else ("CXX", "g++")
     check(
-        not cfg.compile or which(os.environ.get(name, usual)),
-        f"--compile needs a compiler, such as {usual}, none is here"
+        not cfg.compile or any(map(which, os.environ.get(name, usual).split())),
+        f"--compile needs a compiler ({usual}), none is here"
         f" (fix: apt install build-essential, or {name}=COMPILER)",
     )
     if cfg.attn == "flash_attention_2":
