@@ -138,7 +138,7 @@ def check_own_gpus(world: World, gpu: str) -> None:
 def use_all_cores(world: World) -> None:
     """Divide the machine's cores among its ranks, for CPU work beside a GPU: torchrun sets 1 thread each."""
     if torch.get_num_threads() == 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+        torch.set_num_threads(len(os.sched_getaffinity(0)) // world.local_size or 1)
 
 
 def stop_distributed() -> None:
@@ -256,7 +256,7 @@ def use_expandable_segments() -> None:
     """Let torch's GPU allocator map pages as it needs them, in place of blocks of fixed size. Gaps between
     such blocks cost 10 to 25 % of the memory in published runs of FSDP2. What the user has set stays.
     """
-    if any(name in os.environ for name in CUDA_SETTINGS):
+    if os.environ.keys() & CUDA_SETTINGS:
         return
     # torch 2.11 warns about this name, but 2.9 ignores the new one (pytorch issue 183387)
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
@@ -288,7 +288,7 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
     0: derived from the other number. Raises ConfigError if the product is not the number of ranks.
     """
-    each = shard or max(1, ranks // (replicate or 1))
+    each = shard or ranks // max(1, replicate) or 1
     copies = ranks // each
     check(
         copies * each == ranks and replicate in (0, copies),
@@ -322,5 +322,7 @@ def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     """The mesh in words, for the plan."""
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
-    weights = f"{copies}every weight cut into {axes['shard']}"
-    return f"{world.size} on {world.device.type}; {weights}, the data too"
+    return (
+        f"{world.size} on {world.device.type}; {copies}every weight cut into {axes['shard']},"
+        " the data too"
+    )
