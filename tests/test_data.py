@@ -227,7 +227,7 @@ def test_long_rows_are_cut_or_dropped_and_counted(write, tokenizer):
     )
     assert message == (
         "long.json: all 3 rows were dropped: 3 x no trained token in the first 64 tokens"
-        " (fix: other rows, or a larger --seq_len)"
+        " (fix: other rows; a larger --seq_len, if they are too long)"
     )
 
 

@@ -144,7 +144,7 @@ class Part:
         why = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
         first = f"; the first: {faults[0]}" if faults else ""
         text = f"{rows.dataset}: all {self.rows} rows were dropped: {why}{first}"
-        check(self.lengths, f"{text} (fix: other rows, or a larger --seq_len)")
+        check(self.lengths, f"{text} (fix: other rows; a larger --seq_len, if they are too long)")
 
 
 def encode_rows(found: list, tokenizer, rows: Rows) -> Part:
