@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import sys
 from dataclasses import replace
 
 import finetune
@@ -77,7 +78,9 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
         "not quite JSON",
         "a.jsonl",
         lines(LINE, '{"messages": [],}'),
-        "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 17",
+        "a.jsonl:2: not JSON in UTF-8: Illegal trailing comma before end of object: line 1 column 16"
+        if sys.version_info >= (3, 13)
+        else "a.jsonl:2: not JSON in UTF-8: Expecting property name enclosed in double quotes: line 1 column 17",
     ),
     (
         "not quite JSON",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_only_line_feeds_end_a_line(write):
     ("text", "reason"),
     [
         ('{"a": 1', "Expecting ',' delimiter"),
-        ('{"a": 1,}', "double quotes"),
+        ('{"a": 1,}', "trailing comma" if sys.version_info >= (3, 13) else "double quotes"),
         ("{'a': 1}", "double quotes"),
         ('{"a": 1} {"b": 2}', "Extra data"),
         ('{"a": %s}' % ("9" * 5000), "Exceeds the limit"),
@@ -164,7 +165,7 @@ def test_up_to_ten_faults_are_listed(write, tokenizer):
         ("a.json", LINE + "\n{", "a.json row 2: not JSON in UTF-8: Expecting"),
         ("a.json", f"[{LINE}", "a.json: cannot be read: JSONDecodeError: Expecting"),
         ("a.json", f"[{LINE}] x", "a.json: cannot be read: JSONDecodeError: Extra data"),
-        ("a.json", f"[{LINE},]", "a.json: cannot be read: JSONDecodeError: Expecting"),
+        ("a.json", f"[{LINE},,]", "a.json: cannot be read: JSONDecodeError: Expecting"),
         ("a.jsonl", json.dumps([GOOD], indent=2), "an array belongs in a .json file"),
         ("a.jsonl", json.dumps([GOOD]), "an array belongs in a .json file"),
         ("a.jsonl", json.dumps(GOOD, indent=2), "not one object a line"),

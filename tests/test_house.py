@@ -114,10 +114,13 @@ def code(path: Path) -> tuple[int, int]:
         if has_one and ast.get_docstring(node) is not None:
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     tokens, lines = 0, set()
+    inside = 0  # an f-string: one token, which Python 3.12 and later divide
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
         if token.type not in LAYOUT and token.start[0] not in docstrings:
-            tokens += 1
+            tokens += not inside
             lines |= set(range(token.start[0], token.end[0] + 1))
+        inside += (kind == "FSTRING_START") - (kind == "FSTRING_END")
     return tokens, len(lines)
 
 
