@@ -344,12 +344,13 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
 def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
     """Multiple choice: the text with the highest log-likelihood after a prompt; acc_norm: per byte."""
     questions = load_questions(rows, tokenizer)
-    groups, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
+    groups, texts, right = zip(*choices_of(questions, tokenizer, rows), strict=True)
 
     def judge(i: int, scores: list) -> dict:
         log_probs = [log_prob for log_prob, _, _ in scores]
-        texts = questions[i].columns["choices"]
-        by_byte = [value / len(text.encode()) for value, text in zip(log_probs, texts, strict=True)]
+        by_byte = [
+            value / len(text.encode()) for value, text in zip(log_probs, texts[i], strict=True)
+        ]
         best = log_probs.index(max(log_probs))
         return {
             "where": questions[i].where,
@@ -394,14 +395,15 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
         from lm_eval import __version__ as version
         from lm_eval.api.model import TemplateLM
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.tasks import TaskManager
+        from lm_eval.tasks import TaskManager, get_task_dict
 
         manager = TaskManager(include_path=cfg.include_path or None)
     except ImportError as error:
         raise ConfigError(f"--task lm_eval: {error} (fix: pip install lm-eval)") from None
-    names = cfg.tasks.split(",")
-    unknown = {*names} - {*manager.all_tasks}
-    check(not unknown, f"--tasks: lm_eval has no {', '.join(sorted(unknown))}")
+    names = cfg.tasks.replace(" ", "").split(",")
+    # What is wrong with the tasks or their data is said here, before the weights are loaded.
+    with others_code(f"--tasks {cfg.tasks}", "names of `lm_eval ls tasks`, or --include_path"):
+        get_task_dict(names, manager)
 
     def results(asker: Asker) -> dict:
         harness = harness_of(TemplateLM, tokenizer, asker, rows.seq_len, cfg.max_new_tokens)
@@ -427,7 +429,7 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
     data = f"lm_eval {version}"
     for end in "py yaml jsonl csv parquet".split() if cfg.include_path else ():
         data = with_files(data, Path(cfg.include_path).rglob(f"*.{end}"))
-    return Task(data, [], "", results)
+    return Task(data, [], ", lm_eval counts its own", results)
 
 
 TASKS = {task.__name__: task for task in (exact_match, perplexity, choices, pairs, lm_eval)}

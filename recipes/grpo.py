@@ -50,7 +50,6 @@ from utils.data.rewards import (
     parse_rewards,
     reward_all,
     reward_means,
-    write_samples,
 )
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id, print_template_notes
 from utils.model.folder import (
@@ -110,6 +109,7 @@ from utils.train.rollout import (
     log_probs_at_start,
     token_means,
     token_sums,
+    write_samples,
 )
 from utils.train.trained_run import frozen_copy, open_reward_model
 

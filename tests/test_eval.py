@@ -493,7 +493,8 @@ def small_lm_eval(tmp_path, monkeypatch):
         "api/__init__": "",
         "api/model": "class TemplateLM: pass",
         "tasks": "class TaskManager:\n    def __init__(self, include_path):\n"
-        "        self.path, self.all_tasks = include_path, ['mine']",
+        "        self.path = include_path\n"
+        "def get_task_dict(names, manager):\n    return {name: {'mine': 0}[name] for name in names}",
         "evaluator": "def simple_evaluate(task_manager, **_):\n"
         "    found = float(open(task_manager.path + '/mine.yaml').read())\n"
         "    return {'results': {'mine': {'acc,none': found, 'acc_stderr,none': 0.1,\n"
@@ -540,9 +541,22 @@ def test_a_task_of_lm_eval_limits_its_answers_by_any_of_the_names(recorded):
 
 
 def test_a_task_of_lm_eval_that_draws_its_answers_is_refused(recorded):
-    drawn = requests([("a", {"do_sample": True, "temperature": 0.8})])
-    with pytest.raises(ConfigError, match="answers are greedy"):
-        harness(recorded).generate_until(drawn)
+    """lm-eval draws where do_sample is not set and the temperature is not 0."""
+    ours = harness(recorded)
+    for options in ({"do_sample": True, "temperature": 0.8}, {"temperature": 0.8}):
+        with pytest.raises(ConfigError, match="answers are greedy"):
+            ours.generate_until(requests([("a", options)]))
+    for options in ({"do_sample": False, "temperature": 0.8}, {"temperature": 0.0}):
+        assert ours.generate_until(requests([("a", options | {"max_gen_toks": 2})]))
+
+
+def test_tasks_that_lm_eval_cannot_load_are_refused_before_the_weights_are_read(
+    folder, tmp_path, small_lm_eval, capsys
+):
+    flags = {"model": str(folder), "task": "lm_eval", "tasks": "mine, yours"}
+    with pytest.raises(ConfigError, match="--tasks mine, yours: KeyError: 'yours' .fix: "):
+        evaluated(tmp_path / "out", **flags)
+    assert "--- load" not in capsys.readouterr().out
 
 
 # --- errors
@@ -564,11 +578,27 @@ def test_flags_that_cannot_work_are_refused_at_once(name):
         recipe.Config(**flags)
 
 
+def test_columns_of_public_benchmarks_are_renamed(folder, tmp_path):
+    """A row of HellaSwag: its label is the index as a text."""
+    row = {"ctx": "He waxes", "endings": ["the car", "a dog", "it"], "label": "2"}
+    results, items = evaluated(
+        tmp_path / "out",
+        model=str(folder),
+        task="choices",
+        dataset=write(tmp_path / "rows.jsonl", [row]),
+        columns="prompt=ctx,choices=endings,answer=label",
+    )
+    assert (items[0]["answer"], len(items[0]["log_probs"])) == (2, 3)
+
+
 BAD = {
     "no choices": ({"prompt": "a", "answer": 0}, r"rows.jsonl:1: choices: expected two"),
     "numbers": ({"prompt": "a", "choices": [2, 3], "answer": 2}, "1: choices: expected two"),
-    "no such choice": ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "'d' is no choice"),
-    "a number too far": ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "2 is no choice"),
+    "no such choice": ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "'d' names 0 of"),
+    "a number too far": (
+        {"prompt": "a", "choices": ["b", "c"], "answer": 2},
+        "2 names 0 of the choices",
+    ),
     "too long": ({"prompt": "a", "choices": ["b", "c " * 300], "answer": 0}, "--seq_len is 256"),
 }
 

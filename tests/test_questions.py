@@ -278,8 +278,8 @@ def test_choices_have_the_tokens_that_training_would_give_them(template, tmp_pat
     tokenizer = load_tokenizer(TINY, template)
     row = {"prompt": "What is cold?", "choices": ["the spoon", "the flute"], "answer": 0}
     rows = Rows(write(tmp_path / "rows.jsonl", [row]), 200)
-    ((choices, right),) = choices_of(load_questions(rows, tokenizer), tokenizer, rows)
-    assert right == 0
+    ((choices, found, right),) = choices_of(load_questions(rows, tokenizer), tokenizer, rows)
+    assert (found, right) == (row["choices"], 0)
     for choice, text in zip(choices, row["choices"], strict=True):
         talk = [user(row["prompt"]), answer(text)]
         (chat,) = render_chats(tokenizer, talk, None, "assistant", Counter())
@@ -287,3 +287,45 @@ def test_choices_have_the_tokens_that_training_would_give_them(template, tmp_pat
         first, last = mask.find(1), mask.rfind(1)  # the last one ends the turn
         assert choice.ids.tolist() == ids[:last]
         assert choice.labels.tolist() == [-100] * first + ids[first:last]
+
+
+LETTERED = {"choices": {"text": ["four", "2", "1"], "label": ["1", "2", "3"]}, "answer": "2"}
+LETTER, NUMBER = ({"choices": ["x", "y"], "answer": name} for name in "B0")
+READINGS = {  # name -> (rows, the index of each right choice); an error: None
+    "a label, not the text of another choice": ([LETTERED], [1]),
+    "letter labels": ([{"choices": {"text": ["b", "a"], "label": ["A", "B"]}, "answer": "B"}], [1]),
+    "a label that is not there": ([LETTERED | {"answer": "0"}], None),
+    "a number with labels": ([LETTERED | {"answer": 0}], None),
+    "letters": ([{"choices": ["x", "y"], "answer": a} for a in "AB"], [0, 1]),
+    "a letter too far": ([{"choices": ["x", "y"], "answer": "C"}], None),
+    "numbers as texts": ([{"choices": ["x", "y"], "answer": a} for a in "10"], [1, 0]),
+    "an index of numerals": ([{"choices": ["1", "2", "3"], "answer": 2}], [2]),
+    "texts": ([{"choices": ["1", "2", "3"], "answer": a} for a in "123"], [0, 1, 2]),
+    "text or letter": (
+        [{"choices": ["B", "A"], "answer": "A"}, LETTER],
+        None,
+    ),
+    "text or number": (
+        [{"choices": ["1", "2"], "answer": "1"}, NUMBER],
+        None,
+    ),
+    "true or false": ([{"choices": ["no", "yes"], "answer": True}], None),
+    "labels without texts": ([{"choices": {"label": ["A", "B"]}, "answer": "A"}], None),
+    "no list": ([{"choices": 4, "answer": "A"}], None),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_an_answer_is_a_text_a_label_a_letter_or_a_number_and_never_guessed(
+    name, tokenizer, tmp_path
+):
+    given, expected = READINGS[name]
+    given = [{"prompt": f"q {i}", **row} for i, row in enumerate(given)]
+    rows = Rows(write(tmp_path / "rows.jsonl", given), 200)
+    questions = load_questions(rows, tokenizer)
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"rows.jsonl:1: .*fix: --columns"):
+            choices_of(questions, tokenizer, rows)
+    else:
+        found = choices_of(questions, tokenizer, rows)
+        assert [right for _, _, right in found] == expected

@@ -37,7 +37,7 @@ KNOWN = (
 )
 COLUMNS = {*FORMS, *"input output system history tools prompt labels attention_mask".split()}
 # further keys, of preferences.py and questions.py
-PREFERENCES = set("chosen rejected label kto_tag answer".split())
+PREFERENCES = set("chosen rejected label kto_tag answer choices".split())
 ROLES = {  # role in a row -> ours
     "system": "system",
     "developer": "system",

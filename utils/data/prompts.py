@@ -9,12 +9,14 @@ from .chats import check_parts, renderable, skeleton
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
 from .tokens import adds_bos, encode, hidden, render
 
-FORMS = 'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+FORMS = (
+    'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+    " (fix: rename its key; eval.py and grpo.py take --columns prompt=THEIRS)"
+)
 # Keys that belong to the prompt beside its turns, and keys of pictures, which to_messages refuses.
 BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
 
-PROMPTS = {"prompt", "messages", "conversations"}
-NO_COLUMNS = {*PROMPTS, *BESIDE}
+NO_COLUMNS = {"prompt", "messages", "conversations", *BESIDE}
 OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # the keys of an alpaca row's prompt
 
 
@@ -94,8 +96,6 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     """Add the prompt of a row to `part`, an encode.Part. Returns its form. rows: an encode.Rows.
     ValueError names what is wrong with the row.
     """
-    if not {*PROMPTS, "instruction"} & row.keys():
-        raise ValueError(f"no prompt to answer; {FORMS} (fix: --columns prompt=THEIRS)")
     content, tools, answer = turns_of(row)
     form = "prompts"
     if is_plain(content, tokenizer, rows):

@@ -27,6 +27,8 @@ from .tokens import hidden
 
 # options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
 SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
+# names of choices without labels
+NAMES = [[*map(str, range(1000))], [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]]
 
 # --- prompts with columns
 
@@ -55,8 +57,7 @@ class Questions(Examples):
     @cached_property
     def names(self) -> set[str]:
         """The names of all columns."""
-        rows = (json.loads(self.details[row]) for row in range(len(self.keys)))
-        return {name for _, columns, _ in rows for name in columns}
+        return {name for _, columns, _ in map(json.loads, self.details) for name in columns}
 
 
 def load_questions(rows: Rows, tokenizer, progress: bool = False) -> Questions:
@@ -95,32 +96,42 @@ def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, 
         yield max(0, end - seq_len), first, end
 
 
-def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple[list[Example], int]]:
-    """For each question: (its sequences, the index of the right one). Each sequence is the prompt and one
-    choice, without an end-of-text or end-of-turn token. Only the choice is scored.
+def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
+    """For each question: (its sequences, the texts of its choices, the index of the right one). Each sequence
+    is the prompt and one choice, without an end-of-text or end-of-turn token. Only the choice is scored.
 
     Columns of a row: choices, texts that are appended to the prompt unchanged, in chats after the white space
-    that the template writes before an answer; answer, the right choice or its index. ConfigError lists up to
-    ten rows that are wrong or longer than rows.seq_len.
+    that the template writes before an answer, or as in ARC {"text": texts, "label": their labels}; answer, a
+    label. Without labels it is a text of choices, a number from 0 or a letter from A. If not all answers are
+    texts, one that stands for two choices is an error. ConfigError lists up to ten rows that are wrong or
+    longer than rows.seq_len.
     """
     found, part = [], Part()
-    for question in questions:
-        choices = question.columns.get("choices")
-        answer = question.columns.get("answer")
+    given = [[one.columns.get(key) for key in ("choices", "answer")] for one in questions]
+    all_texts = all(isinstance(choices, list) and known in choices for choices, known in given)
+    for question, (choices, known) in zip(questions, given, strict=True):
         try:
-            texts = isinstance(choices, list) and {*map(type, choices)} == {str} and all(choices)
-            if not texts or len(choices) < 2:
-                raise ValueError("choices: expected two texts or more")
-            right = choices.index(answer) if answer in choices else answer
-            if type(right) is not int or not 0 <= right < len(choices):
+            names = NAMES * (not all_texts)
+            if isinstance(choices, dict):
+                choices, names = choices.get("text"), [choices.get("label") or ()]
+            elif isinstance(known, str):
+                names = [*names, choices]
+            are_texts = isinstance(choices, list) and {*map(type, choices)} == {str}
+            if not are_texts or len(choices) < 2 or "" in choices:
                 raise ValueError(
-                    f"answer: {answer!r:.60} is no choice, nor the number of one, from 0"
+                    "choices: expected two texts or more (fix: --columns choices=THEIRS)"
+                )
+            right = {kind.index(str(known)) for kind in names if str(known) in kind[: len(choices)]}
+            if len(right) != 1:
+                raise ValueError(
+                    f"answer: {known!r:.60} names {len(right)} of the choices, not one: it is a text, number"
+                    " from 0 or letter, or a label if they have labels (fix: --columns answer=THEIRS)"
                 )
             sequences = [continued(question, choice, tokenizer, rows) for choice in choices]
             longest = max(len(sequence.ids) for sequence in sequences)
             if longest > rows.seq_len:
                 raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")
-            found.append((sequences, right))
+            found.append((sequences, choices, *right))
         except ValueError as fault:
             part.bad.append((question.where, str(fault)))
     if part.bad:
@@ -209,11 +220,18 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
             by_size = defaultdict(list)  # maximum new tokens -> [(request number, prompt)]
             for number, request in enumerate(requests):
                 context, options = request.args
-                draws = options.get("do_sample") and options.get("temperature", 1)
-                check(not draws, f"lm_eval: answers are greedy here, and a task has {options}")
+                check(
+                    not options.get("do_sample", "temperature" in options)
+                    or options.get("temperature") == 0,
+                    f"lm_eval: answers are greedy here, and a task has {options}"
+                    " (fix: do_sample: false in its .yaml, or leave the task out)",
+                )
                 size = next(filter(None, map(options.get, SIZES)), max_new_tokens)
                 left = seq_len - 1 - size  # tokens of a prompt
-                check(left > 0, f"--seq_len {seq_len}: a task has answers of {size} tokens")
+                check(
+                    left > 0,
+                    f"--seq_len {seq_len}: a task has answers of {size} tokens (fix: a larger --seq_len)",
+                )
                 ids = self.tok_encode(context)[-left:]
                 by_size[size].append((number, scored(ids, len(ids))))
             texts = [""] * len(requests)

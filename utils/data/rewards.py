@@ -11,7 +11,6 @@ Prompts and completions are texts, or lists of messages if the row has messages.
 """
 
 import inspect
-import json
 import math
 import re
 import sys
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from ..run.distributed import World, gather, together
 from ..run.errors import ConfigError, check, others_code, print0, reason_of_others
-from ..run.files import disk_errors
 from ..run.units import IGNORE
 from .batches import Batch, GlobalBatches, collate
 from .questions import Question, Questions, scored
@@ -201,17 +199,6 @@ def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
         if values and name != "text":
             means[prefix + name] = sum(values) / len(values)
     return means
-
-
-def write_samples(
-    out: Path, step: int, asked: list[Question], found: list[dict], count: int
-) -> None:
-    """Append the first `count` completions of a step to OUT/samples.jsonl."""
-    file = out / "samples.jsonl"
-    with disk_errors(file), open(file, "a", encoding="utf-8") as samples:
-        for question, one in zip(asked[:count], found, strict=False):
-            row = {"step": step, "where": question.where, "prompt": question.content, **one}
-            samples.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[float | None]:

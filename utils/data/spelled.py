@@ -33,8 +33,7 @@ def encode_hidden(
         return "x" * len(found[0])
 
     backend.encode_special_tokens = False
-    whole = backend.encode(marks.sub(harmless, text), add_special_tokens=False)
-    if read(harmless)[0] != whole.ids:
+    if backend.encode(marks.sub(harmless, text), add_special_tokens=False).ids != read(harmless)[0]:
         raise ValueError(
             "its text spells a special token, which this tokenizer cannot read as text"
         )

@@ -72,8 +72,9 @@ class Reference:
             for loader, steps in loaders.items():
                 yield from loader.every(steps)
 
-        missing = sum(key not in known for batch in batches() for key in batch.keys)
-        missing = all_reduce_sum(missing, self.world)
+        missing = all_reduce_sum(
+            sum(key not in known for batch in batches() for key in batch.keys), self.world
+        )
         if missing:
             print0(f"reference of {missing:,.0f} answers is computed, once", ready=True)
         found = {}

@@ -102,15 +102,15 @@ def start_recording(
     """Start the profiler and, on rank 0, the trackers that are asked for. done: the step resumed from.
     options: the settings profile, tensorboard and wandb.
     """
-    trackers = []
-    if world.rank == 0:
-        if options.tensorboard:
-            trackers.append(Tracker("TensorBoard", start_tensorboard, out, done))
-        if options.wandb:
-            trackers.append(Tracker("Weights & Biases", start_wandb, out, done))
-    return start_profiler(
-        out / "profile", world, done, steps
-    ) if options.profile else None, trackers
+    profiler, asked = None, {}
+    if options.profile:
+        profiler = start_profiler(out / "profile", world, done, steps)
+    if options.tensorboard:
+        asked["TensorBoard"] = start_tensorboard
+    if options.wandb:
+        asked["Weights & Biases"] = start_wandb
+    started = [Tracker(*one, out, done) for one in asked.items() if world.rank == 0]
+    return profiler, started
 
 
 # Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;

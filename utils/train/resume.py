@@ -94,8 +94,7 @@ class Continued(Resumed):
         """
         done = self.state["step"]
         check(done <= steps, f"{self.checkpoint} has more than {steps} steps (fix: --steps {done})")
-        but = ("data",) if allow_new_data else ()
-        changed = differences(facts | self.state, facts, but)
+        changed = differences(facts | self.state, facts, but=("data",) * allow_new_data)
         check(
             not changed,
             f"the checkpoint is of another run: {changed}"
@@ -155,9 +154,7 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
         found = [named_checkpoint("--resume", resume, world)]
     damaged = {}  # checkpoint -> what is wrong with it
     for checkpoint in found:
-        said = sorted(
-            {text for text in gather(world, damage(checkpoint, world.rank, world.size)) if text}
-        )
+        said = sorted({*gather(world, damage(checkpoint, world.rank, world.size))} - {""})
         if not said:
             break
         damaged[checkpoint] = "; ".join(said)

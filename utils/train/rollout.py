@@ -144,8 +144,9 @@ def _draw_batch(model, prompts, keys, sampling, world, lockstep) -> list[Complet
     """
     ids, mask = (tensor.to(world.device) for tensor in pad_left(prompts, sampling.pad_id))
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
-    randoms = [random_numbers(key, sampling.max_new_tokens) for key in keys]
-    randoms = torch.stack(randoms).to(world.device)  # (B, new tokens)
+    randoms = torch.stack([random_numbers(key, sampling.max_new_tokens) for key in keys]).to(
+        world.device
+    )  # (B, new tokens)
     takes = inspect.signature(type(model).forward).parameters
     cache = next(name for name in CACHES if name in takes)
     # The load-balancing loss of mixtures of experts does not work with a cache.
@@ -232,6 +233,19 @@ def log_probs_at_start(
         return token_log_probs(model, batch, temperature)
 
 
+def write_samples(out: Path, step: int, asked: list, found: list[dict], count: int) -> None:
+    """Append the first `count` completions of a step to OUT/samples.jsonl. asked: their questions; found: of
+    rewards.reward_all.
+    """
+    append_rows(
+        out / "samples.jsonl",
+        [
+            {"step": step, "where": question.where, "prompt": question.content, **one}
+            for question, one in zip(asked[:count], found, strict=False)
+        ],
+    )
+
+
 def token_sums(batch, old: Tensor, losses: Tensor, clipped: Tensor, kl: Tensor) -> Tensor:
     """Sums (6,) over the trained tokens of a RolloutBatch: the losses times the weights of their completions,
     with gradients; the number of clipped tokens; the KL; -old, whose mean estimates the entropy; the absolute
@@ -277,9 +291,7 @@ class Asker:
 
         @torch.no_grad()
         def answers(batches, own):
-            sequences = []
-            for i in own:
-                sequences += groups[i]
+            sequences = [sequence for i in own for sequence in groups[i]]
             batch = self.batch_of(sequences).to(self.world.device)
             values = token_log_probs(self.model, batch, per_token=signed_cross_entropy).double()
             tokens = (batch.labels != IGNORE).sum(1)
@@ -300,14 +312,9 @@ class Asker:
             found = generate(
                 self.model,
                 ids,
-                [(i,) for i in range(len(ids))],
-                Sampling(
-                    max_new_tokens=new,
-                    temperature=0.0,
-                    end_ids=self.end_ids,
-                    pad_id=self.pad_id,
-                    batch_size=len(batches[0]),
-                ),
+                [()] * len(ids),  # greedy completions need no random numbers
+                # temperature 0: greedy
+                Sampling(new, 0.0, self.end_ids, self.pad_id, batch_size=len(batches[0])),
                 self.world,
                 lockstep=self.world.size > 1,
             )
@@ -340,24 +347,17 @@ class Asker:
                 several = batches[start : start + self.world.size]
                 own = several[rank] if rank < len(several) else []
                 found = answers(several, own)
-                rows = {}
                 with together(self.world, patient=True):  # functions of the user may take long
-                    for i, answer in zip(own, found, strict=True):
-                        rows[i] = {"number": i} | judge(i, answer)
+                    rows = {
+                        i: {"number": i} | judge(i, answer)
+                        for i, answer in zip(own, found, strict=True)
+                    }
                 for of_rank in gather(self.world, rows):
-                    self.write([row for i, row in of_rank.items() if i not in known])
+                    if self.file and rank == 0:
+                        append_rows(self.file, [of_rank[i] for i in of_rank if i not in known])
                     known = of_rank | known
                 bar.update(sum(map(len, several)))
         return [known[i] for i in range(len(groups))]
-
-    def write(self, rows: list[dict]) -> None:
-        """Append rows to the file, on rank 0."""
-        if self.file and self.world.rank == 0:
-            # Half of a surrogate pair, in a row's answer, is written as the escape of JSON.
-            errors = "backslashreplace"
-            with disk_errors(self.file), open(self.file, "a", -1, "utf-8", errors) as file:
-                for row in rows:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def answered(self) -> dict[int, dict]:
         """The rows of the file, by number. A last line that a kill left incomplete is removed from it."""
@@ -366,6 +366,13 @@ class Asker:
             drop_half_line(self.file)
             lines = self.file.read_bytes().splitlines()
         return {row["number"]: row for row in map(json.loads, broadcast(self.world, lines))}
+
+
+def append_rows(path: Path, rows: list[dict]) -> None:
+    """Append rows to a .jsonl file. Half of a surrogate pair, in an answer, becomes the escape of JSON."""
+    with disk_errors(path), open(path, "a", -1, "utf-8", "backslashreplace") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def signed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
