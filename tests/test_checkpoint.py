@@ -253,6 +253,16 @@ def test_leftovers_and_odd_names_are_not_checkpoints(tmp_path):
     assert read_state(right)["step"] == 10
 
 
+def save_state(world, folder, state):
+    path = save_checkpoint(folder, 1, *build(world), state, 0, world)
+    return read_state(path)
+
+
+def test_a_best_loss_before_the_first_evaluation_is_kept_as_infinity(tmp_path):
+    (state,) = run_ranks(save_state, 1, tmp_path, {"best": float("inf")})
+    assert state["best"] == float("inf")
+
+
 def save_nothing(world, folder):
     with CheckpointSaver(folder, 1, world):
         pass

@@ -3,6 +3,7 @@
 python -m pytest tests/test_levers.py
 """
 
+import gc
 import json
 import shutil
 
@@ -420,6 +421,25 @@ def numbers_of(out):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "loss", "grad_norm", "skipped", "eval_loss")
     return [[line[name] for name in names if name in line] for line in lines]
+
+
+def test_a_run_frees_its_weights_and_moments(setting, tmp_path):
+    """The hooks of the parameters held them: a second run in the same process had both in memory."""
+    flags = run_in(tmp_path / "out", setting, **IN_BACKWARD, save_model=False)
+    assert run_ranks(numbers_left, 1, flags) == [0]
+
+
+def numbers_left(world, flags):
+    """How many numbers of a run's weights and moments are in memory after it."""
+
+    def tensors():
+        gc.collect()
+        found = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta]
+        return {id(t): t for t in found if t.ndim == 2 and t.dtype == torch.float32}
+
+    before = tensors()
+    finetune.main(finetune.Config(**flags))
+    return sum(t.numel() for key, t in tensors().items() if key not in before)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import re
 import shutil
 
 import pytest
+import torch
 from launch import forked
+from safetensors.torch import load_file
 from shell import ROOT
 from test_parity import write_rows
 from tiny import tiny_model_folder
@@ -96,6 +98,36 @@ OTHER_GROUPS = [
         'trained = [p for name, p in model.named_parameters() if "layers.1." in name]',
     ),
 ]
+AVERAGED = [  # and with frozen weights
+    (
+        RECIPE,
+        "    add_chunked_loss(model)\n",
+        "    decoder_layers(model)[:1].requires_grad_(False)\n    add_chunked_loss(model)\n",
+    ),
+    (RECIPE, "optimizer = torch.optim.AdamW(groups", "optimizer = Averaged(groups"),
+    (
+        RECIPE,
+        "    result = out / (",
+        """    with torch.no_grad():
+        for p in trained:
+            p.copy_(optimizer.state[p]["ema"])
+    result = out / (""",
+    ),
+    (
+        RECIPE,
+        "\n\ndef settle(",
+        """
+
+class Averaged(torch.optim.AdamW):
+    def step(self):
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p].setdefault("ema", p.detach().clone()).lerp_(p.detach(), 0.1)
+
+
+def settle(""",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +190,19 @@ def test_a_part_of_the_weights_in_the_groups_is_trained_and_resumed_exactly(file
     checkpoint = tmp_path / "out" / "checkpoints" / "step_00000002"
     shutil.move(checkpoint, tmp_path / "kept")
     assert losses(recipe, *files, f"--steps 4 --resume {tmp_path}/kept") == straight[2:]
+
+
+def test_an_average_of_the_weights_in_the_optimizer_is_resumed_exactly(files, tmp_path):
+    recipe = edited(tmp_path, AVERAGED, most_files=1)
+    straight = losses(recipe, *files, "--steps 4 --save_every 2")
+    expected = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    shutil.move(tmp_path / "out" / "checkpoints" / "step_00000002", tmp_path / "kept")
+    assert losses(recipe, *files, f"--steps 4 --resume {tmp_path}/kept") == straight[2:]
+    found = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    before = load_file(files[0] / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    kept = {name for name in found if torch.equal(found[name], before[name])}
+    assert kept == {name for name in found if "layers.0." in name}
 
 
 def test_a_flag_is_added_in_one_file(files, usual, tmp_path):

@@ -165,7 +165,7 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(temporary)
         self.fs = _HashingFiles()
         self.final, self.keep, self.removal = final, keep, None
-        self.state_text = json.dumps(state, indent=1, allow_nan=False)
+        self.state_text = json.dumps(state, indent=1)
         self.step_seconds = state.get("step_seconds", 0.0)
         self.started, self.seconds = time.monotonic(), 0.0
 

@@ -7,9 +7,10 @@ https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutor
 """
 
 from functools import partial
+from weakref import proxy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -49,22 +50,13 @@ class StepInBackward:
     """
 
     def __init__(self, optimizer: Optimizer, mesh: DeviceMesh):
-        self.optimizer, self.mesh = optimizer, mesh
+        self.mesh = mesh
         self.squares = []  # () fp32: squared norm of each local gradient
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
+            # A hook that holds its parameter is never freed: Python's collector does not see it.
+            hook = partial(_step, proxy(optimizer), self.squares, number)
             for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(partial(self._step, group))
-
-    @torch.no_grad()
-    def _step(self, group: dict, parameter: nn.Parameter) -> None:
-        gradient = local(parameter.grad)
-        self.squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).square())
-        self.optimizer.found_inf = None  # left by the previous step
-        groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [group | {"params": [parameter]}]
-        self.optimizer.step()
-        self.optimizer.param_groups = groups
-        parameter.grad = None
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def grad_norm(self) -> Tensor:
         """The global L2 norm () of the gradients of the last backward. All ranks call it."""
@@ -72,3 +64,15 @@ class StepInBackward:
         squares = torch.stack(self.squares).sum()
         self.squares.clear()
         return (sum_on_device(squares, self.mesh) / copies).sqrt()
+
+
+@torch.no_grad()
+def _step(optimizer, squares, number, parameter):
+    """Update a parameter of group `number`, and free its gradient."""
+    squares.append(torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32).square())
+    optimizer.found_inf = None  # left by the previous step
+    groups = optimizer.param_groups
+    optimizer.param_groups = [groups[number] | {"params": [parameter]}]
+    optimizer.step()
+    optimizer.param_groups = groups
+    parameter.grad = None
