@@ -326,7 +326,7 @@ def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
     """(the text of its tokens, the text shown instead) of each picture of a row."""
     from utils.data.pictures import room_of
 
-    sizes = tuple((width, height) for _, width, height in pictured.sources(row))
+    sizes = tuple(tuple(size) for _, *size, _ in pictured.sources(row))
     texts = room_of(pictured.processor, sizes)[0] if sizes else []
     rooms = []
     for text, (width, height) in zip(texts, sizes, strict=True):

@@ -302,11 +302,14 @@ def test_a_picture_that_cannot_be_decoded_names_its_row(workers, family, tmp_pat
         loader.batches(0)
 
 
-def test_a_picture_that_was_changed_since_it_was_read_names_its_row(family):
+@pytest.mark.parametrize("other_size", [True, False])
+def test_a_picture_that_was_changed_since_it_was_read_names_its_row(other_size, family):
     loader = family("llava").loader([row("a.png")])
-    Image.new("RGB", (5, 5)).save("a.png")
+    with Image.open("a.png") as image:
+        size = (5, 5) if other_size else image.size
+    Image.effect_noise(size, 40).save("a.png")
     with pytest.raises(
-        ConfigError, match=r"^t.jsonl:1: picture 'a.png'.*when its tokens were made"
+        ConfigError, match=r"^t.jsonl:1: picture 'a.png'.*changed since its tokens were made"
     ):
         loader.batches(0)
 

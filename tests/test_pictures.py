@@ -22,13 +22,13 @@ from utils.data.encode import Rows
 from utils.data.formats import form_of
 from utils.data.pictures import (
     decoded,
+    described,
     file_of,
     fitted,
     load_processor,
     process,
     read_pictured,
     room_of,
-    size_of,
     url_of,
     with_room,
 )
@@ -365,7 +365,8 @@ def test_what_is_no_whole_picture_is_named_with_its_row(content, why, opened, pi
 def test_bytes_behind_a_jpeg_are_no_fault(tmp_path):
     for behind in (b"a film", b"a longer film" * 2**16):
         (tmp_path / "a.jpg").write_bytes(png(format="JPEG") + behind)
-        assert size_of("a.jpg", str(tmp_path)) == (60, 40)
+        made = described("a.jpg", str(tmp_path), 0)
+        assert made == ["a.jpg", 60, 40, (tmp_path / "a.jpg").stat().st_size]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])
@@ -373,8 +374,9 @@ def test_exif_turns_a_picture_before_its_size_counts(kind, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     (tmp_path / "t").write_bytes(png((60, 40), format=kind, exif=exif))
-    assert size_of("t", tmp_path) == (40, 60)
-    assert decoded("t", tmp_path, (40, 60), 0).size == (40, 60)
+    made = described("t", tmp_path, 0)
+    assert made[1:3] == [40, 60]
+    assert decoded(made, tmp_path, 0).size == (40, 60)
 
 
 def save(image: Image.Image, path) -> None:
@@ -386,7 +388,7 @@ def test_every_mode_becomes_rgb_of_the_same_shade(mode, tmp_path):
     image = Image.new("L", (8, 6), 128)
     image = Image.new(mode, (8, 6), 128 * 256) if mode == "I;16" else image.convert(mode, dither=0)
     save(image, tmp_path / "t")
-    made = decoded("t", tmp_path, (8, 6), 0)
+    made = decoded(described("t", tmp_path, 0), tmp_path, 0)
     assert made.mode == "RGB"
     shade = 255 if mode == "1" else 128
     assert all(abs(value - shade) <= 1 for value in made.getpixel((3, 3)))
@@ -410,10 +412,10 @@ def test_pictures_of_datasets_come_as_the_bytes_of_their_files(tmp_path):
 
 def test_a_picture_that_breaks_off_is_an_error_when_it_is_decoded(tmp_path):
     (tmp_path / "t").write_bytes(png(format="JPEG"))
-    size = size_of("t", tmp_path)
+    made = described("t", tmp_path, 0)
     (tmp_path / "t").write_bytes(png(format="JPEG")[:-9])  # since then
     with pytest.raises(ValueError, match="picture 't'.*truncated"):
-        decoded("t", tmp_path, size, 0)
+        decoded(made, tmp_path, 0)
 
 
 # --- lengths
@@ -528,7 +530,7 @@ def test_large_data_is_tokenized_by_other_processes_to_the_same_rows(opened, pic
 
 
 def test_tokens_on_disk_are_made_again_if_pictures_have_changed(opened, pictures, monkeypatch):
-    """Otherwise a picture that is gone, or has another size, would stop the training."""
+    """Otherwise a picture that is gone, or is another one, would stop the training."""
     folder, tokenizer, _ = opened("gemma3")
     monkeypatch.setattr(data, "SMALL", 0)
     monkeypatch.setattr(cache, "in_processes", map)  # the test above has the processes
@@ -541,8 +543,13 @@ def test_tokens_on_disk_are_made_again_if_pictures_have_changed(opened, pictures
     assert kept.stat().st_ino == before
     Image.new("RGB", (30, 90)).save("a.png")
     second = load(rows, folder, tokenizer)
-    assert json.loads(second.details[0]) == [["a.png", 30, 90]] != json.loads(first.details[0])
+    made = [["a.png", 30, 90, os.path.getsize("a.png")]]
+    assert json.loads(second.details[0]) == made != json.loads(first.details[0])
     assert kept.stat().st_ino != before
+    Image.effect_noise((30, 90), 80).save("a.png")
+    third = load(rows, folder, tokenizer)
+    assert third.fingerprint != second.fingerprint
+    assert third.ids.tolist() == second.ids.tolist()
     os.remove("a.png")
     assert "t.jsonl:1: picture 'a.png': no such file" in refusal(load, rows, folder, tokenizer)
     assert "no such file" in refusal(load, rows, folder, tokenizer)

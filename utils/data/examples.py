@@ -91,8 +91,8 @@ class Examples:
     # follows the chosen one. labels (KTO): the length of row i if it is desirable, else 0. documents: the
     # bytes of the text. Rows with pictures: the number of patches, or 0. Other rows: None, or empty.
     row_sizes: Tensor | None = None
-    # JSON of each row. Rows with pictures: [[source, width, height], ...]. prompts: [content, columns,
-    # tools]. Other rows: None, or empty.
+    # JSON of each row. Rows with pictures: [[source, width, height, bytes], ...]. prompts: [content,
+    # columns, tools]. Other rows: None, or empty.
     details: Texts | None = None
     unit: str = "rows"  # the word for a row in the summary
     origins: Sequence[Origin] = ()

@@ -151,7 +151,7 @@ class PictureBatches(GlobalBatches):
         return replace(batch, extra=inputs_of(self.processor, batch.ids, pictures))
 
     def sources(self, row: int) -> list[list]:
-        """[[source, width, height], ...] of the pictures of a row."""
+        """The pictures of a row, from pictures.described."""
         return json.loads(self.examples.details[self.examples.numbers[row]])
 
 
@@ -162,10 +162,10 @@ def begin_worker(_: int) -> None:
 
 
 def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
-    """Decode the pictures of a row, [[source, width, height], ...]. ConfigError if one cannot be decoded."""
+    """Decode the pictures of a row, from `sized`. ConfigError if one cannot be decoded, or was changed."""
     folder, most = folder_of(where, rows), rows.image_max_pixels
     try:
-        return [decoded(source, folder, tuple(size), most) for source, *size in pictures]
+        return [decoded(picture, folder, most) for picture in pictures]
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
 

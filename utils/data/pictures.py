@@ -14,7 +14,6 @@ tokens of a picture are neither trained nor cut.
 """
 
 import base64
-import hashlib
 import io
 import json
 import math
@@ -32,6 +31,7 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 
 from ..run.errors import check, others_code, reason_of_others
+from ..run.units import seed_of
 from .chats import Chat, encode_chat, encode_plain, render_chats
 from .formats import REMEDY, Messages, keys_of, to_messages, typed
 from .prompts import Prompt, prompt_of, turns_of
@@ -165,9 +165,9 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
 
 
 def sized(sources: list[str], where: str, rows) -> list[list]:
-    """[[source, width, height], ...] of the pictures of a row, with the sizes that the processor gets."""
+    """[[source, width, height, bytes], ...] of the pictures of a row; see `described`."""
     folder, most = folder_of(where, rows), rows.image_max_pixels
-    return [[source, *fitted(size_of(source, folder), most)] for source in sources]
+    return [described(source, folder, most) for source in sources]
 
 
 def say_pictures(part, pictures: list, patches: int) -> None:
@@ -177,8 +177,7 @@ def say_pictures(part, pictures: list, patches: int) -> None:
         part.details.append(text)
         part.row_sizes.append(patches)
         if pictures:  # rows with equal text but other pictures are no duplicates
-            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-            part.keys[-1] ^= int.from_bytes(digest, "little", signed=True)
+            part.keys[-1] ^= seed_of(text)
 
 
 def check_places(processor, text: str, pictures: list) -> None:
@@ -196,7 +195,7 @@ def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Cha
     """
     if not pictures:
         return chat, 0, 0
-    sizes = tuple((width, height) for _, width, height in pictures)
+    sizes = tuple(tuple(size) for _, *size, _ in pictures)
     texts, patches = room_of(processor, sizes)
     whole, end = with_room(chat, processor.image_token, texts)
     compare(processor, tokenizer, chat.text, whole.text, sizes)
@@ -401,16 +400,23 @@ def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
             raise ValueError(f"picture {source[:80]!r}: {why}") from None
 
 
-def size_of(source: str, folder: str) -> Size:
-    """The size of a picture after rotation by its EXIF orientation. Reads the whole file, so that a truncated
-    one is found.
+def described(source: str, folder: str, max_pixels: int) -> list:
+    """[source, width, height, bytes] of a picture: the size that the processor gets, after rotation by EXIF,
+    and the bytes of the file. Reads the whole file, so that a truncated one is found.
     """
     with open_picture(source, folder) as image:
         size = image.size  # for a TIFF, Pillow has already applied the orientation
         image.draft("L", (1, 1))  # a JPEG is read to its end, but decoded to few pixels
         image.load()
-        turned = image.getexif().get(ORIENTATION) in TURNED
-    return size[::-1] if turned else size
+        if image.getexif().get(ORIENTATION) in TURNED:
+            size = size[::-1]
+        return [source, *fitted(size, max_pixels), bytes_of(source, folder)]
+
+
+def bytes_of(source: str, folder: str) -> int:
+    """The bytes of the file of a picture; 0 for a data: URL. ValueError as from file_of."""
+    file = file_of(source, folder)
+    return file.stat().st_size if isinstance(file, Path) else 0
 
 
 def fitted(size: Size, max_pixels: int) -> Size:
@@ -419,31 +425,29 @@ def fitted(size: Size, max_pixels: int) -> Size:
     return tuple(max(1, int(side * scale)) for side in size)
 
 
-def decoded(source: str, folder: str, size: Size, max_pixels: int) -> Image.Image:
-    """The picture in RGB, rotated by EXIF and scaled to `size`. ValueError if it cannot be decoded, or if its
-    size has changed since its tokens were made.
+def decoded(picture: list, folder: str, max_pixels: int) -> Image.Image:
+    """A picture in RGB, rotated by EXIF and scaled. picture: from `described`. ValueError if it cannot be
+    decoded, or if it was changed since.
     """
+    source, *size = picture
     with open_picture(source, folder) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits
             image = image.convert("I").point(lambda value: value / 256).convert("L")
         image = image.convert("RGB")
-        if fitted(image.size, max_pixels) != size:
-            raise ValueError(f"it has {image.size} pixels, and {size} when its tokens were made")
-        return image.resize(size, Image.Resampling.BICUBIC)  # a plain copy if the size is equal
+        if [*fitted(image.size, max_pixels), bytes_of(source, folder)] != size:
+            raise ValueError("it was changed since its tokens were made (fix: start again)")
+        return image.resize(size[:2])  # bicubic; a plain copy if the size is equal
 
 
 def have_changed(examples, rows) -> bool:
-    """Whether a picture of some examples is missing or broken, or has another size than when its tokens were
-    made. Only headers are read; the orientation in the EXIF data is not.
+    """Whether a picture of some examples is missing, or has another number of bytes than when its tokens were
+    made. No picture is opened.
     """
-    for where, details in zip(examples.where, examples.details, strict=True):
-        for source, *size in json.loads(details):
-            if source.startswith("data:"):
-                continue
-            with suppress(ValueError), open_picture(source, folder_of(where, rows)) as image:
-                known = fitted(image.size, rows.image_max_pixels)
-                if tuple(size) in (known, known[::-1]):
-                    continue
-            return True
-    return False
+    with suppress(ValueError):
+        return any(
+            size_bytes and bytes_of(source, folder_of(where, rows)) != size_bytes
+            for where, details in zip(examples.where, examples.details, strict=True)
+            for source, _, _, size_bytes in json.loads(details)
+        )
+    return True

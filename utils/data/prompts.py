@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
     where: str  # the row name: file and line
     content: str | list[dict]  # a text, or messages
     tools: list | None = None
-    pictures: list = []  # [[source, width, height], ...]
+    pictures: list = []  # [[source, width, height, bytes], ...]
 
     @property
     def messages(self) -> list[dict]:
