@@ -51,7 +51,7 @@ RUN = {
     "schedule": "constant",
     "global_batch_size": GLOBAL_BATCH,
     "batch_size": 1,
-    "seed": 3,
+    "seed": 4,
     "save_every": 0,
     "workers": 0,  # the ranks of run_ranks may have no processes of their own
 }
