@@ -194,6 +194,13 @@ def test_what_is_left_out_of_both_sides_is_counted_once_a_row(tokenizer):
     assert read.notes[LEADING] == 1
 
 
+@pytest.mark.parametrize("task", ["pairs", "labels"])
+def test_other_keys_are_ignored_by_name_and_those_of_preferences_are_not(tokenizer, task):
+    row = TEXTS if task == "pairs" else {"prompt": "Say hi", "completion": "Hi", "label": True}
+    rows = [row | {"mood": 1, "score_chosen": 2}, row | {"mood": 1}]
+    assert load(rows, tokenizer, task).remarks().endswith(", ignored keys: 'mood', 'score_chosen'")
+
+
 def test_columns_name_the_keys_of_preferences(tokenizer):
     row = {"q": "Say hi", "good": "Hi to you", "worse": "Hi, no"}
     read = load([row], tokenizer, columns="prompt=q,chosen=good,rejected=worse")

@@ -135,14 +135,16 @@ def to_messages(row: dict, form: str, notes: Counter) -> Read:
     notes: counts what was left out. ValueError names the first field that is wrong: "messages[2].content:
     expected text, got number".
     """
-    check_one_answer(row, form)
-    for key in row.keys() - COLUMNS:
-        notes[f"{IGNORED}{key[:40]!r}"] += 1
+    check_one_answer(row, form, notes)
     return READERS[form](row, notes)
 
 
-def check_one_answer(row: dict, form: str) -> None:
-    """Raise ValueError unless the row has exactly one text answer. The error names the key that shows it."""
+def check_one_answer(row: dict, form: str, notes: Counter) -> None:
+    """Raise ValueError unless the row has exactly one text answer. The error names the key that shows it.
+    notes: counts keys that are ignored.
+    """
+    for key in row.keys() - COLUMNS:
+        notes[f"{IGNORED}{key[:40]!r}"] += 1
     for key in sorted(key for key, value in row.items() if value not in (None, "", [], {})):
         if key in REFUSED:
             raise ValueError(f"{key}: {REFUSED[key]}")
@@ -234,8 +236,7 @@ def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
         name = typed(turn, keys[0], str, f"{at}.")
         role = ROLES.get(name)
         if not role:
-            known = ", ".join(ROLES)
-            raise ValueError(f"{at}.{keys[0]}: {name[:40]!r} is not one of {known}")
+            raise ValueError(f"{at}.{keys[0]}: {name[:40]!r} is not one of {', '.join(ROLES)}")
         if role == "assistant" and last in ("", "system"):
             notes[LEADING] += 1
             continue
