@@ -8,7 +8,7 @@ Evaluate a model: answers and scores, and results with their standard errors.
 
 In one process, or with the model sharded over all ranks: batches and results are the same. OUT/items.jsonl
 has each answer, OUT/eval.json the results with their standard errors. A run that was stopped goes on with the
-same command. Without --model and --dataset it asks the tiny model in recipes/tiny what finetune.py teaches.
+same --output_dir. Without --model and --dataset it asks the tiny model what finetune.py teaches.
 """
 
 import gc
@@ -85,7 +85,7 @@ class Config:
     # chosen answer likelier than the rejected one; lm_eval: EleutherAI's harness, pip install lm-eval
     task: Literal["exact_match", "perplexity", "choices", "pairs", "lm_eval"] = "exact_match"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl,b.csv; empty: the tiny task
-    format: FormName = "auto"  # format of the rows; completion: texts are not chat turns
+    format: FormName = "auto"  # completion: texts are not chat turns; others have no effect
     columns: str = ""  # our key=your column: prompt=question,answer=solution
     max_rows: int = 0  # read only the first N rows of each source, or lm_eval task; 0: all
     match: str = "exact"  # or number (after ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b

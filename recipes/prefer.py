@@ -151,10 +151,10 @@ class Config:
     # How much
     epochs: int = 1  # passes over the data
     steps: int = 0  # optimizer steps; 0: as many as --epochs needs
-    global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
-    batch_size: int = 1  # sequences per rank and micro-batch
+    global_batch_size: int = 0  # pairs (kto: answers) per step; 0: batch_size x grad_accum x ranks
+    batch_size: int = 1  # pairs (kto: answers) per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
-    seq_len: int = 2048  # maximum tokens of a row
+    seq_len: int = 2048  # maximum tokens of a prompt with one answer
     too_long: Literal["truncate", "drop", "error"] = "truncate"  # what to do with longer rows
     packing: bool = False  # several documents in one row; batch sizes then count packs
     lr: float = 1e-6  # peak learning rate

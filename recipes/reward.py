@@ -124,10 +124,10 @@ class Config:
     # How much
     epochs: int = 1  # passes over the data
     steps: int = 0  # optimizer steps; 0: as many as --epochs needs
-    global_batch_size: int = 0  # sequences per optimizer step; 0: batch_size x grad_accum x ranks
-    batch_size: int = 1  # sequences per rank and micro-batch
+    global_batch_size: int = 0  # pairs per step; 0: batch_size x grad_accum x ranks
+    batch_size: int = 1  # pairs per rank and micro-batch
     grad_accum: int = 0  # micro-batches per step; 0: what the global batch needs
-    seq_len: int = 2048  # maximum tokens of a row
+    seq_len: int = 2048  # maximum tokens of a prompt with one answer
     too_long: Literal["truncate", "drop", "error"] = "drop"  # what to do with longer rows
     lr: float = 1e-5  # peak learning rate
     warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all steps
