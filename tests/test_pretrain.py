@@ -302,6 +302,16 @@ def test_what_cannot_work_is_one_line_before_weights_are_read(files, tmp_path, c
     assert "\n" not in str(refused.value)
 
 
+def test_a_model_without_layers_is_refused_in_one_line(files, tmp_path):
+    config = {"model_type": "llama", "num_hidden_layers": 0, "hidden_size": 64, "vocab_size": 271}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = {"init": "random", "model": str(tmp_path), "tokenizer": files[1]["model"]}
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers to shard by"):
+        pretrain.main(
+            pretrain.Config(**RUN | files[0] | model | {"output_dir": str(tmp_path / "o")})
+        )
+
+
 @slow
 def test_the_bare_command_learns_the_language_of_the_stories_from_nothing(tmp_path):
     """recipes/pretrain.py, in three of its six epochs."""

@@ -219,7 +219,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     ConfigError if there is none.
     """
     lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList)]
-    check(lists, f"{type(model).__name__} has no list of layers to shard by")
+    check(any(lists), f"{type(model).__name__} has no layers to shard by")
     return max(lists, key=numel)
 
 

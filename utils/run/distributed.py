@@ -322,7 +322,4 @@ def _mesh_of(_, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]
 def mesh_sentence(world: World, axes: dict[str, int]) -> str:
     """The mesh in words, for the plan."""
     copies = f"{axes['replicate']} copies of " if "replicate" in axes else ""
-    return (
-        f"{world.size} on {world.device.type}; {copies}every weight cut into {axes['shard']},"
-        " the data too"
-    )
+    return f"{world.size} on {world.device.type}; {copies}every weight cut into {axes['shard']}, the data too"
