@@ -278,12 +278,12 @@ def write_adapter(trained: Trained, out: Path, world: World) -> None:
 
 def write_model(trained: Trained, out: Path, world: World) -> None:
     """Write a model folder from a checkpoint. Each rank loads and writes its own shards."""
-    model = shard_model(trained.model, build_mesh(world), torch.float32)
+    shard_model(trained.model, build_mesh(world), torch.float32)
     load_trained(trained, "", world)
     tokenizer = tokenizer_of(trained)
     save_model(
         out,
-        model,
+        trained.model,
         trained.pieces,
         world,
         save_dtype=DTYPES[trained.run.get("save_dtype", "original")],

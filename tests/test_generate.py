@@ -6,6 +6,7 @@ python -m pytest tests/test_generate.py
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 from peft import PeftModel
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from shell import ROOT
 from test_export import lora_run, make_adapter
 from test_parity import write_rows
@@ -191,6 +193,22 @@ def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks,
     assert expected != plain(tmp_path / "base", tmp_path / "base", ASKED, ends=(4,))
     assert answers(prompts, ranks, checkpoint=str(run)) == expected
     assert answers(prompts, ranks, adapter=str(run / "adapter")) == expected
+
+
+def test_another_base_than_the_one_of_the_run_is_said(prompts, tmp_path, capsys):
+    run, other = lora_run(tmp_path), shutil.copytree(tmp_path / "base", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (other / "config.json").write_text(json.dumps(config))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / "model.safetensors")
+    answers(prompts, checkpoint=str(run))
+    assert "warning" not in capsys.readouterr().out
+    answers(prompts, checkpoint=str(run), model=str(other))
+    assert re.search(
+        rf"warning: {other} is not what the run was trained from, then -> now:"
+        r" config.rms_norm_eps 1e-06 -> 0.001, weights \w+ -> \w+\n",
+        capsys.readouterr().out,
+    )
 
 
 def chatted(world, folder: Path, typed: str, flags: dict) -> str:

@@ -56,8 +56,7 @@ def find_sources(name: str) -> list[Source]:
     weights = [float(match[2] or 0) for match in matches]
     check(
         all(weights) or not any(match[2] for match in matches),
-        f"--dataset {name}: give every one a weight above 0, or none"
-        " (fix: a.jsonl:0.7,b.jsonl:0.3)",
+        f"--dataset {name}: give every one a weight above 0, or none (fix: a.jsonl:0.7,b.jsonl:0.3)",
     )
     sources = []
     for match, weight in zip(matches, weights, strict=True):

@@ -359,8 +359,7 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     example = next((name for name in layers if "0" in name), "")
     check(
         wanted,
-        f"{TARGETS} {targets} matches no layer"
-        f" (fix: all-linear, or match whole names, as {example})",
+        f"{TARGETS} {targets} matches no layer (fix: all-linear, or match whole names, as {example})",
     )
     unseen = first_five(sorted(wanted & alone))
     check(

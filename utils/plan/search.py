@@ -209,17 +209,14 @@ def fit_levers(
 def refusal(setting: Setting, need: Need, room: Room) -> str:
     """One line: what does not fit, its largest part, and the smallest change that fits."""
     if need.device <= room.device:
-        text = f"the ranks of a machine need {need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
+        why = f"the ranks of a machine need {need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
     else:
-        text = f"a rank needs {need.device / GIB:.2f} GiB"
+        why = f"a rank needs {need.device / GIB:.2f} GiB"
         if need.peak:
             parts = need.peak.parts
             name = max(parts, key=parts.get)
-            text += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
-    return (
-        f"this does not fit: {text}; there is {room.text}"
-        f" (fix: {remedy(setting, room)}; or --force to try)"
-    )
+            why += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
+    return f"this does not fit: {why}; there is {room.text} (fix: {remedy(setting, room)}; or --force to try)"
 
 
 def fitted_before(out: Path) -> dict[str, object]:

@@ -34,7 +34,7 @@ from ..model.sharding import (
     units,
 )
 from ..run.distributed import World, gather, together
-from ..run.errors import check, others_code
+from ..run.errors import check, differences, others_code, print0
 from .checkpoint import checkpoint_tensors
 from .resume import REMOVED, check_tensors, damage, named_checkpoint, read_state, read_tensors
 
@@ -76,16 +76,15 @@ def open_trained(
             state = read_state(path)
             run = state.get("config", {})
             for name in "model tokenizer adapter chat_template".split():
-                path_in_cwd = Path(state.get("cwd", ""), run.get(name, ""))
-                is_there = path_in_cwd.is_file if name == "chat_template" else path_in_cwd.is_dir
-                if run.get(name) and is_there():  # it may be relative to where the run was started
+                path_in_cwd = Path(state["cwd"], run.get(name, ""))
+                if run.get(name) and path_in_cwd.exists():  # relative to where the run was started
                     run[name] = str(path_in_cwd)
             # The base may have no template, and the run's own tokenizer one.
             template = "plain" if state.get("template") == "built-in plain" else ""
     tokenizer_name = run.get("tokenizer", "")
     adapter = adapter or run.get("adapter", "")
     with together(world):
-        base = model or run.get("model", "")
+        base = model or run.get("model")
         if adapter:
             from ..model.lora import base_of
 
@@ -97,7 +96,7 @@ def open_trained(
         from ..model.init import open_config, plan_weights
 
         source = open_config(base, world, tokenizer_name, trust_remote_code)
-        vars(source.config.get_text_config()).update(state.get("special_ids", {}))
+        vars(source.config.get_text_config()).update(state["special_ids"])
     else:
         source = open_model(base, world, trust_remote_code)
     tokenizer_folder = find_model(tokenizer_name or source.folder, world, trust_remote_code)
@@ -125,6 +124,11 @@ def open_trained(
             check_tensors(
                 path, checkpoint_tensors(built), "the --model it was trained from", dtypes=False
             )
+            facts = run_facts(source.config, source.weights, "")
+            if changed := differences(facts | state, facts, ["data"]):
+                print0(
+                    f"warning: {base} is not what the run was trained from, then -> now: {changed}"
+                )
     tokenizer = (tokenizer_folder, run.get("chat_template") or template, trust_remote_code)
     return Trained(base, source, built, pieces, tokenizer, run, kind, path, config, names, rules)
 
@@ -152,9 +156,7 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
     return "pictures" if of_pictures else "text"
 
 
-def shard_model(
-    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload=False
-) -> nn.Module:
+def shard_model(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload=False) -> None:
     """Shard every parameter along dim 0 over the mesh, in place, for inference. On meta this costs nothing.
 
     Shards keep the dtype of the parameters. They are all-gathered in `dtype`, except for modules that the
@@ -174,7 +176,6 @@ def shard_model(
             ),
             offload_policy=offload,
         )
-    return model
 
 
 def frozen_copy(
@@ -224,12 +225,11 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     trained.model.eval()
 
 
-def compute_alone(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def compute_alone(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a model on meta, which will not be sharded, to the dtypes of from_pretrained(dtype=dtype)."""
     dtypes = dtypes_as_loaded(model, dtype)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         cast_to(tensor, dtypes.get(plain_name(name)))
-    return model
 
 
 # --- a reward model, which is sharded and never trained
@@ -273,7 +273,7 @@ class RewardModel:
         turns = [*question.messages, {"role": "assistant", "content": text}]
         render = self.tokenizer.apply_chat_template
         ids = render(turns, tools=question.tools, return_dict=True)["input_ids"]
-        return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]
+        return ids[-getattr(self.model.config, "max_position_embeddings", 0) :]  # -0: all
 
 
 def open_reward_model(
@@ -284,10 +284,10 @@ def open_reward_model(
     """
     source = open_model(name, world, trust_remote_code)
     with together(world):
-        labels = source.config.num_labels
         check(
-            labels == 1,
-            f"--reward_model {name} has {labels} labels, not one (fix: a folder that reward.py has made)",
+            source.config.num_labels == 1,
+            f"--reward_model {name} has {source.config.num_labels} labels, not one"
+            " (fix: a folder that reward.py has made)",
         )
         model = build_model(
             source.config, dtype, trust_remote_code=trust_remote_code, kind="scores"
