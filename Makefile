@@ -15,6 +15,7 @@ help:           ## this list
 setup: $(READY) ## .venv with requirements.txt and what the tests need
 
 $(READY): requirements.txt tests/requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit('error: Python 3.11 or newer is needed (fix: make setup PYTHON=python3.11)' if sys.version_info < (3, 11) else 0)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r tests/requirements.txt
 	@touch $(READY)

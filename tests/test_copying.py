@@ -98,6 +98,27 @@ def test_a_copy_without_the_tiny_model_says_so(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("package", "version"), [("torch", "{}.0a0+6.nv26.02"), ("transformers", "{}.0")]
+)
+def test_packages_older_than_in_requirements_are_refused_with_the_remedy(
+    package, version, tmp_path
+):
+    """a0+6.nv26.02: torch's versions in NVIDIA's containers."""
+    text = (ROOT / "requirements.txt").read_text()
+    major, minor = re.search(rf"^{package}>=(\d+)\.(\d+),", text, re.M).groups()
+    for found, code in ((int(minor), 0), (int(minor) - 1, 1)):
+        installed = tmp_path / f"{package}-{found}.dist-info"
+        installed.mkdir()
+        name = f"Name: {package}\nVersion: {version.format(f'{major}.{found}')}\n"
+        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\n{name}")
+        done = shell("python -c 'import utils.model'", PYTHONPATH=f"{tmp_path}:{ROOT}")
+        assert done.returncode == code, done.stderr
+        shutil.rmtree(installed)
+    assert f"ImportError: {package}>={major}.{minor}" in done.stderr
+    assert done.stderr.endswith("(fix: pip install -r requirements.txt)\n")
+
+
 WITHOUT = """
 import sys
 from importlib.abc import MetaPathFinder

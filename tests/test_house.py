@@ -126,7 +126,7 @@ def code(path: Path) -> tuple[int, int]:
 
 def files() -> list[Path]:
     found = [*(ROOT / "recipes").rglob("*.py"), *UTILS.rglob("*.py")]
-    return sorted(path for path in found if path.name != "__init__.py")
+    return sorted(path for path in found if path.name != "__init__.py" or code(path)[0])
 
 
 def name_of(path: Path) -> str:

@@ -17,8 +17,8 @@ AGAIN = "(fix: copy or download the folder again)"
 
 def did_you_mean(path: Path) -> str:
     """A file of almost the same name in the same folder, as "; did you mean X?"; "" if there is none."""
-    names = os.listdir(path.parent) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, set(names) - {path.name}, n=1)
+    others = {other.name for other in path.parent.glob("*")} - {path.name}
+    near = difflib.get_close_matches(path.name, others, n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
@@ -46,8 +46,11 @@ def file_inside(folder: Path, name: str) -> Path:
         written and (cached or real.is_relative_to(root)),
         f"{folder}: {name!r} leads out of the folder, and was not opened (fix: a copy inside it)",
     )
-    fix = "(fix: copy or download the folder again; of a run, name its model/ or adapter/)"
-    check(real.is_file(), f"{folder}: {name} is missing, or not a regular file {fix}")
+    check(
+        real.is_file(),
+        f"{folder}: {name} is missing, or not a regular file"
+        " (fix: copy or download the folder again; of a run, name its model/ or adapter/)",
+    )
     return folder / name
 
 
@@ -118,13 +121,12 @@ def check_replaceable(out: Path, source: Path | None) -> None:
     """Raise ConfigError unless a save may replace the whole folder `out`: it is absent, empty or a model
     folder, and neither `out` nor its parent is `source`, the folder that the model is read from.
     """
-    fix = "another --output_dir"
     check(
         not source or os.path.realpath(source) not in map(os.path.realpath, (out, out.parent)),
-        f"{source} is the folder that the model is read from (fix: {fix})",
+        f"{source} is the folder that the model is read from (fix: another --output_dir)",
     )
     empty = out.is_dir() and not any(out.iterdir())
     check(
         not os.path.lexists(out) or empty or (out / "config.json").exists(),
-        f"{out} is no model folder, and a save would replace it (fix: {fix})",
+        f"{out} is no model folder, and a save would replace it (fix: another --output_dir)",
     )

@@ -148,7 +148,7 @@ def from_settings(cls: type, cfg: object, **own: object):
     """An instance of the dataclass `cls`: fields named in `own` get those values, other fields the value of
     the setting in `cfg` with the same name, if there is one.
     """
-    taken = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    taken = {k: v for k, v in vars(cfg).items() if k in cls.__dataclass_fields__}
     return cls(**taken | own)
 
 
@@ -215,9 +215,7 @@ def save_config(cfg: object, path: Path) -> None:
     replace_file(path, text)
 
 
-def read_yaml(
-    cls: type, path: str | Path, others: Sequence[str] = ()
-) -> dict[str, str | int | float | bool]:
+def read_yaml(cls: type, path: str | Path, others: Sequence[str] = ()) -> dict[str, object]:
     """The settings of a flat YAML file, except those named in `others`. ConfigError names the line.
 
     Values are read from their text, as flags are. YAML's own conversions (no to False, 1e-4 to text, 010 to
