@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from tiny import tiny_config, tiny_tokenizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.model import init
 from utils.model.folder import open_weights
-from utils.model.init import draw_weights, open_config, plan_weights
+from utils.model.init import SHAPES, draw_weights, open_config, plan_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.saving import save_model
+from utils.model.saving import save_model, write_config
 from utils.model.sharding import units
 from utils.run.distributed import build_mesh, init_distributed, mesh_axes
 from utils.run.errors import ConfigError
@@ -146,6 +146,18 @@ def test_a_family_whose_rules_leave_a_tensor_is_refused_before_memory_is_used():
     model.model.layers[0].self_attn.sink = nn.Parameter(torch.empty(4, device="meta"))
     with pytest.raises(ConfigError, match=r"do not fill model.layers.0.self_attn.sink"):
         plan_weights(model, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b"])
+def test_the_config_of_a_shape_is_saved_in_the_layout_that_transformers_4_reads_too(name, tmp_path):
+    source = open_config(name, init_distributed(), "TOKENIZER", False)
+    write_config(source.config, source.folder, tmp_path / "config.json")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    shape = json.loads((SHAPES / f"{name}.json").read_text())
+    assert saved["rope_theta"] == shape["rope_theta"] > 10000
+    assert saved.get("rope_scaling") == shape.get("rope_scaling")
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == source.config.rope_parameters
 
 
 def test_a_model_is_a_config_folder_or_a_shape(tmp_path):

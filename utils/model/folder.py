@@ -98,7 +98,7 @@ def tokenizer_of(adapter: str) -> str:
 class Source:
     """A model folder whose config and headers have been read, but not its weights."""
 
-    folder: Path
+    folder: Path  # for a shape, see init.py, its file
     config: transformers.PretrainedConfig
     weights: dict[str, TensorInfo]  # by name in the checkpoint
 

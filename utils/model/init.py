@@ -84,7 +84,7 @@ def open_config(name: str, world: World, tokenizer: str, trust_remote_code: bool
             check(
                 tokenizer, f"--model {name} is a shape, without a tokenizer (fix: --tokenizer DIR)"
             )
-            return Source(SHAPES, AutoConfig.for_model(**read_json(path)), {})
+            return Source(path, AutoConfig.for_model(**read_json(path)), {})
         folder = Path(name).expanduser()
         check(
             (folder / "config.json").is_file(),

@@ -101,8 +101,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
     if tied:
         # transformers would tie weights by names that have changed. One parameter cannot be in two FSDP2
         # units, so a head or embedding in modules_to_save gets its own copy of the frozen weight.
-        saved = [m.original_module for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
-        copies = [module for module in saved if module in (head, embedding)]
+        copies = {head, embedding} & {
+            m.original_module for m in model.modules() if isinstance(m, ModulesToSaveWrapper)
+        }
         for module in copies:
             module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
         model.tie_weights = lambda: None if copies else setattr(head, "weight", embedding.weight)
@@ -376,7 +377,7 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
     """
     inside = {*reads_text(model).modules()} - {model.get_output_embeddings()}
     linear = []
-    for name in sorted(names):
+    for name in names:
         layer = model.get_submodule(name)
         if layer in inside and isinstance(layer, nn.Linear | Conv1D) and not ROUTER.search(name):
             linear.append(name)

@@ -82,8 +82,9 @@ def save_model(
                 if not target.exists():
                     shutil.copyfile(file_inside(source, path.name), target)
 
-    parts = partial(local_parts, state, world)
-    save_folder(out, world, pieces, parts, prepare, lay_out(pieces, save_dtype))
+    save_folder(
+        out, world, pieces, partial(local_parts, state, world), prepare, lay_out(pieces, save_dtype)
+    )
 
 
 def save_folder(
@@ -117,7 +118,6 @@ def save_folder(
                 data = values.to(place.dtype).cpu().contiguous().view(torch.uint8)
                 yield place.file, place.begin + first * place.dtype.itemsize, data, piece.name
 
-    expected_bytes = 0
     try:
         with together(world), disk_errors(out):
             if world.rank == 0:
@@ -199,23 +199,28 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
         (temp / file).touch()
         os.truncate(temp / file, size)
     if len(file_bytes) > 1:
-        index = {
-            "metadata": {"total_size": sum(place.end - place.begin for place in places.values())},
-            "weight_map": {name: place.file for name, place in places.items()},
-        }
-        write_json(temp / INDEX, index)
+        write_json(
+            temp / INDEX,
+            {
+                "metadata": {
+                    "total_size": sum(place.end - place.begin for place in places.values())
+                },
+                "weight_map": {name: place.file for name, place in places.items()},
+            },
+        )
     return total_bytes
 
 
 def write_config(config: PretrainedConfig, source: Path, file: Path) -> None:
-    """Write a config: that of the source, if there is one, with new values of the fields in CHANGED.
+    """Write a config: that of the source (a folder, or the file of a shape), if there is one, with new values
+    of the fields in CHANGED.
 
     transformers 5 itself writes rope_parameters. transformers 4, and what builds on it, would silently take
     default values for them: https://github.com/vllm-project/vllm/pull/42624
     """
     # Not save_pretrained, which validates the config and may refuse it, after the training.
     config.to_json_file(file)
-    new, path = read_json(file), source / file.name
+    new, path = read_json(file), source if source.is_file() else source / file.name
     whole = read_json(path) if path.exists() else {}
     for part in (whole, whole.get("text_config", {})):
         if part.get("model_type") == config.model_type:
