@@ -121,6 +121,17 @@ def test_adapters_of_peft_give_pefts_logits_and_are_saved_as_they_were(base, tmp
     assert torch.equal(answers(PeftModel.from_pretrained(again, tmp_path / "ours")), expected)
 
 
+@pytest.mark.parametrize(("alpha", "written"), [(16.0, "16"), (0.5, "0.5"), (16, "16")])
+def test_a_whole_lora_alpha_is_written_as_an_integer_which_is_all_that_ollama_reads(
+    tmp_path, alpha, written
+):
+    model = build_model(tiny_config("llama", vocab_size=271), torch.float32)
+    config = add_adapters(model, Lora(lora_rank=4, lora_alpha=alpha, lora_targets="q_proj,v_proj"))
+    model.to_empty(device="cpu")
+    save_adapter(tmp_path / "ours", model, config, "base", init_distributed(), None)
+    assert f'"lora_alpha": {written},' in (tmp_path / "ours" / SETTINGS).read_text()
+
+
 def test_all_linear_in_a_file_is_what_peft_reads_it_as(base, tmp_path):
     peft_adapter(base, tmp_path / "names", "all-linear")
     folder = changed(tmp_path / "names", tmp_path / "adapter", target_modules="all-linear")

@@ -308,9 +308,12 @@ def save_adapter(
     state = model.state_dict()
     pieces = [whole(key, state[name], name) for key, name in adapter_names(model).items()]
     config = copy.copy(config)
-    here = Path(base_name).is_dir()  # a folder, else a Hugging Face id
-    config.base_model_name_or_path = os.path.abspath(base_name) if here else base_name
+    if os.path.isdir(base_name):  # else it is a Hugging Face id
+        base_name = os.path.abspath(base_name)
+    config.base_model_name_or_path = base_name
     config.inference_mode = True
+    if not config.lora_alpha % 1:  # Ollama reads 16, but not 16.0
+        config.lora_alpha = int(config.lora_alpha)
     if not isinstance(config.target_modules, str):  # a regular expression stays one
         config.target_modules = sorted(config.target_modules)
 

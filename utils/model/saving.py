@@ -129,8 +129,9 @@ def save_folder(
         with together(world, patient=True), disk_errors(out):
             written_bytes = write_chunks(temp, chunks())
         written_bytes = all_reduce_sum(written_bytes, world)
-        complete = world.rank or expected_bytes == written_bytes
-        assert complete, f"{written_bytes} bytes were written of {expected_bytes}"
+        assert world.rank or expected_bytes == written_bytes, (
+            f"{written_bytes} bytes were written of {expected_bytes}"
+        )
         with together(world, patient=True), disk_errors(out):
             verify_chunks(temp, chunks())
         with together(world), disk_errors(out):
