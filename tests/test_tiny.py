@@ -86,6 +86,18 @@ def test_the_weights_are_at_most_2_mb_and_have_the_recorded_loss():
         assert make.mean_loss(model, ids).item() == pytest.approx(MADE["loss"], abs=1e-3)
 
 
+@pytest.mark.parametrize("name", [".", "started", "vision"])
+def test_the_files_are_in_the_layout_that_transformers_4_and_mlx_read_too(name):
+    config = json.loads((TINY / name / "config.json").read_text())
+    text = config.get("text_config", config)
+    assert text["rope_theta"] == 500
+    assert "rope_parameters" not in text
+    settings = json.loads((TINY / name / "tokenizer_config.json").read_text())
+    assert not isinstance(settings.get("extra_special_tokens"), list)
+    markers = AutoTokenizer.from_pretrained(TINY / name).all_special_tokens
+    assert set(make.MARKERS) <= set(markers)
+
+
 def test_the_tokenizer_keeps_text_and_knows_the_templates_markers():
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     text = "Anna had the wet red hat. Ünïcödé, 漢字 and 🙂 too."
