@@ -54,7 +54,7 @@ from utils.model.saving import (
 )
 from utils.model.sharding import DTYPES, plain_name
 from utils.run.distributed import World, build_mesh, init_distributed, stop_distributed, together
-from utils.run.errors import act, check, first_five, print0
+from utils.run.errors import act, check, first_five, others_code, print0
 from utils.run.files import file_inside
 from utils.run.folder import check_space, releases_output
 from utils.run.settings import parse_cli
@@ -250,7 +250,8 @@ def merge_into(layer: BaseTunerLayer, name: str, value: Tensor) -> Tensor:
     for other, parameter in list(base.named_parameters()):
         used = value if other == name else torch.zeros_like(parameter, device="cpu")
         setattr(base, other, nn.Parameter(used, requires_grad=False))
-    layer.merge()
+    with others_code(f"{name} of {type(base).__name__}: peft", "serve the adapter beside its base"):
+        layer.merge()
     merged = base.get_parameter(name).data
     layer.merged_adapters.clear()
     base.to("meta")  # only one weight is in memory at a time

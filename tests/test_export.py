@@ -244,6 +244,14 @@ def test_a_merge_that_fails_leaves_nothing_behind(tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_merge_that_peft_refuses_is_one_line(tmp_path):
+    base = tiny_model_folder(tmp_path / "base", vocab_size=271)  # its layers have no biases
+    adapter = make_adapter(base, tmp_path / "adapter", lora_bias=True)
+    with pytest.raises(ConfigError, match=r"peft: .*lora_bias.* no bias.*\(fix: ") as error:
+        exported(tmp_path / "out", model=base, adapter=adapter)
+    assert "\n" not in str(error.value)
+
+
 def test_adapters_that_cannot_be_merged_file_by_file_are_refused(tmp_path):
     base = tiny_model_folder(tmp_path / "base", vocab_size=271)
     adapter = make_adapter(base, tmp_path / "adapter", trainable_token_indices=[3])
