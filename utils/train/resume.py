@@ -66,11 +66,12 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
                 f"{out} holds a finished run with other settings: {changed}"
                 f" (fix: another --output_dir; with --resume {out} it goes on from the last checkpoint)",
             )
-    checkpoint = None if finished else find_checkpoint(resume, out, world)
     if finished:
         print0(f"{out} is finished: already at step {finished}, nothing to do")
-    if not checkpoint:
         return Resumed(finished=finished)
+    checkpoint = find_checkpoint(resume, out, world)
+    if not checkpoint:
+        return Resumed()
     with together(world):
         state = read_state(checkpoint)
         if changed := differences(state["config"], asdict(cfg), but=("resume",)):
@@ -92,8 +93,10 @@ class Continued(Resumed):
         more than `steps` steps. facts: values by name that must be the same. Facts that the checkpoint lacks,
         because an older version wrote it, are not compared.
         """
-        done = self.state["step"]
-        check(done <= steps, f"{self.checkpoint} has more than {steps} steps (fix: --steps {done})")
+        check(
+            self.state["step"] <= steps,
+            f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']})",
+        )
         changed = differences(facts | self.state, facts, but=("data",) * allow_new_data)
         check(
             not changed,
