@@ -6,8 +6,10 @@ Alone: .venv/bin/python -m pytest tests/test_picture_batches.py
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -290,6 +292,34 @@ def test_a_run_that_is_told_to_stop_still_has_its_last_step(family, capfd):
         assert all(map(equal, ahead.batches(step), plain.batches(step)))
     assert all(map(equal, first, plain.batches(0)))
     assert "the process that trains decodes" in capfd.readouterr().out
+
+
+def test_without_room_in_shared_memory_it_decodes_itself(family, capfd):
+    """A limit on files holds there too; Docker gives a container 64 MiB."""
+    made = family("llava")
+    plain, ahead = (made.loader([row("a.png"), row("b.png")], workers=n) for n in (0, 1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waits for a batch that is lost"))
+    signal.alarm(60)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        found = ahead.batches(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for step in (0, 1):
+        assert all(map(equal, found if step == 0 else ahead.batches(step), plain.batches(step)))
+    (line,) = capfd.readouterr().out.splitlines()
+    assert "decodes the pictures: RuntimeError: unable to resize" in line
+
+
+def test_a_thread_that_may_set_no_signals_decodes_itself(family):
+    made = family("llava")
+    plain, ahead = (made.loader([row("a.png"), row("b.png")], workers=n) for n in (0, 1))
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(ahead.batches, 0).result()
+    assert all(map(equal, found, plain.batches(0)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -16,6 +16,7 @@ from itertools import chain, count
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from ..run.errors import ConfigError, say
@@ -61,12 +62,13 @@ class PictureBatches(GlobalBatches):
         self.next_step = -1
         self.made = iter(())
 
-    def __getitem__(self, work: Work) -> Batch | ConfigError:
-        """Make one micro-batch, in a worker process. An error is returned as a value."""
-        try:
-            return self.batch(*work)
-        except ConfigError as error:
-            return error
+    def __getitem__(self, work: Work) -> Batch:
+        """Make one micro-batch, in a worker process."""
+        batch = self.batch(*work)
+        # Share it here: if /dev/shm is full, torch's own thread would lose the batch, and the process that
+        # trains would wait for it without end.
+        tree_map_only(Tensor, Tensor.share_memory_, vars(batch))
+        return batch
 
     def summary(self) -> str:
         """The text that the plan prints, with the number of rows with pictures and of patches."""
@@ -105,34 +107,34 @@ class PictureBatches(GlobalBatches):
     def batches(self, step: int) -> list[Batch]:
         if not self.workers:
             return [self.batch(*work) for work in self.work(step)]
-        if step != self.next_step:
-            self.made = iter(())  # ends the workers
-            ahead = copy(self)  # a copy, or this object and its workers keep each other alive
-            self.made = iter(
-                DataLoader(
-                    ahead,
-                    sampler=chain.from_iterable(map(ahead.work, count(step))),  # without end
-                    batch_size=None,
-                    num_workers=self.workers,
-                    multiprocessing_context="fork",  # workers use no GPU
-                    worker_init_fn=begin_worker,
-                    generator=torch.Generator(),  # else it would use the generator of dropout
-                )
-            )
-            # When a worker is killed, torch's handler raises at a random place. next() reports it as well.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.next_step = step + 1
         try:
-            found = [next(self.made) for _ in self.work(step)]
-        except Exception as error:  # a worker died, perhaps while it sent a batch
-            say(f"warning: from now on the process that trains decodes the pictures: {error}")
-            self.workers = 0
-            return self.batches(step)
-        for batch in found:
-            if isinstance(batch, ConfigError):
-                self.made = iter(())
-                raise batch
-        return found
+            if step != self.next_step:
+                self.made = iter(())  # ends the workers
+                ahead = copy(self)  # a copy, or this object and its workers keep each other alive
+                self.made = iter(
+                    DataLoader(
+                        ahead,
+                        sampler=chain.from_iterable(map(ahead.work, count(step))),  # without end
+                        batch_size=None,
+                        num_workers=self.workers,
+                        multiprocessing_context="fork",  # workers use no GPU
+                        worker_init_fn=begin_worker,
+                        generator=torch.Generator(),  # else it would use the generator of dropout
+                    )
+                )
+                # Torch's handler raises at a random place when a worker is killed. next() reports it too.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.next_step = step + 1
+            return [next(self.made) for _ in self.work(step)]
+        except Exception as error:  # of the data, /dev/shm is full, or a worker died
+            self.workers, self.made = 0, iter(())
+            found = self.batches(step)  # an error of the data comes again, and is raised
+            say(
+                "warning: from now on the process that trains decodes the pictures:"
+                f" {' '.join(str(error).splitlines()[-1:])}"
+                " (if /dev/shm is full: a larger one, in Docker --shm-size 8g)"
+            )
+            return found
 
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
         items = self.items(rows) or [self.filler()]

@@ -101,11 +101,10 @@ def reason_of_others(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[:300]}".removesuffix(": ")
 
 
-def say(*parts: object, ready: bool = False) -> None:
+def say(text: object, ready: bool = False) -> None:
     """Print a line to stdout. If the reader is gone (`| head`, a closed terminal), the run goes on silently.
     ready: the text is already escaped, and its line breaks or colours are ours.
     """
-    text = " ".join(map(str, parts))
     try:
         print(text if ready else escaped(text), flush=True)
     except OSError:
@@ -117,10 +116,10 @@ def silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print0(*parts: object, ready: bool = False) -> None:
+def print0(text: object, ready: bool = False) -> None:
     """Print a line on rank 0."""
     if not rank():
-        say(*parts, ready=ready)
+        say(text, ready)
 
 
 def first_five(names: list[str]) -> str:
