@@ -116,7 +116,6 @@ from utils.train.trained_run import frozen_copy, open_reward_model
 TINY = Path(__file__).resolve().parent / "tiny"
 # Values of flags that are not given, if --model is not given either.
 TINY_VALUES = {
-    "model": str(TINY / "started"),
     "steps": 100,
     "global_batch_size": 16,
     "batch_size": 64,
@@ -754,6 +753,7 @@ def settle(cfg: Config, world) -> Config:
     scale = {"auto": "none" if cfg.loss == "dr_grpo" else "group"}
     cfg = replace(
         cfg,
+        model=cfg.model or str(TINY / "started"),
         dataset=cfg.dataset or str(TINY / "chat.jsonl"),
         rewards=cfg.rewards or ("" if cfg.reward_model else "exact"),
         scale_rewards=scale.get(cfg.scale_rewards, cfg.scale_rewards),

@@ -122,6 +122,10 @@ def test_any_ranks_and_micro_batches_draw_and_learn_the_same(files, tmp_path, ho
     assert (metrics[-1]["kl"] > 0) == ("kl_beta" in loss)
 
 
+def test_a_program_that_names_no_model_gets_the_tiny_one_too():
+    assert grpo.settle(grpo.Config(), ALONE).model == f"{ROOT}/recipes/tiny/started"
+
+
 def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
     """Full logits, no FSDP, no chunks, no micro-batches; GRPO's loss with a KL to a second model."""
     tokenizer = load_tokenizer(files["model"])
