@@ -4,12 +4,14 @@ python -m pytest tests/test_errors.py
 """
 
 import errno
+import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from launch import forked
 from tiny import tiny_tokenizer
 
 from utils.run.distributed import ALONE, together
-from utils.run.errors import ConfigError, check, escaped, others_code
+from utils.run.errors import ConfigError, check, escaped, others_code, print0
 from utils.run.signals import report_errors
 from utils.run.units import IGNORE
 
@@ -266,6 +268,13 @@ def test_ctrl_c_is_one_line_and_exit_code_130():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "error: stopped by SIGINT in act 'train'\n")
+
+
+def test_a_recipe_runs_with_the_stdout_of_a_notebook():
+    """`%run recipes/finetune.py` there: a stream of Python's own class, without an encoding to change."""
+    with redirect_stdout(io.StringIO()) as out, report_errors():
+        print0("ready")
+    assert out.getvalue() == "ready\n"
 
 
 def test_exit_codes_of_others_pass_through():

@@ -126,7 +126,8 @@ def report_errors() -> Iterator[None]:
     signal N, 1 for a full disk, too little memory or a missing rank. Other errors keep their traceback.
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it is closed
-    sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding lacks
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's, for %run, lacks it
+        sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding lacks
     gc.freeze()  # collections need not look at what the imports made
     gc.enable()
     try:
