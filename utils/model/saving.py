@@ -82,9 +82,8 @@ def save_model(
                 if not target.exists():
                     shutil.copyfile(file_inside(source, path.name), target)
 
-    save_folder(
-        out, world, pieces, partial(local_parts, state, world), prepare, lay_out(pieces, save_dtype)
-    )
+    parts = partial(local_parts, state, world)
+    save_folder(out, world, pieces, parts, prepare, lay_out(pieces, save_dtype))
 
 
 def save_folder(
@@ -200,15 +199,11 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
         (temp / file).touch()
         os.truncate(temp / file, size)
     if len(file_bytes) > 1:
-        write_json(
-            temp / INDEX,
-            {
-                "metadata": {
-                    "total_size": sum(place.end - place.begin for place in places.values())
-                },
-                "weight_map": {name: place.file for name, place in places.items()},
-            },
-        )
+        index = {
+            "metadata": {"total_size": sum(place.end - place.begin for place in places.values())},
+            "weight_map": {name: place.file for name, place in places.items()},
+        }
+        write_json(temp / INDEX, index)
     return total_bytes
 
 
