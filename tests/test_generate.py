@@ -195,6 +195,17 @@ def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks,
     assert answers(prompts, ranks, adapter=str(run / "adapter")) == expected
 
 
+def test_a_folder_that_is_called_as_the_runs_chat_template_is_not_taken_for_it(
+    llama, prompts, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alpaca").mkdir()
+    rows = write_rows(tmp_path / "rows.jsonl", 4)
+    flags = {"model": str(llama), "dataset": str(rows), "output_dir": "run", "steps": 1}
+    out = finetune.main(finetune.Config(**flags, chat_template="alpaca"))
+    assert answers(prompts, checkpoint="run") == answers(prompts, model=str(out / "model"))
+
+
 def test_another_base_than_the_one_of_the_run_is_said(prompts, tmp_path, capsys):
     run, other = lora_run(tmp_path), shutil.copytree(tmp_path / "base", tmp_path / "other")
     config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 1e-3}

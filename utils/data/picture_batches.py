@@ -165,9 +165,10 @@ def begin_worker(_: int) -> None:
 
 def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
     """Decode the pictures of a row, from `sized`. ConfigError if one cannot be decoded, or was changed."""
-    folder, most = folder_of(where, rows), rows.image_max_pixels
     try:
-        return [decoded(picture, folder, most) for picture in pictures]
+        return [
+            decoded(picture, folder_of(where, rows), rows.image_max_pixels) for picture in pictures
+        ]
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -166,8 +166,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
 
 def sized(sources: list[str], where: str, rows) -> list[list]:
     """[[source, width, height, bytes], ...] of the pictures of a row; see `described`."""
-    folder, most = folder_of(where, rows), rows.image_max_pixels
-    return [described(source, folder, most) for source in sources]
+    return [described(source, folder_of(where, rows), rows.image_max_pixels) for source in sources]
 
 
 def say_pictures(part, pictures: list, patches: int) -> None:

@@ -77,7 +77,8 @@ def open_trained(
             run = state.get("config", {})
             for name in "model tokenizer adapter chat_template".split():
                 path_in_cwd = Path(state["cwd"], run.get(name, ""))
-                if run.get(name) and path_in_cwd.exists():  # relative to where the run was started
+                is_there = path_in_cwd.is_file if name == "chat_template" else path_in_cwd.is_dir
+                if run.get(name) and is_there():  # it may be relative to where the run was started
                     run[name] = str(path_in_cwd)
             # The base may have no template, and the run's own tokenizer one.
             template = "plain" if state.get("template") == "built-in plain" else ""
@@ -273,7 +274,7 @@ class RewardModel:
         turns = [*question.messages, {"role": "assistant", "content": text}]
         render = self.tokenizer.apply_chat_template
         ids = render(turns, tools=question.tools, return_dict=True)["input_ids"]
-        return ids[-getattr(self.model.config, "max_position_embeddings", 0) :]  # -0: all
+        return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]
 
 
 def open_reward_model(
