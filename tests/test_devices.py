@@ -30,6 +30,7 @@ from utils.run.distributed import (
     check_architecture,
     check_own_gpus,
     init_distributed,
+    stop_distributed,
     use_all_cores,
 )
 from utils.run.errors import ConfigError
@@ -205,6 +206,14 @@ def test_the_group_of_a_program_that_sets_no_variables_gives_rank_and_size():
         (0, 2, 2),
         (1, 2, 2),
     ]
+
+
+def test_each_task_of_srun_without_torchrun_is_told_that_it_trains_alone(monkeypatch, capsys):
+    for tasks, warns in (("1", False), ("2", True)):
+        stop_distributed()
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        assert init_distributed(use_gpu=False).size == 1
+        assert ("warning: each task of srun is a run of its own" in capsys.readouterr().out) == warns
 
 
 def timeouts(world) -> list[float]:

@@ -78,7 +78,7 @@ def test_every_flag_in_the_launch_files_exists():
         parse_cli(finetune.Config, known.training_script_args)
         (seconds,) = {re.search(r"SHUTDOWN_TIMEOUT=(\d+)", script)[1] for script in scripts()}
         assert int(seconds) < pod()["terminationGracePeriodSeconds"]
-        assert int(seconds) < int(re.search(r"--signal=B:TERM@(\d+)", SLURM)[1])
+        assert int(seconds) < int(re.search(r"--signal=B:USR1@(\d+)", SLURM)[1])
 
 
 class Machine:

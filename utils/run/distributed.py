@@ -72,6 +72,10 @@ def init_distributed(use_gpu: bool = True) -> World:
         rank, size = dist.get_rank(), dist.get_world_size()
     elif rank is None and size is None:
         rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
+        if env_int("SLURM_STEP_NUM_TASKS", 1) > 1:
+            print0(
+                "warning: each task of srun is a run of its own (fix: srun --ntasks-per-node=1 torchrun)"
+            )
     else:
         names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
         lacks = [name for name in names if not os.environ.get(name)]
@@ -248,8 +252,10 @@ def agree(world: World, values: dict, what: str) -> None:
 
 def env_int(name: str, default: int | None = None) -> int | None:
     value = os.environ.get(name)
-    check(value is None or value.isdecimal(), f"{name}={value} is not a number {FIX}")
-    return default if value is None else int(value)
+    if value is None:
+        return default
+    check(value.isdecimal(), f"{name}={value} is not a number {FIX}")
+    return int(value)
 
 
 def use_expandable_segments() -> None:
@@ -276,8 +282,7 @@ def device_of(local_rank: int, local_size: int) -> torch.device:
         return torch.device("cuda", 0)
     check(
         local_size <= count,
-        f"--nproc_per_node {local_size} is more than the {count} GPUs of {host_name()}"
-        f" (fix: --nproc_per_node {count})",
+        f"--nproc_per_node {local_size}: {host_name()} has {count} GPUs (fix: --nproc_per_node {count})",
     )
     return torch.device("cuda", local_rank)
 

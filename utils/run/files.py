@@ -49,7 +49,7 @@ def file_inside(folder: Path, name: str) -> Path:
     check(
         real.is_file(),
         f"{folder}: {name} is missing, or not a regular file"
-        " (fix: copy or download the folder again; of a run, name its model/ or adapter/)",
+        " (fix: copy or download the folder again; of a run, name its model/, for --adapter its adapter/)",
     )
     return folder / name
 
