@@ -213,7 +213,9 @@ def test_each_task_of_srun_without_torchrun_is_told_that_it_trains_alone(monkeyp
         stop_distributed()
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
         assert init_distributed(use_gpu=False).size == 1
-        assert ("warning: each task of srun is a run of its own" in capsys.readouterr().out) == warns
+        assert (
+            "warning: each task of srun is a run of its own" in capsys.readouterr().out
+        ) == warns
 
 
 def timeouts(world) -> list[float]:
