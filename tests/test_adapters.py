@@ -47,6 +47,10 @@ def files(tmp_path_factory):
 
 
 def call(world, flags):
+    if flags.get("compile"):
+        from torch._inductor import config
+
+        config.compile_threads = 1  # a pool of processes would import more than there is to compile
     return finetune.main(finetune.Config(**flags))
 
 
