@@ -207,7 +207,7 @@ def test_adapters_learn_from_the_base_as_their_reference(files, alone, tmp_path,
 
 def test_an_adapter_that_goes_on_has_itself_as_its_reference(files, alone, tmp_path):
     first, _ = alone(loss="dpo", lora_rank=4)
-    on = {"adapter": str(first / "adapter"), "loss": "dpo"}
+    on = {"adapter": str(first / "adapter"), "loss": "dpo", "steps": 2}
     metrics, _ = trained(2, tmp_path / "second", files, **on)
     assert abs(metrics[0]["rewards/margins"]) < 1e-5
     assert metrics[0]["logps/chosen"] != pytest.approx(metrics[-1]["logps/chosen"])
@@ -370,5 +370,5 @@ def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):
 
 def test_a_reference_that_cannot_be_kept_is_used_all_the_same(files, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
-    metrics, _ = trained(2, tmp_path / "out", files, loss="dpo")
+    metrics, _ = trained(2, tmp_path / "out", files, loss="dpo", steps=1)
     assert metrics[0]["loss"] == pytest.approx(0.693147, rel=1e-6)
