@@ -74,7 +74,8 @@ def straight_and_resumed(world, folder, kind, other=""):
         elif other == "muon":
             for parameter in model.parameters():
                 parameter.requires_grad_(parameter.ndim == 2)
-            optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad])
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.Muon(trained, ns_steps=1)  # more of them take long on DTensors
         return model, optimizer
 
     model, optimizer = start()
@@ -121,6 +122,20 @@ def train_and_save(world, folder):
     return fingerprint(model, optimizer)
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """(a folder with the checkpoint of step 2, which two ranks saved; the fingerprint of what they saved)"""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(train_and_save, 2, folder)[0]
+
+
+@pytest.fixture
+def saved(on_two_ranks, tmp_path):
+    """The test's own copy of it, which it may damage."""
+    shutil.copytree(on_two_ranks[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
 def load_and_save(world, folder, step):
     """Load the newest, save it under another number without a step in between."""
     model, optimizer = build(world, seed=world.size)
@@ -130,10 +145,13 @@ def load_and_save(world, folder, step):
 
 
 @pytest.mark.parametrize("worlds", [(1, 2, 1), (2, 3, 2)])
-def test_another_number_of_ranks_loads_the_same_bits(tmp_path, worlds):
-    saved = run_ranks(train_and_save, worlds[0], tmp_path)[0]
+def test_another_number_of_ranks_loads_the_same_bits(request, tmp_path, worlds):
+    if worlds[0] == 2:
+        folder, bits = request.getfixturevalue("saved"), request.getfixturevalue("on_two_ranks")[1]
+    else:
+        folder, bits = tmp_path, run_ranks(train_and_save, worlds[0], tmp_path)[0]
     for number, ranks in enumerate(worlds[1:], start=3):
-        assert run_ranks(load_and_save, ranks, tmp_path, number) == [saved] * ranks
+        assert run_ranks(load_and_save, ranks, folder, number) == [bits] * ranks
 
 
 def save_before_the_first_step(world, folder):
@@ -159,15 +177,14 @@ def refuse(world, folder, changes):
     return "loaded", False
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path):
-    run_ranks(train_and_save, 2, tmp_path)
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(saved):
     (text, agreed), other = run_ranks(
-        refuse, 2, tmp_path, {"vocab_size": 1000, "num_hidden_layers": 3}
+        refuse, 2, saved, {"vocab_size": 1000, "num_hidden_layers": 3}
     )
     assert (text, agreed) == other
     assert agreed
     assert "\n" not in text
-    assert text.startswith(f"{tmp_path}/step_00000002 is of another model, then -> now: ")
+    assert text.startswith(f"{saved}/step_00000002 is of another model, then -> now: ")
     assert "model.lm_head.weight torch.float32[1003, 8] -> torch.float32[1000, 8]" in text
     assert "model.model.layers.2.input_layernorm.weight absent -> torch.float32[8]" in text
     assert "more (fix: --resume none)" in text
@@ -181,25 +198,23 @@ class Payload:
         return os.mkdir, (self.canary,)
 
 
-def test_a_payload_in_the_metadata_does_not_run(tmp_path):
-    run_ranks(train_and_save, 2, tmp_path)
-    file = complete_checkpoints(tmp_path)[-1] / ".metadata"
+def test_a_payload_in_the_metadata_does_not_run(saved):
+    file = complete_checkpoints(saved)[-1] / ".metadata"
     good = pickle.loads(file.read_bytes())
-    good.planner_data = Payload(tmp_path / "canary")
-    for planted in (pickle.dumps(good), pickle.dumps(Payload(tmp_path / "canary"))):
+    good.planner_data = Payload(saved / "canary")
+    for planted in (pickle.dumps(good), pickle.dumps(Payload(saved / "canary"))):
         file.write_bytes(planted)
-        for text, agreed in run_ranks(refuse, 2, tmp_path, {}):
+        for text, agreed in run_ranks(refuse, 2, saved, {}):
             assert text.startswith(
                 f"{file} is gone, damaged or foreign: UnpicklingError: it asks for posix.mkdir"
             )
             assert agreed
-    assert not (tmp_path / "canary").exists()
+    assert not (saved / "canary").exists()
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "outside", "half a tensor file"])
-def test_damage_is_one_line_on_all_ranks(tmp_path, damage):
-    run_ranks(train_and_save, 2, tmp_path)
-    path = complete_checkpoints(tmp_path)[-1]
+def test_damage_is_one_line_on_all_ranks(saved, damage):
+    path = complete_checkpoints(saved)[-1]
     metadata = path / ".metadata"
     if damage == "empty":
         metadata.write_bytes(b"")
@@ -210,7 +225,7 @@ def test_damage_is_one_line_on_all_ranks(tmp_path, damage):
     else:
         tensors = path / "__1_0.distcp"
         tensors.write_bytes(tensors.read_bytes()[:2000])
-    for text, agreed in run_ranks(refuse, 2, tmp_path, {}):
+    for text, agreed in run_ranks(refuse, 2, saved, {}):
         assert text.startswith(str(path))
         assert "\n" not in text
         assert agreed
@@ -303,16 +318,15 @@ def save_with_a_full_disk_on(world, folder, full_rank):
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_failed_save_is_one_line_and_leaves_the_previous_checkpoint(tmp_path, full_rank):
-    run_ranks(train_and_save, 2, tmp_path)
-    for text, agreed in run_ranks(save_with_a_full_disk_on, 2, tmp_path, full_rank):
+def test_a_failed_save_is_one_line_and_leaves_the_previous_checkpoint(saved, full_rank):
+    for text, agreed in run_ranks(save_with_a_full_disk_on, 2, saved, full_rank):
         assert text.startswith(
-            f"{tmp_path}/step_00000003 cannot be written: rank {full_rank}: OSError: "
+            f"{saved}/step_00000003 cannot be written: rank {full_rank}: OSError: "
         )
         assert text.endswith("File too large (fix: make room, or another --output_dir)")
         assert "\n" not in text
         assert agreed
-    assert names(tmp_path) == ["step_00000002"]
+    assert names(saved) == ["step_00000002"]
 
 
 def save_twice(world, folder):

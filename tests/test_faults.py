@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import time
 
@@ -357,22 +356,6 @@ def test_a_rank_out_of_memory_says_what_helps(flags, undisturbed, tmp_path):
 
 
 # --- what is not a crash
-
-
-def test_one_two_and_one_ranks_see_the_same_batches(flags, undisturbed, tmp_path):
-    out = train(1, flags, tmp_path / "run")
-    for ranks, step in ((2, 2), (1, 4)):
-        for path in (out / "checkpoints").glob("step_*"):
-            if int(path.name[-8:]) > step:
-                shutil.rmtree(path)
-        shutil.rmtree(out / "model")
-        (out / "plan.json").unlink()
-        train(ranks, flags, out)
-    losses = [
-        [loss for _, loss, _ in curve] for curve in (results(out)["curve"], undisturbed["curve"])
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert [x["run"] for x in read_metrics(out / "metrics.jsonl")] == [1, 1, 2, 2, 3, 3]
 
 
 def spoiled(world, flags, out):

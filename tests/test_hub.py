@@ -61,6 +61,7 @@ class Hub(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     served: list = []  # (repository, file, first byte, bytes sent)
+    asked: set = set()  # repositories
 
     def log_message(self, *args):
         pass
@@ -74,6 +75,7 @@ class Hub(BaseHTTPRequestHandler):
             self.api(path.removeprefix("/api/models/"))
             return
         repo, _, rest = path.lstrip("/").partition("/resolve/")
+        self.asked.add(repo)
         name = rest.partition("/")[2]
         if "gated" in repo:
             self.answer(b"", status=403, **{"X-Error-Code": "GatedRepo"})
@@ -100,6 +102,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def api(self, path: str):
         repo = "/".join(path.split("/")[:2])
+        self.asked.add(repo)
         if "missing" in repo:
             self.answer(b"{}", status=404, **{"X-Error-Code": "RepoNotFound"})
             return
@@ -186,7 +189,10 @@ def answers(hub, tmp_path_factory):
     """What two ranks answer for each name, in one start of both."""
     home = tmp_path_factory.mktemp("hub")
     (home / "output" / "model").mkdir(parents=True)
+    (home / "run").mkdir()
+    (home / "run" / "plan.json").write_text("{}")
     names = ["org/plain", "org/with-code", "org/gated", "org/missing", "./output/modle"]
+    names.append("run/model")
     per_rank = fetch(names, hub, home, ranks=2)
     return {name: [of_rank[i] for of_rank in per_rank] for i, name in enumerate(names)}
 
@@ -245,14 +251,13 @@ def test_without_a_network_it_says_so_at_once_and_guesses_the_folder(tmp_path):
     )
 
 
-def test_the_hub_is_not_asked_for_the_model_that_a_run_has_not_written_yet(tmp_path, hub):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "plan.json").write_text("{}")
-    before = list(Hub.served)
-    ((answer,),) = fetch(["run/model"], hub, tmp_path)
-    assert answer["error"].startswith("run/model is not a folder, and no hub id like owner/name")
-    assert "a run writes model/ at its end, with LoRA adapter/" in answer["error"]
-    assert Hub.served == before
+def test_the_hub_is_not_asked_for_the_model_that_a_run_has_not_written_yet(answers):
+    for answer in answers["run/model"]:
+        said = answer["error"]
+        assert said.startswith("run/model is not a folder, and no hub id like owner/name")
+        assert "a run writes model/ at its end, with LoRA adapter/" in said
+    assert Hub.asked >= {"org/plain", "org/missing"}
+    assert "run/model" not in Hub.asked
 
 
 def test_offline_uses_the_cache_and_asks_nobody(answers, hub):

@@ -14,7 +14,7 @@ import torch
 from families import family_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_parity import GLOBAL_BATCH, curve_of, plain_loop, with_recipe, write_rows
+from test_parity import GLOBAL_BATCH, RECIPE, curve_of, plain_loop, with_recipe, write_rows
 from tiny import tiny_model, tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import Gemma3TextConfig
@@ -109,40 +109,45 @@ def test_pure_bf16_trains_like_fp32_to_its_rounding(setting, tmp_path):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["llama"], indirect=True)
-def test_compiled_layers_train_alike(setting, tmp_path):
-    _, _, (expected, _) = setting
-    curve, _ = trained(setting, tmp_path, compile=True)
-    torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
+def compiled(world, folder, rows, out):
+    """A run of compiled layers, and how many pieces of Python were compiled for it."""
+    from torch._inductor import config
 
-
-def frames_compiled(world, folder, rows, out):
-    """How many pieces of Python were compiled in a run of a model with so many layers."""
+    config.compile_threads = 1  # a pool of processes would import more than there is to compile
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    flags = {"model": str(folder), "dataset": str(rows), "output_dir": str(out), "batch_size": 20}
-    finetune.main(finetune.Config(**flags, steps=2, save_every=0, save_model=False, compile=True))
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    flags = {"model": str(folder), "dataset": str(rows), "output_dir": str(out), "compile": True}
+    out = finetune.main(finetune.Config(**RECIPE, **flags, global_batch_size=GLOBAL_BATCH))
+    return out, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(scope="module")
+def compiled_run(setting, tmp_path_factory):
+    """(its folder, how many pieces were compiled for its three layers)"""
+    folder, rows, _ = setting
+    return run_ranks(compiled, 2, folder, rows, tmp_path_factory.mktemp("compiled") / "out")[0]
 
 
 @pytest.mark.slow
-def test_one_compilation_is_shared_by_all_layers(tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl")
-    few, many = (
-        run_ranks(
-            frames_compiled,
-            1,
-            tiny_model_folder(tmp_path / str(n), num_hidden_layers=n),
-            rows,
-            tmp_path / f"out{n}",
-        )[0]
-        for n in (2, 6)
-    )
+@pytest.mark.parametrize("setting", ["llama"], indirect=True)
+def test_compiled_layers_train_alike(setting, compiled_run):
+    _, _, (expected, _) = setting
+    torch.testing.assert_close(curve_of(compiled_run[0]), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["llama"], indirect=True)
+def test_one_compilation_is_shared_by_all_layers(setting, compiled_run, tmp_path):
+    _, few = compiled_run
+    deeper = tiny_model_folder(tmp_path / "model", vocab_size=271, num_hidden_layers=6)
+    _, many = run_ranks(compiled, 2, deeper, setting[1], tmp_path / "out")[0]
     assert 0 < few == many
 
 
 def train_two_kinds_of_layers(world, folder, rows, out):
+    from torch._inductor import config
+
+    config.compile_threads = 1
     torch._dynamo.reset()
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     cfg = pretrain.Config(

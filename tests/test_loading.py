@@ -5,6 +5,7 @@ python -m pytest tests/test_loading.py
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ IDS = torch.arange(40).view(2, 20) * 23 % 1003
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def sharded(world, folder, dtype=torch.float32, whole=False):
+def loaded(world, folder, dtype=torch.float32, whole=False):
+    """(model, pieces)"""
     config = AutoConfig.from_pretrained(folder)
     model = (
         build_model(config, torch.float32, whole=folder)
@@ -37,12 +39,24 @@ def sharded(world, folder, dtype=torch.float32, whole=False):
     shard_training(model, build_mesh(world), dtype)
     if not whole:
         load_pieces(model, pieces, world.device)
-    return model.eval()
+    return model, pieces
+
+
+def sharded(*how):
+    return loaded(*how)[0].eval()
 
 
 def logits(world, folder, dtype, whole=False):
     with torch.no_grad():
         return sharded(world, folder, dtype, whole)(IDS, use_cache=False).logits
+
+
+@cache
+@torch.no_grad()
+def of_transformers(folder, dtype):
+    """The logits of from_pretrained."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
+    return model(IDS, use_cache=False).logits
 
 
 @pytest.fixture(scope="module")
@@ -51,45 +65,56 @@ def folders(tmp_path_factory):
     return {kind: tiny_model_folder(root / kind, kind, files=2) for kind in KINDS}
 
 
+def saved_then_logits(world, folder, out):
+    """Load and save, with no step between; what is saved has no forward before it."""
+    model, pieces = loaded(world, folder)
+    save_model(out, model, pieces, world, source=folder)
+    with torch.no_grad():
+        return model.eval()(IDS, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def on_three_ranks(folders, tmp_path_factory):
+    """By the kind of a model, in fp32: (logits of each rank, the folder in which they saved it)."""
+
+    @cache
+    def run(kind):
+        out = tmp_path_factory.mktemp("saved") / "out"
+        return run_ranks(saved_then_logits, 3, folders[kind], out), out
+
+    return run
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
 )
-def test_logits_are_bit_equal_to_from_pretrained(folders, kind, dtype, ranks):
-    reference = AutoModelForCausalLM.from_pretrained(folders[kind], dtype=DTYPES[dtype]).eval()
-    with torch.no_grad():
-        expected = reference(IDS, use_cache=False).logits
-    for ours in run_ranks(logits, ranks, folders[kind], DTYPES[dtype]):
+def test_logits_are_bit_equal_to_from_pretrained(folders, on_three_ranks, kind, dtype, ranks):
+    expected = of_transformers(folders[kind], dtype)
+    if (ranks, dtype) == (3, "fp32"):
+        found, _ = on_three_ranks(kind)
+    else:
+        found = run_ranks(logits, ranks, folders[kind], DTYPES[dtype])
+    for ours in found:
         assert torch.equal(ours, expected), (ours - expected).abs().max()
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks_than_experts_is_no_problem(tmp_path, ranks):
     folder = tiny_model_folder(tmp_path, "mixtral", num_local_experts=2)
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS, use_cache=False).logits
+    expected = of_transformers(folder, "fp32")
     assert all(
         torch.equal(ours, expected) for ours in run_ranks(logits, ranks, folder, torch.float32)
     )
 
 
-def round_trip(world, folder, out):
-    """Load and save, with no step between."""
-    config = AutoConfig.from_pretrained(folder)
-    model = build_model(config, torch.float32)
-    pieces = plan_pieces(model, open_weights(folder), folder)
-    shard_training(model, build_mesh(world), torch.float32)
-    load_pieces(model, pieces, world.device)
-    save_model(out, model, pieces, world, source=folder)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_has_the_names_the_dtypes_and_the_bits_that_were_read(
-    folders, tmp_path, kind
+    folders, on_three_ranks, kind
 ):
-    run_ranks(round_trip, 3, folders[kind], tmp_path / "out")
-    saved = load_file(tmp_path / "out" / "model.safetensors")
+    _, out = on_three_ranks(kind)
+    saved = load_file(out / "model.safetensors")
     read = {
         k: v for file in folders[kind].glob("*.safetensors") for k, v in load_file(file).items()
     }
@@ -124,10 +149,8 @@ def test_a_parameter_of_ones_own_is_saved_with_a_piece_of_its_own(folders, tmp_p
 
 
 def test_the_classic_way_gives_the_same_model(folders):
-    low, classic = (
-        run_ranks(logits, 2, folders["llama"], torch.float32, whole)[0] for whole in (False, True)
-    )
-    assert torch.equal(low, classic)
+    classic = run_ranks(logits, 2, folders["llama"], torch.float32, True)[0]
+    assert torch.equal(classic, of_transformers(folders["llama"], "fp32"))
 
 
 def bytes_read():
@@ -236,9 +259,8 @@ def store_tied_head(tensors, delta):
 def test_a_tied_weight_stored_twice_is_accepted_when_equal_and_refused_when_not(tmp_path):
     good = tiny_model_folder(tmp_path / "good", "qwen2")
     twice = changed(good, tmp_path / "twice", lambda t: store_tied_head(t, 0))
-    torch.testing.assert_close(
-        run_ranks(logits, 2, twice, torch.float32), run_ranks(logits, 2, good, torch.float32)
-    )
+    expected = of_transformers(good, "fp32")
+    torch.testing.assert_close(run_ranks(logits, 2, twice, torch.float32), 2 * [expected])
     differs = changed(good, tmp_path / "differs", lambda t: store_tied_head(t, 1))
     with pytest.raises(AssertionError, match="is tied to another weight but holds other values"):
         run_ranks(logits, 2, differs, torch.float32)

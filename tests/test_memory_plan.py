@@ -440,10 +440,9 @@ FLAGS = {"model": "m", "dataset": "d"}
 def test_a_proposed_method_is_one_that_the_recipe_takes():
     """Adapters beside the language of a picture model, with what is trained in fp32 and experts in 16 bit."""
     run = vision.Config(**FLAGS, train="language,projector", fit="any")
-    setting = replace(
-        of_llama(kind="pictures", train=run.train),
-        config=plan.find_config("qwen2.5-vl-7b", False),
-    )
+    pictures = plan.find_config("qwen2.5-vl-7b", False)
+    pictures.text_config.num_hidden_layers = pictures.vision_config.depth = 2  # as many tell it
+    setting = replace(of_llama(kind="pictures", train=run.train), config=pictures)
     for method in methods(setting)[1:]:
         assert vision.Config(**vars(run) | changes(setting, method)).train == "language"
     assert not [method for method in methods(of_llama()) if method.quant.keep_experts_16bit]
@@ -508,8 +507,9 @@ def test_a_plan_of_grpo_whose_rows_have_no_room_for_a_prompt_is_refused_as_by_th
 
 def test_a_method_that_the_model_cannot_have_is_not_proposed_and_not_in_the_table(tmp_path, capsys):
     """GPT-2 has no layer for 8bit and 4bit, this Llama none for 4bit: the answer is still the plan's own."""
-    gpt2 = tiny_config("gpt2", **SIZES)
-    odd = tiny_config("llama", **SIZES | {"hidden_size": 528, "intermediate_size": 1000})
+    few = SIZES | {"num_hidden_layers": 2}
+    gpt2 = tiny_config("gpt2", **few)
+    odd = tiny_config("llama", **few | {"hidden_size": 528, "intermediate_size": 1000})
     for config, kinds in ((gpt2, ["none"]), (odd, ["none", "8bit"])):
         setting = replace(of_llama(), config=config)
         assert [method.quant.quantization for method in methods(setting)[1:]] == kinds
@@ -690,7 +690,8 @@ def test_a_model_that_cannot_be_traced_gets_its_states_only():
 
 def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path):
     out = tmp_path / "run"
-    command = f"python recipes/finetune.py --batch_size 900000 --output_dir {out}"
+    # a prime has two divisors, and each of them is a batch size to plan
+    command = f"python recipes/finetune.py --batch_size 900001 --output_dir {out}"
     ended = forked(command, apart=True)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()

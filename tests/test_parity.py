@@ -5,6 +5,7 @@ python -m pytest tests/test_parity.py
 
 import json
 import math
+from functools import cache
 
 import finetune
 import pytest
@@ -115,6 +116,13 @@ def setting(request, tmp_path_factory):
     return folder, rows, plain_loop(folder, rows)
 
 
+@cache
+def one_row_on_two_ranks(folder, rows):
+    """The recipe on 2 ranks, with one row in a micro-batch."""
+    flags = {"model": folder, "dataset": rows, "global_batch_size": GLOBAL_BATCH}
+    return with_recipe(2, output_dir=rows.parent / "out", batch_size=1, **flags)
+
+
 OF_EIGHT = [(1, 8), (2, 4), (4, 2)]  # ranks and rows of a micro-batch
 OF_EIGHT += [pytest.param(*other, marks=pytest.mark.slow) for other in ((1, 1), (1, 2), (2, 1))]
 
@@ -122,14 +130,17 @@ OF_EIGHT += [pytest.param(*other, marks=pytest.mark.slow) for other in ((1, 1), 
 @pytest.mark.parametrize(("ranks", "batch_size"), OF_EIGHT)
 def test_any_ranks_and_accumulation_equal_a_plain_loop(setting, tmp_path, ranks, batch_size):
     folder, rows, (expected, weights) = setting
-    curve, ours = with_recipe(
-        ranks,
-        model=folder,
-        dataset=rows,
-        output_dir=tmp_path,
-        batch_size=batch_size,
-        global_batch_size=GLOBAL_BATCH,
-    )
+    if (ranks, batch_size) == (2, 1):
+        curve, ours = one_row_on_two_ranks(folder, rows)
+    else:
+        curve, ours = with_recipe(
+            ranks,
+            model=folder,
+            dataset=rows,
+            output_dir=tmp_path,
+            batch_size=batch_size,
+            global_batch_size=GLOBAL_BATCH,
+        )
     torch.testing.assert_close(curve, expected, rtol=1e-5, atol=0)
     for name, tensor in ours.items():
         assert (tensor - weights[name]).norm() <= 1e-5 * weights[name].norm(), name
@@ -181,9 +192,8 @@ def test_every_family_equals_a_plain_loop_on_two_ranks(kind, tmp_path):
 def test_the_same_world_size_gives_the_same_bits(setting, tmp_path):
     folder, rows, _ = setting
     flags = {"model": folder, "dataset": rows, "global_batch_size": GLOBAL_BATCH}
-    first, again = (
-        with_recipe(2, output_dir=tmp_path / name, **flags) for name in ("first", "again")
-    )
+    first = one_row_on_two_ranks(folder, rows)
+    again = with_recipe(2, output_dir=tmp_path, batch_size=1, **flags)
     assert first[0] == again[0]
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in first[1].items())
 

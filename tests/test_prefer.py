@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from functools import cache
 
 import prefer
 import preview
@@ -67,6 +68,25 @@ def trained(ranks, out, files, **flags):
     return read_metrics(out / "metrics.jsonl"), load_file(result)
 
 
+@pytest.fixture(scope="module")
+def alone(files, tmp_path_factory):
+    """A run on one rank, by its flags: (folder of the run, its metrics and weights). Made once."""
+
+    @cache
+    def run(**flags):
+        out = tmp_path_factory.mktemp("alone") / "out"
+        return out, trained(1, out, files, **flags)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two_ranks(files, tmp_path_factory):
+    """A run of DPO on two ranks, with checkpoints: its folder, its metrics and weights."""
+    out = tmp_path_factory.mktemp("two_ranks") / "out"
+    return out, trained(2, out, files, loss="dpo", save_every=2, keep=0)
+
+
 def assert_alike(found, wanted, rtol=1e-5):
     for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "logps/rejected"):
         ours, theirs = (
@@ -87,31 +107,29 @@ def assert_alike(found, wanted, rtol=1e-5):
         *(pytest.param(loss, {"ranks": 4, "batch_size": 1}, marks=slow) for loss in LOSSES),
     ],
 )
-def test_any_ranks_and_micro_batches_learn_the_same(files, tmp_path, loss, how):
+def test_any_ranks_and_micro_batches_learn_the_same(files, alone, tmp_path, loss, how):
     if how.get("packing"):
         # the same pairs in each step: all of them
         how = how | {"global_batch_size": 2, "seq_len": 512, "eval_dataset": files["dataset"]}
-        alone = {"batch_size": 15, "global_batch_size": 15, "eval_dataset": files["dataset"]}
+        whole = {"batch_size": 15, "global_batch_size": 15, "eval_dataset": files["dataset"]}
     else:
         how = how | {"global_batch_size": 8}
-        alone = {"batch_size": 8, "global_batch_size": 8}
-    one = trained(1, tmp_path / "one", files, loss=loss, **LOSSES[loss], **alone)
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        whole = {"batch_size": 8, "global_batch_size": 8}
+    out, one = alone(loss=loss, **LOSSES[loss], **whole)
     many = trained(how.pop("ranks"), tmp_path / "many", files, loss=loss, **LOSSES[loss], **how)
     assert_alike(many, one)
     if "eval_dataset" in how:
         names = ("eval_loss", "eval_rewards/margins", "eval_logps/rejected")
-        found = [[line[name] for name in names] for line in held_out(tmp_path)]
+        found = [[last_line(run)[name] for name in names] for run in (out, tmp_path / "many")]
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-def held_out(folder):
-    """The last line of each run in a folder."""
-    for file in folder.glob("*/metrics.jsonl"):
-        yield json.loads(file.read_text().splitlines()[-1])
+def last_line(out):
+    """The last line that a run has logged: that of the held-out rows, if there are any."""
+    return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_dpo_is_what_a_page_of_pytorch_makes_of_it(files, tmp_path):
+def test_dpo_is_what_a_page_of_pytorch_makes_of_it(files, two_ranks):
     """Full logits, no FSDP, no chunks, no accumulation, the reference a second model."""
     tokenizer = load_tokenizer(files["model"])
     examples = load_examples(Rows(files["dataset"], 2048, task="pairs"), tokenizer)
@@ -148,7 +166,7 @@ def test_dpo_is_what_a_page_of_pytorch_makes_of_it(files, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    metrics, weights = trained(2, tmp_path / "out", files, loss="dpo")
+    metrics, weights = two_ranks[1]
     assert losses[0] == pytest.approx(0.693147, rel=1e-6)
     torch.testing.assert_close([m["loss"] for m in metrics], losses, rtol=1e-5, atol=0)
     for name, tensor in policy.state_dict().items():
@@ -175,30 +193,36 @@ QUANTIZED = {"quantization": "8bit", "activation_checkpointing": "full"}
         ),
     ],
 )
-def test_adapters_learn_from_the_base_as_their_reference(files, tmp_path, loss, how):
+def test_adapters_learn_from_the_base_as_their_reference(files, alone, tmp_path, loss, how):
     lora = {"lora_rank": 4, "loss": loss, **how}
-    one = trained(1, tmp_path / "one", files, **lora)
+    out, one = alone(**lora)
     two = trained(2, tmp_path / "two", files, **lora, batch_size=1)
     assert_alike(two, one)
     first = one[0][0]
     assert first["rewards/margins"] == 0  # the adapters begin with nothing
+    assert not (out.parent / "cache").exists()
     assert not (tmp_path / "cache").exists()
     assert all(tensor.abs().sum() > 0 for name, tensor in two[1].items() if "lora_B" in name)
 
 
-def test_an_adapter_that_goes_on_has_itself_as_its_reference(files, tmp_path):
-    trained(1, tmp_path / "first", files, loss="dpo", lora_rank=4)
-    on = {"adapter": str(tmp_path / "first" / "adapter"), "loss": "dpo"}
+def test_an_adapter_that_goes_on_has_itself_as_its_reference(files, alone, tmp_path):
+    first, _ = alone(loss="dpo", lora_rank=4)
+    on = {"adapter": str(first / "adapter"), "loss": "dpo", "steps": 2}
     metrics, _ = trained(2, tmp_path / "second", files, **on)
     assert abs(metrics[0]["rewards/margins"]) < 1e-5
     assert metrics[0]["logps/chosen"] != pytest.approx(metrics[-1]["logps/chosen"])
 
 
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=slow)])
-def test_a_run_that_was_cut_goes_on_bit_for_bit_and_reads_its_reference(files, tmp_path, loss):
-    flags = {"loss": loss, "save_every": 2, "keep": 0}
-    whole = trained(2, tmp_path / "out", files, **flags)
-    out = tmp_path / "out"
+def test_a_run_that_was_cut_goes_on_bit_for_bit_and_reads_its_reference(
+    request, files, tmp_path, loss
+):
+    flags, out = {"loss": loss, "save_every": 2, "keep": 0}, tmp_path / "out"
+    if loss == "dpo":
+        first, whole = request.getfixturevalue("two_ranks")
+        shutil.copytree(first.parent, tmp_path, dirs_exist_ok=True)  # with its reference
+    else:
+        whole = trained(2, out, files, **flags)
     shutil.rmtree(out / "checkpoints" / "step_00000004")
     shutil.rmtree(out / "model")
     (out / "plan.json").unlink()
@@ -211,10 +235,13 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit_and_reads_its_reference(files, t
     assert losses[0] == losses[1]
 
 
-def test_what_a_run_has_read_as_its_reference_stays_when_another_run_adds_answers(files, tmp_path):
+def test_a_reference_is_that_of_the_pairs_of_a_run_and_stays_when_another_run_adds_answers(
+    files, tmp_path
+):
     """The other run's batches round otherwise, and the first would not go on bit for bit."""
     trained(1, tmp_path / "first", files, loss="dpo", steps=1)
     (file,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")
+    assert len(json.loads(file.read_text())) == 2 * 6  # of 15 pairs: those of the one step
     known = {key: value + 1e-4 for key, value in json.loads(file.read_text()).items()}
     file.write_text(json.dumps(known))
     trained(1, tmp_path / "second", files, loss="dpo")
@@ -223,46 +250,50 @@ def test_what_a_run_has_read_as_its_reference_stays_when_another_run_adds_answer
     assert {key: more[key] for key in known} == known
 
 
-def test_a_reference_of_other_weights_is_refused(files, tmp_path):
-    trained(1, tmp_path / "first", files, loss="dpo")
+def test_a_reference_of_other_weights_is_refused(files, alone, tmp_path):
+    flags = {"loss": "dpo", **LOSSES["dpo"], "batch_size": 8, "global_batch_size": 8}
+    shutil.copytree(alone(**flags)[0].parent / "cache", tmp_path / "cache")
     (file,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")
     known = json.loads(file.read_text())
     file.write_text(json.dumps({key: value - 9 for key, value in known.items()}))
     with pytest.raises(AssertionError, match=r"nats there, .* \(fix: remove the file\)"):
-        trained(1, tmp_path / "second", files, loss="dpo")
+        trained(1, tmp_path / "second", files, **flags)
     file.write_text("{")
-    trained(1, tmp_path / "third", files, loss="dpo")
+    trained(1, tmp_path / "third", files, **flags)
     assert json.loads(file.read_text()) == known
 
 
-def test_held_out_pairs_and_labels_have_their_loss_and_means(files, tmp_path):
-    for loss in ("simpo", "kto"):
-        out = tmp_path / loss
-        trained(2, out, files, loss=loss, eval_share=0.3, eval_every=2)
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        held_out = [line for line in lines if "eval_loss" in line]
+@pytest.fixture(scope="module")
+def kto_held_out(files, tmp_path_factory):
+    """What a run of KTO logs of its held-out rows, for runs on one and on two ranks."""
+    found = []
+    for ranks, batch_size in ((1, 2), (2, 3)):
+        flags = {"loss": "kto", "sft_weight": 1.0, "eval_share": 0.5, "batch_size": batch_size}
+        out = tmp_path_factory.mktemp("kto") / str(ranks)
+        trained(ranks, out, files, **flags, eval_every=2)
+        found.append(held_out_lines(out))
+    return found
+
+
+def held_out_lines(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "eval_loss" in line]
+
+
+def test_held_out_pairs_and_labels_have_their_loss_and_means(files, kto_held_out, tmp_path):
+    trained(2, tmp_path / "simpo", files, loss="simpo", eval_share=0.3, eval_every=2)
+    for loss, held_out in (("simpo", held_out_lines(tmp_path / "simpo")), ("kto", kto_held_out[1])):
         assert [line["step"] for line in held_out] == [2, 4]
         assert ("eval_rewards/accuracies" in held_out[0]) == (loss == "simpo")
         assert held_out[0]["eval_logps/chosen"] < 0
 
 
-def test_the_held_out_loss_of_kto_does_not_depend_on_the_ranks(files, tmp_path):
+def test_the_held_out_loss_of_kto_does_not_depend_on_the_ranks(kto_held_out):
     """Wanted answers gain, so that its KL is above 0 and follows from the batches."""
-    found = []
-    for ranks, batch_size in ((1, 2), (2, 3)):
-        flags = {"loss": "kto", "sft_weight": 1.0, "eval_share": 0.5, "batch_size": batch_size}
-        out = tmp_path / str(ranks)
-        trained(ranks, out, files, **flags)
-        last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-        found.append([last["eval_loss"], last["eval_rewards/chosen"]])
+    names = ("eval_loss", "eval_rewards/chosen")
+    found = [[lines[-1][name] for name in names] for lines in kto_held_out]
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert found[0][1] > 0
-
-
-def test_a_reference_of_few_steps_is_that_of_their_pairs(files, tmp_path):
-    trained(2, tmp_path / "out", files, loss="dpo", steps=1)
-    (file,) = (tmp_path / "cache" / "raw_fsdp" / "reference").glob("*.json")
-    assert len(json.loads(file.read_text())) == 2 * 6  # of 15 pairs
 
 
 def test_one_warning_tells_that_wanted_answers_are_forgotten(files, tmp_path):
@@ -339,5 +370,5 @@ def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):
 
 def test_a_reference_that_cannot_be_kept_is_used_all_the_same(files, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
-    metrics, _ = trained(2, tmp_path / "out", files, loss="dpo")
+    metrics, _ = trained(2, tmp_path / "out", files, loss="dpo", steps=1)
     assert metrics[0]["loss"] == pytest.approx(0.693147, rel=1e-6)

@@ -95,13 +95,25 @@ def test_resume_is_bitwise(whole, tmp_path):
     assert all(torch.equal(ours[name], tensor) for name, tensor in weights(out).items())
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(whole, tmp_path_factory):
+    """That run, cut after step 2 and ended by one rank."""
+    flags, out = whole
+    return run_ranks(train, 1, flags, cut(out, tmp_path_factory.mktemp("one") / "cut", 2))[0]
+
+
 LEVERS = {"cpu_offload": True, "activation_checkpointing": "full", "batch_size": 2}
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, {}), (4, {}), (4, {"replicate": 2}), (2, LEVERS)])
-def test_another_number_of_ranks_sees_the_same_global_batches(whole, tmp_path, ranks, more):
+def test_another_number_of_ranks_sees_the_same_global_batches(
+    request, whole, tmp_path, ranks, more
+):
     flags, out = whole
-    again = run_ranks(train, ranks, flags | more, cut(out, tmp_path / "cut", 2))[0]
+    if ranks == 1:
+        again = request.getfixturevalue("on_one_rank")
+    else:
+        again = run_ranks(train, ranks, flags | more, cut(out, tmp_path / "cut", 2))[0]
     losses = [[number[1:4] for number in curve(folder) if number[1]] for folder in (again, out)]
     torch.testing.assert_close(
         [n[0] for n in losses[0]], [n[0] for n in losses[1]], rtol=1e-5, atol=0
@@ -109,13 +121,18 @@ def test_another_number_of_ranks_sees_the_same_global_batches(whole, tmp_path, r
 
 
 def test_a_run_goes_from_one_rank_to_two_and_back(whole, tmp_path):
-    """On one its weights are plain tensors, on two DTensors."""
-    flags, _ = whole
+    """On one its weights are plain tensors, on two DTensors. All see the same batches."""
+    flags, on_two = whole
     out = alone = run_ranks(train, 1, flags, tmp_path / "alone")[0]
     for ranks, step in ((2, 2), (1, 4)):
         out = run_ranks(train, ranks, flags, cut(out, tmp_path / f"cut_{ranks}", step))[0]
-    losses = [[number[1] for number in curve(folder) if number[1]] for folder in (out, alone)]
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    wanted, *others = (
+        [number[1] for number in curve(folder) if number[1]] for folder in (alone, out, on_two)
+    )
+    for losses in others:
+        torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
+    runs = [x["run"] for x in read_metrics(out / "metrics.jsonl") if "loss" in x]
+    assert runs == [1, 1, 2, 2, 3]
     ours = weights(out)
     for name, tensor in weights(alone).items():
         assert (tensor - ours[name]).norm() <= 1e-5 * tensor.norm(), name
@@ -212,14 +229,15 @@ def test_more_steps_go_on_from_a_finished_run(whole, tmp_path):
     assert [step for step, loss, *_ in curve(again) if loss] == [6, 7]
 
 
-def test_a_resume_on_fewer_ranks_is_planned_with_its_micro_batches(whole, tmp_path):
+def test_a_resume_on_fewer_ranks_is_planned_with_its_micro_batches(whole, on_one_rank, tmp_path):
     """The global batch is the checkpoint's: on one rank it takes more micro-batches."""
     flags, out = whole
     again = {name: value for name, value in flags.items() if name != "global_batch_size"}
-    planned = []
-    for name, given in (("kept", again), ("given", flags)):
-        folder = train(None, given, cut(out, tmp_path / name, 2))
-        planned.append(json.loads((folder / "plan.json").read_text())["planned"]["acts"])
+    kept = train(None, again, cut(out, tmp_path / "kept", 2))
+    planned = [
+        json.loads((folder / "plan.json").read_text())["planned"]["acts"]
+        for folder in (kept, on_one_rank)
+    ]
     assert planned[0] == planned[1]
 
 

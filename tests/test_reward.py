@@ -5,6 +5,7 @@ python -m pytest tests/test_reward.py -m ""
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def trained(ranks, out, files, **flags):
     return metrics, load_file(result)
 
 
+@pytest.fixture(scope="module")
+def alone(files, tmp_path_factory):
+    """A run on one rank, by its flags: (folder of the run, its metrics and weights). Made once."""
+
+    @cache
+    def run(**flags):
+        out = tmp_path_factory.mktemp("alone") / "out"
+        return out, trained(1, out, files, **flags)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two_ranks(files, tmp_path_factory):
+    """A run on two ranks, with checkpoints: its folder, its metrics and weights."""
+    out = tmp_path_factory.mktemp("two_ranks") / "out"
+    return out, trained(2, out, files, save_every=2, keep=0)
+
+
 def scoring(folder):
     """A model with a score, on meta."""
     config = read_config(Path(folder), False)
@@ -94,15 +114,15 @@ def batches_of(files, size=6):
     ],
     ids=str,
 )
-def test_any_ranks_and_micro_batches_learn_the_same(files, tmp_path, how):
+def test_any_ranks_and_micro_batches_learn_the_same(files, alone, tmp_path, how):
     how = how | {"global_batch_size": 8}
     how.setdefault("batch_size", 4)
-    one = trained(1, tmp_path / "one", files, batch_size=8, global_batch_size=8, center_weight=0.01)
+    _, one = alone(batch_size=8, global_batch_size=8, center_weight=0.01)
     many = trained(how.pop("ranks"), tmp_path / "many", files, **how, center_weight=0.01)
     assert_alike(many, one)
 
 
-def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
+def test_it_learns_what_a_page_of_pytorch_learns(files, two_ranks, tmp_path):
     """transformers' own class and pooling, no FSDP, no accumulation, from the same first score."""
     trained(1, tmp_path / "start", files, steps=1, lr=1e-30)
     start = tmp_path / "start" / "model"
@@ -125,7 +145,7 @@ def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    metrics, weights = trained(2, tmp_path / "out", files)
+    metrics, weights = two_ranks[1]
     torch.testing.assert_close([m["loss"] for m in metrics], losses, rtol=1e-5, atol=0)
     for name, tensor in model.state_dict().items():
         assert (weights[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
@@ -163,9 +183,9 @@ def test_a_checkpoint_that_lacks_more_than_the_score_is_refused(files, tmp_path)
         plan_pieces(model, open_weights(folder), folder, SCORE)
 
 
-def test_training_goes_on_from_a_reward_model(files, tmp_path):
-    _, first = trained(1, tmp_path / "first", files)
-    start = {"model": str(tmp_path / "first" / "model"), "dataset": files["dataset"]}
+def test_training_goes_on_from_a_reward_model(files, alone, tmp_path):
+    out, (_, first) = alone()
+    start = {"model": str(out / "model"), "dataset": files["dataset"]}
     metrics, again = trained(2, tmp_path / "again", start, lr=1e-30, steps=1)
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
     assert metrics[0]["margin"] != 0
@@ -222,9 +242,11 @@ def test_where_every_special_token_ends_a_sequence_the_last_word_pads():
 @pytest.mark.parametrize(
     "quantization", [*(pytest.param(q, marks=slow) for q in ("none", "8bit")), "4bit"]
 )
-def test_adapters_and_the_whole_score_train_and_load_with_peft(files, tmp_path, quantization):
+def test_adapters_and_the_whole_score_train_and_load_with_peft(
+    files, alone, tmp_path, quantization
+):
     flags = {"lora_rank": 4, "quantization": quantization, "eval_dataset": files["dataset"]}
-    one = trained(1, tmp_path / "one", files, **flags)
+    _, one = alone(**flags)
     two = trained(2, tmp_path / "two", files, **flags, batch_size=1)
     assert_alike(two, one, rtol=1e-4)  # lora_B begins at 0, so it is all rounding's steps
     assert "base_model.model.score.weight" in two[1]
@@ -251,18 +273,23 @@ def test_adapters_and_the_whole_score_train_and_load_with_peft(files, tmp_path, 
     assert all(piece.info.file for piece in judge.pieces)
 
 
-def test_an_adapter_goes_on_with_its_score(files, tmp_path):
-    _, first = trained(1, tmp_path / "first", files, lora_rank=4)
-    on = {"adapter": str(tmp_path / "first" / "adapter"), "lr": 1e-30, "steps": 1}
+def test_an_adapter_goes_on_with_its_score(files, alone, tmp_path):
+    """Here in 16 bit; what it was trained on does not matter."""
+    flags = {"lora_rank": 4, "quantization": "4bit", "eval_dataset": files["dataset"]}
+    out, (_, first) = alone(**flags)
+    on = {"adapter": str(out / "adapter"), "lr": 1e-30, "steps": 1}
     _, again = trained(2, tmp_path / "again", files, **on)
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize("how", [{}, pytest.param({"lora_rank": 4}, marks=slow)], ids=str)
-def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
-    flags = {"save_every": 2, "keep": 0, **how}
-    whole = trained(2, tmp_path / "out", files, **flags)
-    out = tmp_path / "out"
+def test_a_run_that_was_cut_goes_on_bit_for_bit(request, files, tmp_path, how):
+    flags, out = {"save_every": 2, "keep": 0, **how}, tmp_path / "out"
+    if how:
+        whole = trained(2, out, files, **flags)
+    else:
+        first, whole = request.getfixturevalue("two_ranks")
+        shutil.copytree(first, out)
     shutil.rmtree(out / "checkpoints" / "step_00000004")
     shutil.rmtree(out / ("adapter" if how else "model"))
     (out / "plan.json").unlink()
@@ -270,8 +297,8 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
     assert all(torch.equal(again[1][name], tensor) for name, tensor in whole[1].items())
 
 
-def test_the_whole_model_on_each_rank_learns_the_same(files, tmp_path):
-    one = trained(1, tmp_path / "one", files)
+def test_the_whole_model_on_each_rank_learns_the_same(files, alone, tmp_path):
+    _, one = alone()
     two = trained(2, tmp_path / "two", files, low_cpu_fsdp=False)
     assert_alike(two, one)
 

@@ -48,11 +48,11 @@ def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
             dataset=str(tmp_path / "rows.jsonl"),
             chat_template=str(template),
             output_dir=str(tmp_path / "out"),
-            steps=120,
+            steps=60,
             batch_size=3,
-            lr=2e-3,
+            lr=4e-3,
             save_every=0,
-            log_every=120,
+            log_every=60,
         )
     )
     model = AutoModelForCausalLM.from_pretrained(out / "model")
