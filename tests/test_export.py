@@ -158,19 +158,40 @@ def test_a_merged_model_with_a_tied_head_answers_as_the_adapter_does(targets, tm
     torch.testing.assert_close(logits, expected)
 
 
+@pytest.fixture(scope="module")
+def merged_alone(tmp_path_factory):
+    """(base, adapter, their merge by one rank)"""
+    root = tmp_path_factory.mktemp("merged")
+    base = tiny_model_folder(root / "base", "qwen2", BF16, 2, vocab_size=271)
+    adapter = make_adapter(base, root / "adapter", modules_to_save=["lm_head"])
+    return base, adapter, exported(root / "alone", model=base, adapter=adapter)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_files_of_a_merge(ranks, tmp_path):
-    base = tiny_model_folder(tmp_path / "base", "qwen2", BF16, 2, vocab_size=271)
-    adapter = make_adapter(base, tmp_path / "adapter", modules_to_save=["lm_head"])
-    alone = exported(tmp_path / "alone", model=base, adapter=adapter)
+def test_ranks_share_the_files_of_a_merge(ranks, merged_alone, tmp_path):
+    base, adapter, alone = merged_alone
     shared = exported(tmp_path / "shared", ranks, model=base, adapter=adapter)
     assert contents(shared) == contents(alone)
     assert {"tokenizer.json", "generation_config.json"} <= contents(shared).keys()
 
 
-def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(tmp_path):
-    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
-    adapter = make_adapter(base, tmp_path / "adapter")
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory):
+    """(a base, an adapter of it), which nobody changes"""
+    root = tmp_path_factory.mktemp("made")
+    base = tiny_model_folder(root / "base", vocab_size=271)
+    return base, make_adapter(base, root / "adapter")
+
+
+@pytest.fixture
+def made(made_once, tmp_path):
+    """(the base, an adapter that the test may damage)"""
+    base, adapter = made_once
+    return base, shutil.copytree(adapter, tmp_path / "adapter")
+
+
+def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(made, tmp_path):
+    base, adapter = made
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer.save_pretrained(adapter)
@@ -189,10 +210,9 @@ def damaged(adapter: Path, change) -> None:
 
 
 def test_the_adapter_of_a_reward_model_is_refused_with_the_place_that_says_how_to_merge_it(
-    tmp_path,
+    made, tmp_path
 ):
-    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
-    adapter = make_adapter(base, tmp_path / "adapter")
+    base, adapter = made
     score = "base_model.model.score.weight"
     damaged(adapter, lambda stored: stored.update({score: torch.zeros(1, 64)}))
     remedy = r"recipes/README\.md says how to merge that of a reward model"
@@ -200,9 +220,8 @@ def test_the_adapter_of_a_reward_model_is_refused_with_the_place_that_says_how_t
         exported(tmp_path / "out", model=base, adapter=adapter)
 
 
-def test_an_adapter_of_another_base_is_refused_by_name_before_anything_is_written(tmp_path):
-    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
-    adapter = make_adapter(base, tmp_path / "adapter")
+def test_an_adapter_of_another_base_is_refused_by_name_before_anything_is_written(made, tmp_path):
+    base, adapter = made
     wider = tiny_model_folder(tmp_path / "wider", vocab_size=271, hidden_size=32)
     other = tiny_model_folder(tmp_path / "other", "gpt2", vocab_size=271)
     for wrong, words in (
@@ -225,9 +244,8 @@ def test_an_adapter_of_another_base_is_refused_by_name_before_anything_is_writte
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_holds_something_is_never_written_to(tmp_path):
-    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
-    adapter = make_adapter(base, tmp_path / "adapter")
+def test_a_folder_that_holds_something_is_never_written_to(made, tmp_path):
+    base, adapter = shutil.copytree(made[0], tmp_path / "base"), made[1]
     for out in (base, adapter):
         before = contents(out)
         with pytest.raises(ConfigError, match="holds something, and is not overwritten"):
@@ -235,25 +253,24 @@ def test_a_folder_that_holds_something_is_never_written_to(tmp_path):
         assert contents(out) == before
 
 
-def test_a_merge_that_fails_leaves_nothing_behind(tmp_path):
-    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
-    adapter = make_adapter(base, tmp_path / "adapter")
+def test_a_merge_that_fails_leaves_nothing_behind(made, tmp_path):
+    base, adapter = shutil.copytree(made[0], tmp_path / "base"), made[1]
     (base / "notes.txt").symlink_to("/etc/hostname")  # leads out of the folder
     with pytest.raises(ConfigError, match="leads out of the folder"):
         exported(tmp_path / "out" / "model", model=base, adapter=adapter)
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_merge_that_peft_refuses_is_one_line(tmp_path):
-    base = tiny_model_folder(tmp_path / "base", vocab_size=271)  # its layers have no biases
+def test_a_merge_that_peft_refuses_is_one_line(made_once, tmp_path):
+    base, _ = made_once  # its layers have no biases
     adapter = make_adapter(base, tmp_path / "adapter", lora_bias=True)
     with pytest.raises(ConfigError, match=r"peft: .*lora_bias.* no bias.*\(fix: ") as error:
         exported(tmp_path / "out", model=base, adapter=adapter)
     assert "\n" not in str(error.value)
 
 
-def test_adapters_that_cannot_be_merged_file_by_file_are_refused(tmp_path):
-    base = tiny_model_folder(tmp_path / "base", vocab_size=271)
+def test_adapters_that_cannot_be_merged_file_by_file_are_refused(made_once, tmp_path):
+    base, _ = made_once
     adapter = make_adapter(base, tmp_path / "adapter", trainable_token_indices=[3])
     with pytest.raises(
         ConfigError, match=r"trainable_token_indices .* cannot be used .*fix: merge it"

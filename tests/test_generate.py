@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import finetune
@@ -45,6 +46,21 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return tiny_model_folder(tmp_path_factory.mktemp("llama") / "model", vocab_size=271)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """A finished LoRA run beside its base."""
+    return lora_run(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def finished(llama, tmp_path_factory):
+    """A finished run that has trained all weights."""
+    root = tmp_path_factory.mktemp("finished")
+    rows = write_rows(root / "rows.jsonl", 4)
+    flags = {"model": str(llama), "dataset": str(rows), "output_dir": str(root / "run")}
+    return finetune.main(finetune.Config(**flags, steps=2, lr=1e-2))
 
 
 @pytest.fixture
@@ -93,13 +109,19 @@ def plain(model, folder: Path, conversations: list, ends: tuple = ()) -> list[st
     return texts
 
 
+@cache
+def plain_asked(folder: Path) -> list[str]:
+    """The answers of a folder to ASKED, computed once."""
+    return plain(folder, folder, ASKED)
+
+
 def user(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_greedy_answers_are_those_of_transformers(ranks, folder, prompts):
-    expected = plain(folder, folder, ASKED)
+    expected = plain_asked(folder)
     assert len(set(expected)) > 1
     assert answers(prompts, ranks, model=str(folder)) == expected
 
@@ -123,7 +145,7 @@ def test_a_generation_config_that_asks_for_other_answers_than_one_per_prompt_is_
 
 
 def test_more_ranks_than_prompts_answer_each_once_and_in_order(llama, prompts):
-    expected = plain(llama, llama, ASKED)
+    expected = plain_asked(llama)
     assert answers(prompts, 3, model=str(llama), batch_size=3) == expected  # two batches
     prompts.write_text(json.dumps({"prompt": PROMPTS[2]}) + "\n")
     assert answers(prompts, 3, model=str(llama)) == expected[2:3]
@@ -162,37 +184,27 @@ def test_an_adapter_answers_as_peft_does(ranks, folder, prompts, tmp_path):
     adapter = make_adapter(folder, tmp_path / "adapter")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
     expected = plain(model, folder, ASKED, ends=(4,))  # 4: <|im_end|>
-    assert expected != plain(folder, folder, ASKED)
+    assert expected != plain_asked(folder)
     # the base: what the adapter says
     assert answers(prompts, ranks, adapter=str(adapter)) == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_answers_as_the_models_it_became(ranks, llama, prompts, tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", 4)
-    flags = {
-        "model": str(llama),
-        "dataset": str(rows),
-        "output_dir": str(tmp_path / "run"),
-        "steps": 2,
-    }
-    out = finetune.main(finetune.Config(**flags, lr=1e-2))
-    expected = answers(prompts, model=str(out / "model"))
-    assert answers(prompts, ranks, checkpoint=str(out)) == expected
-    assert answers(prompts, ranks, checkpoint=str(out), dtype="bf16")  # fp32 in the checkpoint
+def test_a_checkpoint_answers_as_the_models_it_became(ranks, llama, finished, prompts):
+    expected = answers(prompts, model=str(finished / "model"))
+    assert answers(prompts, ranks, checkpoint=str(finished)) == expected
+    assert answers(prompts, ranks, checkpoint=str(finished), dtype="bf16")  # fp32 in the checkpoint
     assert expected != answers(prompts, model=str(llama))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks, prompts, tmp_path):
-    run = lora_run(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    expected = plain(
-        PeftModel.from_pretrained(model, run / "adapter"), tmp_path / "base", ASKED, ends=(4,)
-    )
-    assert expected != plain(tmp_path / "base", tmp_path / "base", ASKED, ends=(4,))
-    assert answers(prompts, ranks, checkpoint=str(run)) == expected
-    assert answers(prompts, ranks, adapter=str(run / "adapter")) == expected
+def test_a_checkpoint_of_a_lora_run_answers_with_its_base_and_its_adapter(ranks, lora, prompts):
+    base = lora.parent / "base"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    expected = plain(PeftModel.from_pretrained(model, lora / "adapter"), base, ASKED, ends=(4,))
+    assert expected != plain(base, base, ASKED, ends=(4,))
+    assert answers(prompts, ranks, checkpoint=str(lora)) == expected
+    assert answers(prompts, ranks, adapter=str(lora / "adapter")) == expected
 
 
 def test_a_folder_that_is_called_as_the_runs_chat_template_is_not_taken_for_it(
@@ -206,8 +218,8 @@ def test_a_folder_that_is_called_as_the_runs_chat_template_is_not_taken_for_it(
     assert answers(prompts, checkpoint="run") == answers(prompts, model=str(out / "model"))
 
 
-def test_another_base_than_the_one_of_the_run_is_said(prompts, tmp_path, capsys):
-    run, other = lora_run(tmp_path), shutil.copytree(tmp_path / "base", tmp_path / "other")
+def test_another_base_than_the_one_of_the_run_is_said(lora, prompts, tmp_path, capsys):
+    run, other = lora, shutil.copytree(lora.parent / "base", tmp_path / "other")
     config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
     (other / "config.json").write_text(json.dumps(config))
     weights = load_file(other / "model.safetensors")

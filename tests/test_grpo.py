@@ -7,6 +7,7 @@ python -m pytest tests/test_grpo.py -m ""
 import json
 import re
 import shutil
+from functools import cache
 
 import grpo
 import pytest
@@ -46,6 +47,8 @@ def some_letters(completions, answer, **columns):
 def fails(completions, **columns):
     raise KeyError("no such rule")
 """
+HELD_OUT = {"eval_share": 0.3, "eval_every": 2}
+ALL_AT_ONCE = {"batch_size": 12}  # the micro-batch of one rank
 RUN = {
     "steps": STEPS,
     "lr": 1e-4,
@@ -85,36 +88,73 @@ def trained(ranks, out, files, **flags):
     return read_metrics(out / "metrics.jsonl"), load_file(result), samples
 
 
+@pytest.fixture(scope="module")
+def run_of(files, tmp_path_factory):
+    """(run folder, what trained() returns) of ranks and flags: tests that ask for the same share one run."""
+
+    @cache
+    def run(ranks, **flags):
+        out = tmp_path_factory.mktemp("run") / "out"
+        return out, trained(ranks, out, files, **flags)
+
+    return run
+
+
+def of_steps(metrics):
+    """Those of training steps; an evaluation has its own."""
+    return [numbers for numbers in metrics if "loss" in numbers]
+
+
 def assert_alike(found, wanted, rtol=1e-5):
     for name in ("reward", "completion_length", "entropy", "loss", "grad_norm"):
-        ours, theirs = ([numbers[name] for numbers in run[0]] for run in (found, wanted))
+        ours, theirs = ([numbers[name] for numbers in of_steps(run[0])] for run in (found, wanted))
         torch.testing.assert_close(ours, theirs, rtol=10 * rtol, atol=rtol)
     assert [one["text"] for one in found[2]] == [one["text"] for one in wanted[2]]
     for name, tensor in wanted[1].items():
         assert (found[1][name] - tensor).norm() <= rtol * tensor.norm(), name
 
 
+SAVES = {"save_every": 1, "keep": 0}
+# Runs that other tests look at, too.
+PLAIN = {"ranks": 2, "batch_size": 2, **HELD_OUT}
+CUT = {
+    "ranks": 2,
+    "batch_size": 3,
+    "loss": "grpo",
+    "epochs_per_rollout": 2,
+    "kl_beta": 0.05,
+    **SAVES,
+}
+WITH_START = {"ranks": 2, "batch_size": 4, "loss": "dr_grpo", "kl_beta": 0.05}
+
+
 @pytest.mark.parametrize(
     "how",
     [
-        {"ranks": 2, "batch_size": 2},
-        {"ranks": 2, "batch_size": 3, "loss": "grpo", "epochs_per_rollout": 2},
-        {"ranks": 2, "batch_size": 4, "loss": "dr_grpo", "kl_beta": 0.05},
+        PLAIN,
+        CUT,
+        WITH_START,
         pytest.param(
-            {"ranks": 2, "batch_size": 4, "activation_checkpointing": "full", "cpu_offload": True},
+            HELD_OUT
+            | {
+                "ranks": 2,
+                "batch_size": 4,
+                "activation_checkpointing": "full",
+                "cpu_offload": True,
+            },
             marks=slow,
         ),
         pytest.param({"ranks": 4, "batch_size": 2, "kl_beta": 0.05, "replicate": 2}, marks=slow),
     ],
     ids=str,
 )
-def test_any_ranks_and_micro_batches_draw_and_learn_the_same(files, tmp_path, how):
-    ranks, batch_size = how.pop("ranks"), how.pop("batch_size")
-    loss = {name: how[name] for name in ("loss", "epochs_per_rollout", "kl_beta") if name in how}
-    one = trained(1, tmp_path / "one", files, batch_size=12, **loss)
-    many = trained(ranks, tmp_path / "many", files, batch_size=batch_size, **how)
+def test_any_ranks_and_micro_batches_draw_and_learn_the_same(run_of, how):
+    learned = ("loss", "epochs_per_rollout", "kl_beta", *HELD_OUT)
+    loss = {name: how[name] for name in learned if name in how}
+    _, one = run_of(1, **ALL_AT_ONCE, **loss)
+    _, many = run_of(**how)
     assert_alike(many, one)
-    metrics, _, _ = many
+    metrics = of_steps(many[0])
     assert all(numbers["mismatch"] < 1e-5 for numbers in metrics)
     assert metrics[0]["grad_norm"] > 0
     if "epochs_per_rollout" not in loss:  # whose later epochs are no longer at the start
@@ -206,20 +246,19 @@ def test_adapters_learn_from_rewards_with_their_base_as_the_start(files, tmp_pat
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param({}, marks=slow), {"kl_beta": 0.05, "epochs_per_rollout": 2}],
+    [pytest.param({"ranks": 2, "batch_size": 3, **SAVES}, marks=slow), CUT],
     ids=str,
 )
-def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
-    flags = {"save_every": 1, "keep": 0, "batch_size": 3, **how}
-    whole = trained(2, tmp_path / "out", files, **flags)
-    out = tmp_path / "out"
+def test_a_run_that_was_cut_goes_on_bit_for_bit(files, run_of, tmp_path, how):
+    made, whole = run_of(**how)
+    out = shutil.copytree(made, tmp_path / "out")
     for step in (2, 3):
         shutil.rmtree(out / "checkpoints" / f"step_0000000{step}")
     shutil.rmtree(out / "model")
     (out / "plan.json").unlink()
     with open(out / "samples.jsonl", "ab") as file:
         file.write('{"step": 3, "prompt": "火'.encode()[:-1])  # a full disk cuts within a character
-    again = trained(2, out, files, **flags)
+    again = trained(out=out, files=files, **how)
     assert all(torch.equal(again[1][name], tensor) for name, tensor in whole[1].items())
     assert again[2][-8:] == whole[2][-8:]
 
@@ -238,15 +277,15 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(files, tmp_path, how):
     ],
     ids=str,
 )
-def test_ranks_that_only_draw_change_nothing(files, tmp_path, how):
+def test_ranks_that_only_draw_change_nothing(files, run_of, tmp_path, how):
     """Nor does a start that goes on from a checkpoint."""
-    loss = {name: how[name] for name in how if name not in ("ranks", "generate_ranks")}
-    saves = {"save_every": 1, "keep": 0, "eval_dataset": files["dataset"]}
-    one = trained(1, tmp_path / "one", files, batch_size=12, **loss, **saves)
-    out = tmp_path / "apart"
+    changes = ("ranks", "generate_ranks", "cpu_offload")
+    loss = {name: how[name] for name in how if name not in changes}
+    _, one = run_of(1, **ALL_AT_ONCE, **loss, **HELD_OUT)
+    out, saves = tmp_path / "apart", SAVES | HELD_OUT
+    how = dict(how)
     apart = trained(how.pop("ranks"), out, files, batch_size=3, **how, **saves)
-    for metrics in (one[0], apart[0]):
-        assert "eval_reward" in metrics.pop()
+    assert held_out(apart[0]) == held_out(one[0])
     assert_alike(apart, one, rtol=1e-3 if "lora_rank" in how else 1e-5)
     for step in (2, 3):
         shutil.rmtree(out / "checkpoints" / f"step_0000000{step}")
@@ -316,9 +355,11 @@ def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
     assert all(m["entropy"] is None and m["mismatch"] is None for m in metrics)  # of no token
 
 
-def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files, tmp_path):
-    once = trained(2, tmp_path / "once", files, batch_size=3)
-    each = run_ranks(train_in_lockstep, 2, RUN | files | {"output_dir": str(tmp_path / "each")})
+def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files, run_of, tmp_path):
+    _, once = run_of(**PLAIN)
+    flags = {name: PLAIN[name] for name in PLAIN if name != "ranks"}
+    flags |= RUN | files | {"output_dir": str(tmp_path / "each")}
+    each = run_ranks(train_in_lockstep, 2, flags)
     (result,) = each[0].glob("model/*model.safetensors")
     for name, tensor in load_file(result).items():
         assert torch.equal(tensor, once[1][name])
@@ -326,18 +367,20 @@ def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files,
 
 def train_in_lockstep(world, flags):
     grpo.plan_rollout = lambda setting, plan, *args: (False, plan)
-    return grpo.main(grpo.Config(**flags, batch_size=3))
+    return grpo.main(grpo.Config(**flags))
 
 
-def test_held_out_prompts_are_answered_with_the_likeliest_tokens(files, tmp_path):
-    flags = {"eval_share": 0.3, "eval_every": 2, "batch_size": 3}
-    out = tmp_path / "out"
-    one = trained(1, tmp_path / "one", files, **flags)
-    two = trained(2, out, files, **flags)
+def held_out(metrics):
+    return [numbers["eval_reward"] for numbers in metrics if "eval_reward" in numbers]
+
+
+def test_held_out_prompts_are_answered_with_the_likeliest_tokens(run_of):
+    _, one = run_of(1, **ALL_AT_ONCE, **HELD_OUT)
+    out, two = run_of(**PLAIN)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    held_out = [line for line in lines if "eval_reward" in line]
-    assert [line["step"] for line in held_out] == [2, 3]
-    assert held_out[0]["eval_reward"] == held_out[0]["eval_rewards/some_letters"]
+    evaluations = [line for line in lines if "eval_reward" in line]
+    assert [line["step"] for line in evaluations] == [2, 3]
+    assert evaluations[0]["eval_reward"] == evaluations[0]["eval_rewards/some_letters"]
     ours, theirs = ([m.get("eval_reward") for m in run[0]] for run in (one, two))
     assert ours == theirs
 
@@ -367,8 +410,8 @@ def test_a_reward_model_scores_as_plain_transformers_does(files, tmp_path, judge
     flags = {"reward_model": judge, "reward_model_weight": 2.0, "eval_dataset": files["dataset"]}
     one = trained(1, tmp_path / "one", files, batch_size=12, **flags)
     many = trained(how.pop("ranks"), tmp_path / "many", files, batch_size=2, **flags, **how)
-    for metrics in (one[0], many[0]):
-        assert "eval_rewards/model" in metrics.pop()
+    for metrics, _, _ in (one, many):
+        assert "eval_rewards/model" in metrics[-1]
     assert_alike(many, one, rtol=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(judge)
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
@@ -411,11 +454,10 @@ def test_what_is_no_reward_model_is_refused(files, tmp_path):
         trained(1, tmp_path / "out", files, reward_model=files["model"])
 
 
-def test_the_copy_of_the_start_is_planned_for(files, tmp_path):
+def test_the_copy_of_the_start_is_planned_for(run_of):
     plans = []
-    for beta in (0.0, 0.05):
-        out = tmp_path / str(beta)
-        trained(2, out, files, kl_beta=beta, steps=1, batch_size=3)
+    for how in (PLAIN, WITH_START):
+        out, _ = run_of(**how)
         plans.append(json.loads((out / "plan.json").read_text())["planned"])
     weights = [plan["weights"] for plan in plans]
     assert weights[1] == 2 * weights[0]

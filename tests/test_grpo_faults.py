@@ -23,6 +23,7 @@ from utils.train.checkpoint import complete_checkpoints
 
 slow = pytest.mark.slow
 RULES = """
+import os
 import signal
 import time
 
@@ -30,7 +31,7 @@ def letters(completions, **columns):
     return [sum(c.isalpha() for c in completion) for completion in completions]
 
 def late_letters(completions, **columns):
-    time.sleep(0.3)  # a step is long enough to be disturbed
+    time.sleep(float(os.environ.get("LATE", 0)))
     return letters(completions)
 
 def timed_letters(completions, **columns):
@@ -82,6 +83,11 @@ def _train(world, flags, out):
     return grpo.main(grpo.Config(**flags, output_dir=str(out)))
 
 
+def disturbed(flags, out, named=False):
+    """The run on three ranks; a step is long enough to be disturbed."""
+    return Forked(command(flags, out), named=named, LATE="0.3")
+
+
 def command(flags, out, ranks=3):
     words = " ".join(f"--{name} {value}" for name, value in flags.items())
     start = f"torchrun --nproc_per_node {ranks} recipes/grpo.py"
@@ -97,7 +103,7 @@ def test_a_killed_rank_is_named_and_the_same_command_goes_on_bit_for_bit(
     flags, undisturbed, tmp_path, who
 ):
     rank, out = RANKS[who], tmp_path / "run"
-    with Forked(command(flags, out), named=True) as run:
+    with disturbed(flags, out, named=True) as run:
         run.until("step 3/")
         begun = time.monotonic()
         os.kill(run.pids[rank], signal.SIGKILL)
@@ -126,7 +132,7 @@ def stopped(flags, out, send) -> int:
     """Start, let `send` disturb it after step 2, and see it save; the step after which it stopped. What
     torchrun makes of signals is in test_faults.py.
     """
-    with Forked(command(flags | ENDLESS, out)) as run:
+    with disturbed(flags | ENDLESS, out) as run:
         run.until("step 2/")
         begun = time.monotonic()
         send(run)

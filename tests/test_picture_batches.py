@@ -11,12 +11,15 @@ import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 import torch
 from picture_families import NAMES, family_folder
 from PIL import Image
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from transformers import AutoModelForImageTextToText
 
 from utils.data.encode import Rows
@@ -50,6 +53,7 @@ class Family:
         self.tokenizer = load_tokenizer(folder)
         self.processor = load_processor(str(folder), self.tokenizer)
 
+    @cached_property
     def model(self):
         return AutoModelForImageTextToText.from_pretrained(self.folder).eval()
 
@@ -91,6 +95,15 @@ def _pictures(tmp_path, monkeypatch):
         noise = torch.randint(256, (size[1], size[0], 3), dtype=torch.uint8)
         Image.fromarray(noise.numpy()).save(tmp_path / name)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_looks_more_often():
+    """Whether its workers live, and how they end: each 5 seconds, else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        patch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
+        yield
 
 
 def forward(model, batch) -> torch.Tensor:
@@ -153,7 +166,7 @@ def test_a_batch_is_what_the_processor_gives_for_its_rows_padded_on_the_right(na
 @pytest.mark.parametrize("name", MIXING)
 def test_rows_with_and_without_pictures_do_not_see_each_other(name, family):
     made = family(name)
-    model = made.model()
+    model = made.model
     rows = [row("b.png", "c.png"), row(words="No picture."), row("a.png")]
     (batch,) = made.loader(rows, batch_size=3).batches(0)
     together = forward(model, batch)
@@ -168,7 +181,7 @@ def test_rows_with_and_without_pictures_do_not_see_each_other(name, family):
 @pytest.mark.parametrize("name", MIXING)
 def test_a_blank_picture_behind_a_row_changes_no_bit_of_loss_and_gradients(name, family):
     made = family(name)
-    model = made.model()
+    model = made.model
     loader = made.loader([row(words="No picture, only text. " * 4), row("a.png")])
     loader.multiple = 256  # so that both are equally long
     text = int((loader.patches == 0).nonzero()[0])
@@ -211,7 +224,7 @@ def test_a_rank_without_rows_gives_a_filler_with_a_picture(family):
     (batch,) = made.loader([row("a.png")], ranks=2, rank=1).batches(0)
     assert batch.trained_tokens == 0
     assert "pixel_values" in batch.extra
-    assert forward(made.model(), batch).isfinite().all()
+    assert forward(made.model, batch).isfinite().all()
 
 
 def test_where_a_text_skips_layers_each_micro_batch_is_of_one_kind_on_all_ranks(family):
@@ -222,7 +235,7 @@ def test_where_a_text_skips_layers_each_micro_batch_is_of_one_kind_on_all_ranks(
     assert pictures == [[False, False, True, True]] * 2
     names = [where for batches in seen for batch in batches for where in batch.where]
     assert sorted(names) == ["filler"] * 2 + [f"t.jsonl:{n}" for n in range(1, 7)]
-    model = made.model()
+    model = made.model
     for batches in seen:
         assert all(forward(model, batch).isfinite().all() for batch in batches)
     assert made.loader([row(), row()], ranks=2).batches(0)[0].extra == {}
@@ -352,7 +365,7 @@ def test_a_picture_that_was_changed_since_it_was_read_names_its_row(other_size, 
 
 def test_image_max_pixels_holds_for_pixels_as_for_tokens(family):
     made = family("qwen2_5_vl")
-    model = made.model()
+    model = made.model
     small, large = (made.loader([row("b.png")], image_max_pixels=n) for n in (70 * 70, 0))
     batches = [loader.batches(0)[0] for loader in (small, large)]
     assert batches[0].extra["pixel_values"].shape[0] < batches[1].extra["pixel_values"].shape[0]

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import eval as evaluate
@@ -133,6 +133,33 @@ def plain(model, folder: Path, rows: Path, ends: Sequence[int] = ()) -> list[str
     return texts
 
 
+@pytest.fixture(scope="module")
+def plain_of(rows):
+    """plain() of a folder, whose answers are computed once for any number of ranks."""
+    return cache(lambda folder: plain(folder, folder, rows))
+
+
+@pytest.fixture(scope="module")
+def pefts_of(run_of, folder_of, rows):
+    """(the answers of peft's model with the adapter of a family's run, the logits of its merge)"""
+
+    @cache
+    def pefts(name: str) -> tuple[list[str], list[torch.Tensor]]:
+        run, folder = run_of(name, lora_rank=4), folder_of(name)
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, run / "adapter")
+        ends = load_tokenizer(folder).convert_tokens_to_ids(["<end_of_turn>"] * (name == "gemma3"))
+        return plain(model, folder, rows, ends), logits(model.merge_and_unload(), folder, rows)
+
+    return pefts
+
+
+@pytest.fixture(scope="module")
+def logits_of(rows):
+    """logits() of a folder, computed once for any number of ranks."""
+    return cache(lambda folder: logits(folder, folder, rows))
+
+
 @torch.no_grad()
 def logits(model, folder: Path, rows: Path) -> list[torch.Tensor]:
     if isinstance(model, Path):
@@ -151,12 +178,12 @@ def logits(model, folder: Path, rows: Path) -> list[torch.Tensor]:
         *(pytest.param(name, ranks, marks=slow) for name in OTHERS for ranks in (1, 2)),
     ],
 )
-def test_answers_are_those_of_transformers(name, ranks, folder_of, run_of, rows, prompts):
+def test_answers_are_those_of_transformers(name, ranks, folder_of, run_of, plain_of, rows, prompts):
     """Rows with one picture, two and none: 3 batches on 2 ranks, of which one repeats another's."""
     folder = folder_of(name)
     if name == "internvl":  # whose answers differ only after it has learned
         folder = run_of(name, steps=60) / "model"
-    expected = plain(folder, folder, rows)
+    expected = plain_of(folder)
     assert len(set(expected)) > 1
     found = answers(prompts, ranks, model=str(folder), image_dir=str(rows.parent))
     assert found == expected
@@ -164,10 +191,10 @@ def test_answers_are_those_of_transformers(name, ranks, folder_of, run_of, rows,
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_checkpoint_answers_as_the_model_it_became(name, ranks, run_of, rows, prompts):
+def test_a_checkpoint_answers_as_the_model_it_became(name, ranks, run_of, plain_of, rows, prompts):
     """It holds only what trained; the tower is the base's."""
     run = run_of(name)
-    expected = plain(run / "model", run / "model", rows)
+    expected = plain_of(run / "model")
     found = answers(prompts, ranks, checkpoint=str(run), image_dir=str(rows.parent))
     assert found == expected
 
@@ -175,13 +202,10 @@ def test_a_checkpoint_answers_as_the_model_it_became(name, ranks, run_of, rows, 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_adapter_answers_as_pefts_and_merges(
-    name, ranks, run_of, folder_of, rows, prompts, tmp_path
+    name, ranks, run_of, folder_of, pefts_of, rows, prompts, tmp_path
 ):
     run, folder = run_of(name, lora_rank=4), folder_of(name)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    model = PeftModel.from_pretrained(model, run / "adapter")
-    ends = load_tokenizer(folder).convert_tokens_to_ids(["<end_of_turn>"] * (name == "gemma3"))
-    expected = plain(model, folder, rows, ends)
+    expected, expected_logits = pefts_of(name)
     of_rows = {"image_dir": str(rows.parent)}
     assert answers(prompts, ranks, adapter=str(run / "adapter"), **of_rows) == expected
     assert answers(prompts, ranks, checkpoint=str(run), **of_rows) == expected
@@ -189,24 +213,21 @@ def test_an_adapter_answers_as_pefts_and_merges(
     merged, original = names(tmp_path / "merged"), names(folder)
     assert merged >= original
     assert load_file(tmp_path / "merged/model.safetensors").keys() == stored(folder)
-    for one, two in zip(
-        logits(tmp_path / "merged", tmp_path / "merged", rows),
-        logits(model.merge_and_unload(), folder, rows),
-        strict=True,
-    ):
+    merged_logits = logits(tmp_path / "merged", tmp_path / "merged", rows)
+    for one, two in zip(merged_logits, expected_logits, strict=True):
         assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_checkpoint_becomes_the_runs_model(name, ranks, run_of, rows, tmp_path):
+def test_a_checkpoint_becomes_the_runs_model(name, ranks, run_of, logits_of, rows, tmp_path):
     run, out = run_of(name), tmp_path / "out"
     exported(ranks, checkpoint=str(run), output_dir=str(out))
     assert names(out) == names(run / "model")
     ours, theirs = load_file(out / "model.safetensors"), load_file(run / "model/model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for one, two in zip(logits(out, out, rows), logits(run / "model", out, rows), strict=True):
+    for one, two in zip(logits(out, out, rows), logits_of(run / "model"), strict=True):
         assert torch.equal(one, two)
 
 

@@ -33,7 +33,7 @@ LEVERS = {
 
 
 def count(world, lever, flags):
-    """Bytes of this rank's second step of three: (gathered, reduced, other)."""
+    """Bytes of this rank's second step of two: (gathered, reduced, other)."""
     steps, wire = [], step.WireBytes()
 
     def at_step(*_):
@@ -48,7 +48,7 @@ def count(world, lever, flags):
     if lever == "many_chunks":
         loss.tokens_of_chunk = lambda vocabulary: 64
     try:
-        finetune.main(finetune.Config(**flags, steps=3, save_every=0, save_model=False))
+        finetune.main(finetune.Config(**flags, steps=2, save_every=0, save_model=False))
     finally:
         hook.remove()
         loss.tokens_of_chunk = tokens_of_chunk
@@ -96,6 +96,7 @@ def test_no_weight_is_gathered_and_no_gradient_reduced_more_often_than_it_must(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", ["llama"], indirect=True)  # for its rows
 def test_a_quantized_base_is_gathered_as_codes_and_scales_and_only_adapters_are_reduced(
     setting, tmp_path
 ):
