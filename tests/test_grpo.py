@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from utils.data.batches import GlobalBatches
-from utils.data.examples import Rows
+from utils.data.examples import Rows, load_data
 from utils.data.questions import Question, load_questions
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.loss import add_chunked_loss
@@ -41,8 +41,8 @@ from utils.train.trained_run import frozen_copy, open_reward_model
 slow = pytest.mark.slow
 STEPS = 3
 RULES = """
-def some_letters(completions, answer, **columns):
-    return [sum(c.isalpha() for c in completion) for completion in completions]
+def remainder(completions, answer, **columns):
+    return [sum(map(ord, completion)) % 7 for completion in completions]
 
 def fails(completions, **columns):
     raise KeyError("no such rule")
@@ -71,7 +71,7 @@ def files(tmp_path_factory):
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "rules.py").write_text(RULES)
     folder = tiny_model_folder(root / "model", vocab_size=271)
-    rules = f"{root}/rules.py:some_letters"
+    rules = f"{root}/rules.py:remainder"
     return {"model": str(folder), "dataset": str(root / "prompts.jsonl"), "rewards": rules}
 
 
@@ -194,7 +194,7 @@ def test_it_learns_what_a_page_of_pytorch_learns(files, tmp_path):
         texts = [
             tokenizer.decode(drawn[i].ids, skip_special_tokens=True) for i in range(len(asked))
         ]
-        found = torch.tensor([float(sum(c.isalpha() for c in text)) for text in texts]).view(-1, 4)
+        found = torch.tensor([float(sum(map(ord, text)) % 7) for text in texts]).view(-1, 4)
         advantages = (found - found.mean(1, keepdim=True)) / (found.std(1, keepdim=True) + 1e-4)
         loss = 0.0
         for i, advantage in enumerate(advantages.flatten().tolist()):
@@ -374,15 +374,25 @@ def held_out(metrics):
     return [numbers["eval_reward"] for numbers in metrics if "eval_reward" in numbers]
 
 
-def test_held_out_prompts_are_answered_with_the_likeliest_tokens(run_of):
+def test_held_out_prompts_are_answered_with_the_likeliest_tokens(files, run_of):
     _, one = run_of(1, **ALL_AT_ONCE, **HELD_OUT)
     out, two = run_of(**PLAIN)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval_reward" in line]
     assert [line["step"] for line in evaluations] == [2, 3]
-    assert evaluations[0]["eval_reward"] == evaluations[0]["eval_rewards/some_letters"]
-    ours, theirs = ([m.get("eval_reward") for m in run[0]] for run in (one, two))
-    assert ours == theirs
+    assert evaluations[0]["eval_reward"] == evaluations[0]["eval_rewards/remainder"]
+    assert held_out(one[0]) == held_out(two[0])
+    tokenizer = load_tokenizer(out / "model")
+    rows = Rows(files["dataset"], 122, eval_share=HELD_OUT["eval_share"])
+    _, asked = load_data(rows, tokenizer, progress=False, load=load_questions)
+    model = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    found = []
+    for question in asked:
+        ids = torch.tensor([question.ids])
+        ids = model.generate(ids, do_sample=False, max_new_tokens=6)[0, ids.shape[1] :]
+        found.append(sum(map(ord, tokenizer.decode(ids, skip_special_tokens=True))) % 7)
+    assert evaluations[-1]["eval_reward"] == pytest.approx(sum(found) / len(found))
+    assert any(found)
 
 
 @pytest.fixture(scope="module")
@@ -422,7 +432,7 @@ def test_a_reward_model_scores_as_plain_transformers_does(files, tmp_path, judge
         with torch.no_grad():
             score = model(**ids).logits.item()
         assert sample["rewards/model"] == pytest.approx(score, abs=1e-4)
-        total = 2 * score + sample["rewards/some_letters"]
+        total = 2 * score + sample["rewards/remainder"]
         assert sample["reward"] == pytest.approx(total, abs=1e-4)
 
 
@@ -484,7 +494,7 @@ def test_prompts_and_completions_beyond_the_positions_are_refused(files, tmp_pat
 
 
 def test_a_reward_that_fails_is_named_with_its_row_and_completion(files, tmp_path):
-    rules = files["rewards"].replace("some_letters", "fails")
+    rules = files["rewards"].replace("remainder", "fails")
     words = " ".join(f"--{name} {value}" for name, value in (RUN | files).items())
     command = f"python {ROOT}/recipes/grpo.py {words} --rewards {rules} --output_dir out"
     run = forked(command, tmp_path, apart=True)
