@@ -740,7 +740,7 @@ def policy_loss(
     ratio = torch.exp(now - old)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     losses = -torch.min(ratio * advantages, clipped * advantages)
-    is_clipped = -clipped * advantages > -ratio * advantages
+    is_clipped = clipped * advantages < ratio * advantages
     kl = torch.zeros_like(now)
     if start is not None:
         # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556
