@@ -540,6 +540,9 @@ def test_data_path_names_the_rows_that_are_trained():
         ("--max_length 4", "--max_length is --seq_len here (fix: write --seq_len)"),
         ("--load_in_4bit true", "(fix: --quantization 4bit)"),
         ("--deepspeed ds.json", "--deepspeed: there is no DeepSpeed here (fix: "),
+        # the launcher of DeepSpeed and torch.distributed.launch add it to the recipe's flags
+        ("--local-rank=0", "--local_rank: torchrun gives each rank its number (fix: start with"),
+        ("--nproc_per_node 2", "before the recipe (fix: torchrun --nproc_per_node N"),
         # torchtune and NeMo AutoModel name the section before the flag
         ("--step_scheduler.max_steps 4", "--step_scheduler.max_steps is --steps here"),
         ("--wandb_project mine", "WANDB_PROJECT"),
