@@ -33,21 +33,12 @@ from utils.run.errors import ConfigError
 BENCH = "python tests/benchmarks/bench.py"
 
 
-def ran(tmp_path, flags, seconds=240, **env):
-    """(finished process, what --json wrote); its large files must be gone afterwards."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir(exist_ok=True)
-    flags = f"{flags} --small --ranks 2 --json {tmp_path}/out.json"
-    done = shell(f"{BENCH} {flags}", seconds=seconds, TMPDIR=str(scratch), **env)
-    assert not left(scratch)
-    return done, json.loads((tmp_path / "out.json").read_text()) if (
-        tmp_path / "out.json"
-    ).exists() else {}
-
-
 @contextmanager
 def forks():
-    """main(what, **settings) as ran(): bench.py in this process, forked ranks in place of torchrun's."""
+    """main(what, **settings) on small shapes: bench.py in this process, forked ranks in place of torchrun's.
+
+    Its large files must be gone afterwards.
+    """
 
     def wait_for(command, environment, folder):
         flag, *words = command[command.index("--standalone") + 1 :]
@@ -92,14 +83,29 @@ def row(results, name):
     return next(row for row in results["tables"][0]["rows"] if row["contender"] == name)
 
 
-@pytest.mark.slow
-def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """(output, what --json wrote) of `bench.py load` as a user starts it, where one contender is not
+    installed, and a rank of the next one is killed.
+    """
+    root = tmp_path_factory.mktemp("loaded")
+    scratch = root / "scratch"
+    scratch.mkdir()
+    (root / "sitecustomize.py").write_text(
         "import sys\nsys.modules['accelerate'] = None  # as if absent\n"
     )
-    flags = "load --repeats 1 --only accelerate,ours"
-    done, results = ran(tmp_path, flags, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    flags = ["--only", "accelerate,from_pretrained,ours", "--json", f"{root}/out.json"]
+    with running(scratch, *flags, PYTHONPATH=str(root)) as process:
+        os.kill(max(workers(scratch, "from_pretrained")), signal.SIGKILL)
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err  # no bound is set on the two that fail
+    assert not left(scratch)
+    return out, json.loads((root / "out.json").read_text())
+
+
+@pytest.mark.slow
+def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(loaded):
+    out, results = loaded
     verdicts = {bound["metric"]: bound["verdict"] for bound in results["bounds"]}
     assert verdicts["peak_of_allowed"] == verdicts["read_of_checkpoint"] == "ok"
     assert {
@@ -113,7 +119,7 @@ def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_
         "bounds",
     } <= results.keys()
 
-    run = results["runs"][1]
+    run = results["runs"][2]
     assert len(run["by_rank"]) == 2
     values = run["values"]
     check_that_half_is_held_and_all_is_read(values["peak_bytes"], values["read_call_bytes"])
@@ -121,9 +127,15 @@ def test_load_keeps_its_bounds_and_a_peer_that_is_not_installed_fails_alone(tmp_
     failure = row(results, "accelerate")["error"]
     assert failure.startswith("failed: ModuleNotFoundError: import of accelerate halted")
     assert any(
-        line.startswith("accelerate") and line.endswith(failure)
-        for line in done.stdout.splitlines()
+        line.startswith("accelerate") and line.endswith(failure) for line in out.splitlines()
     )
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_kernel_kills_is_told_as_such(loaded):
+    said = "failed: a rank was ended by SIGKILL (out of memory?)"
+    assert said in loaded[0]
+    assert row(loaded[1], "from_pretrained")["error"] == said
 
 
 def check_that_half_is_held_and_all_is_read(peak_bytes, read_call_bytes):
@@ -135,12 +147,12 @@ def check_that_half_is_held_and_all_is_read(peak_bytes, read_call_bytes):
 
 @pytest.fixture(scope="module")
 def saved():
-    """What --json wrote of the saves of this project, and of the one that they are compared with."""
-    names = "ours,raw_write,checkpoint,checkpoint_async"
+    """What --json wrote of every save."""
     with forks() as main:
-        is_kept, results = main("save", only=names)
+        is_kept, results = main("save")
     assert is_kept, results["bounds"]
-    assert [run["contender"] for run in results["runs"]] == names.split(",")
+    assert [run["contender"] for run in results["runs"]] == list(save.CONTENDERS)
+    assert not any(run["error"] for run in results["runs"])  # nor did a weight differ
     return results
 
 
@@ -273,31 +285,21 @@ def test_a_mistyped_benchmark_is_named(tmp_path):
 
 
 @contextmanager
-def running(folder):
-    """`bench.py load --only from_pretrained` whose ranks have been started."""
-    command = [
-        sys.executable,
-        "tests/benchmarks/bench.py",
-        "load",
-        "--small",
-        "--ranks",
-        "2",
-        "--repeats",
-        "1",
-    ]
+def running(folder, *flags, **env):
+    """`bench.py load` whose ranks of from_pretrained have been started."""
+    command = [*shlex.split(f"{BENCH} load --small --ranks 2 --repeats 1"), *flags]
+    command[0] = sys.executable
     options = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
         "text": True,
         "start_new_session": True,
     }
-    env = {**os.environ, "TMPDIR": str(folder)}
-    process = subprocess.Popen(
-        [*command, "--only", "from_pretrained"], cwd=ROOT, env=env, **options
-    )
+    env = {**os.environ, "TMPDIR": str(folder), **env}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, **options)
     try:
         deadline = time.monotonic() + 120
-        while len(workers(folder)) < 3:  # torchrun and two ranks
+        while len(workers(folder, "from_pretrained")) < 3:  # torchrun and two ranks
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -309,7 +311,7 @@ def running(folder):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_every_process_and_removes_the_weights(tmp_path):
-    with running(tmp_path) as process:
+    with running(tmp_path, "--only", "from_pretrained") as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -319,17 +321,7 @@ def test_ctrl_c_ends_every_process_and_removes_the_weights(tmp_path):
     assert not workers(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_rank_that_the_kernel_kills_is_told_as_such(tmp_path):
-    with running(tmp_path) as process:
-        os.kill(max(workers(tmp_path)), signal.SIGKILL)
-        out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0  # no bound is set on this contender
-    assert "failed: a rank was ended by SIGKILL (out of memory?)" in out
-    assert not left(tmp_path)
-
-
-def workers(folder):
+def workers(folder, contender=""):
     """Processes that work on `folder`, other than bench.py itself, whose command line does not name it."""
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -338,7 +330,8 @@ def workers(folder):
                 command = os.fsdecode(file.read()).split("\0")
         except OSError:
             continue
-        if any(str(folder) in word for word in command):
+        works = any(str(folder) in word for word in command)
+        if works and (not contender or contender in command):
             found.append(int(pid))
     return found
 
@@ -358,13 +351,16 @@ def contend(world, what, contender, folder, out):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["load", "save"])
 def test_every_peer_that_runs_has_the_right_weights_and_none_needs_less_memory(
-    what, input_folder, tmp_path
+    what, request, tmp_path
 ):
-    """Each in fresh processes, as bench.py starts them; its own part is in the tests above. A contender fails
-    where a weight differs.
-    """
+    """Each in fresh processes, as bench.py starts them. A contender fails where a weight differs."""
     peaks = {}
     for name in importlib.import_module(what).REFERENCES:
+        if what == "save":  # bench.py has run all of them
+            found = row(request.getfixturevalue("saved"), name)
+            peaks[name] = found["values"]["peak_bytes"][0]
+            continue
+        input_folder = request.getfixturevalue("input_folder")
         out = tmp_path / name
         out.mkdir()
         numbers = run_fresh_ranks(contend, 2, what, name, input_folder, out)

@@ -192,8 +192,12 @@ def compare_gradients(model, reference, world, exact: bool) -> list[str]:
     return wrong
 
 
+# went wrong before, one in a buffer and one in the backward; `make test` runs them
+AT_ONCE = ["falcon_h1", "inkling_text"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", TRAINED)
+@pytest.mark.parametrize("model_type", [name for name in TRAINED if name not in AT_ONCE])
 def test_a_family_equals_from_pretrained_in_logits_loss_gradients_and_files_on_two_ranks(
     model_type, tmp_path
 ):
@@ -204,10 +208,6 @@ def test_a_family_equals_from_pretrained_in_logits_loss_gradients_and_files_on_t
         return
     wrong = run_ranks(sweep, 2, model_type, tmp_path)[0]
     assert not wrong, wrong[:5]
-
-
-# went wrong before, one in a buffer and one in the backward
-AT_ONCE = ["falcon_h1", "inkling_text"]
 
 
 @pytest.mark.parametrize("model_type", AT_ONCE)

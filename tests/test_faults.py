@@ -307,10 +307,10 @@ def test_sigterm_before_the_training_leaves_nothing(flags, tmp_path, act):
 
 
 @slow
-def test_a_stopped_rank_ends_the_run_at_the_timeout(flags, tmp_path):
-    with Launch(
-        command({**flags, **ENDLESS, "timeout": 8}, tmp_path / "run", "--shutdown-timeout 3")
-    ) as run:
+def test_a_stopped_rank_ends_the_run_at_the_timeout(flags, tmp_path, monkeypatch):
+    """torchrun would give the stopped rank 30 s, whatever its --shutdown-timeout, before it kills it."""
+    monkeypatch.setattr("launch.SHUTDOWN_SECONDS", 3)
+    with Forked(command({**flags, **ENDLESS, "timeout": 8}, tmp_path / "run")) as run:
         run.until("step 2/")
         os.kill(run.pids[1], signal.SIGSTOP)
         begun = time.monotonic()

@@ -1050,10 +1050,12 @@ def test_a_model_of_pictures_is_planned_with_pictures_of_the_sizes_that_are_aske
 
 @slow
 def test_the_full_rows_of_a_model_of_pictures_train_the_same_parts_where_lora_is_asked_for():
+    """No longest row is looked for where nothing fits; the bytes of a row do not depend on the room."""
     sizes = []
+    config = plan.find_config("qwen2.5-vl-7b", False)
+    config.text_config.num_hidden_layers = config.vision_config.depth = 2  # as many tell it
     for flags in ({}, {"lora_rank": 16}):
         cfg = plan.Config(model="qwen2.5-vl-7b", seq_len=512, images="112x112", **flags)
-        asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
-        rows = plan.strategies(plan.scaled_of(asked), Room(24 * GIB, 64 * GIB, ""))
+        rows = plan.strategies(plan.scaled_of(plan.setting_of(cfg, config)), Room(1, 1, ""))
         sizes.append([row["gpu_bytes"] for row in rows])
     assert sizes[0] == sizes[1]

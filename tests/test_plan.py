@@ -315,7 +315,7 @@ def test_an_error_is_printed_once_for_two_ranks_and_the_exit_is_not_zero(tmp_pat
     assert result.stderr.count("error: ") == 1
     assert "error: nowhere.jsonl" in result.stderr
     assert "[rank1]" not in result.stderr  # so torch marks the lines of a traceback
-    result = shell("torchrun --nproc_per_node 2 recipes/finetune.py --learing_rate 1")
+    result = forked("torchrun --nproc_per_node 2 recipes/finetune.py --learing_rate 1", apart=True)
     assert result.stderr.count("error: ") == 1
     assert "--learing_rate" in result.stderr
     assert result.returncode == 1

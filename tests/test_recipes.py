@@ -144,13 +144,6 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_torchrun_it_is_a_world_of_one(tmp_path):
-    result = forked(f"python {ROOT}/recipes/finetune.py --steps 1", tmp_path)
-    assert result.returncode == 0, result.stdout
-    assert "ranks     1 on cpu" in result.stdout
-
-
-@pytest.mark.slow
 def test_from_any_working_folder_twice_in_a_row_it_trains_twice(tmp_path):
     command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/finetune.py --low_cpu_fsdp --steps 2"
     for count in (1, 2):
