@@ -7,7 +7,6 @@ import bisect
 import itertools
 import json
 import re
-from copy import deepcopy
 from itertools import chain
 
 import finetune
@@ -279,30 +278,25 @@ def test_one_flat_row_is_the_same_batch():
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+DTYPES = [torch.float32, torch.bfloat16]
 LEAVE_OUT = "documents see each other (fix: leave out --packing)"
 
 
-def with_loss(model):
+def family_with_loss(model_type: str, dtype: torch.dtype, seed: int = 0, **changes):
     """A tiny model of a family as a recipe has it when it checks packing."""
-    add_chunked_loss(model)
-    check_chunked_loss(model, CPU)
-    return model
-
-
-def family_in_both(model_type: str, seed: int, **changes):
-    """The same weights in fp32, then in bf16."""
     config = family_config(model_type)
     for name, value in changes.items():
         setattr(config, name, value)
-    model = family_model(model_type, seed, config)
-    for each in (deepcopy(model), model.to(torch.bfloat16)):
-        yield with_loss(each)
+    model = add_chunked_loss(family_model(model_type, seed, config).to(dtype))
+    check_chunked_loss(model, CPU)
+    return model
 
 
 MANY_EXPERTS = {"num_local_experts": 64, "num_hidden_layers": 10}
 
 
 # Some routers of the last two choose otherwise in bf16 where a document stands alone.
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -316,13 +310,14 @@ MANY_EXPERTS = {"num_local_experts": 64, "num_hidden_layers": 10}
         ),
     ],
 )
-def test_a_model_that_keeps_documents_apart_is_not_refused(model_type, changes):
+def test_a_model_that_keeps_documents_apart_is_not_refused(model_type, changes, dtype):
     for seed in range(8):
-        for model in family_in_both(model_type, seed, **changes):
-            check_packing(model, CPU)
-            assert model.training
+        model = family_with_loss(model_type, dtype, seed, **changes)
+        check_packing(model, CPU)
+    assert model.training
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -333,11 +328,11 @@ def test_a_model_that_keeps_documents_apart_is_not_refused(model_type, changes):
         ("gpt_oss", {}),  # its mask is made without positions
     ],
 )
-def test_a_family_in_which_documents_see_each_other_is_refused(model_type, changes):
+def test_a_family_in_which_documents_see_each_other_is_refused(model_type, changes, dtype):
     for seed in range(3):
-        for model in family_in_both(model_type, seed, **changes):
-            with pytest.raises(ConfigError, match=re.escape(LEAVE_OUT)):
-                check_packing(model, CPU)
+        model = family_with_loss(model_type, dtype, seed, **changes)
+        with pytest.raises(ConfigError, match=re.escape(LEAVE_OUT)):
+            check_packing(model, CPU)
 
 
 def test_outlier_columns_that_documents_share_are_no_leak(tmp_path):
@@ -380,7 +375,7 @@ def attend_without_positions(module, *tensors, position_ids, **options):
 def test_flash_attention_is_checked_in_one_row_as_in_training_and_sdpa_is_the_remedy():
     AttentionInterface.register("one_row_flash", attend_in_one_row)
     AttentionInterface.register("blind_flash", attend_without_positions)
-    model = with_loss(family_model("llama"))
+    model = family_with_loss("llama", torch.float32)
     model.config._attn_implementation = "one_row_flash"
     assert wants_flat_packs(model)
     check_packing(model, CPU)
@@ -393,7 +388,7 @@ def test_flash_attention_is_checked_in_one_row_as_in_training_and_sdpa_is_the_re
 
 
 def test_a_run_with_sdpa_is_not_told_to_use_it():
-    model = with_loss(family_model("llama"))
+    model = family_with_loss("llama", torch.float32)
     inner = model.model.forward
 
     # as a model does that knows nothing of positions
