@@ -182,7 +182,7 @@ TABLE = [  # case, file's name, its content, what is said: Taken(...), else the 
     (
         "a very long answer",
         "a.jsonl",
-        lines(chat(USER, {"role": "assistant", "content": "word " * 400_000})),
+        lines(chat(USER, {"role": "assistant", "content": "word " * 40_000})),
         Taken("1 cut at --seq_len"),
     ),
     ("no rows", "a.jsonl", "", "a.jsonl: no rows"),

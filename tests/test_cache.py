@@ -273,7 +273,7 @@ def test_parts_are_cut_by_rows_and_by_bytes():
 def late(world) -> bool:
     set_timeout(1)
     with together(world, patient=True):
-        time.sleep(3 * world.rank)
+        time.sleep(2 * world.rank)
     return True
 
 

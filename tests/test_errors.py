@@ -277,11 +277,18 @@ def test_a_recipe_runs_with_the_stdout_of_a_notebook():
     assert out.getvalue() == "ready\n"
 
 
-def test_exit_codes_of_others_pass_through():
-    assert run("raise SystemExit(7)") == (7, "", "")
+@pytest.fixture(scope="module")
+def ended_by_others():
+    """(code, stdout, stderr) of a process that tells of its collections; someone else's code ends it."""
+    told = "import gc\nprint(gc.isenabled(), gc.get_freeze_count() > 0)"
+    return run(f"{told}\nraise SystemExit(7)")
 
 
-def test_collections_pass_over_what_the_imports_made():
+def test_exit_codes_of_others_pass_through(ended_by_others):
+    code, _, err = ended_by_others
+    assert (code, err) == (7, "")
+
+
+def test_collections_pass_over_what_the_imports_made(ended_by_others):
     """A recipe turns them off for its imports; from here on they run."""
-    body = "import gc\nprint(gc.isenabled(), gc.get_freeze_count() > 0)"
-    assert run(body) == (0, "True True\n", "")
+    assert ended_by_others[1] == "True True\n"

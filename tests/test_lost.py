@@ -3,9 +3,11 @@
 python -m pytest tests/test_lost.py -m ""
 """
 
+import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from launch import Forked
@@ -69,6 +71,13 @@ def test_a_killed_rank_is_one_line_that_names_it_wherever_the_others_are(tmp_pat
     assert "memory" in line
 
 
+def takes_sigterm(pid: int) -> bool:
+    """Whether it would end the process at once."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    masks = re.findall(r"^Sig(?:Blk|Ign|Cgt):\s+(\w+)", status, re.M)
+    return not any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
+
+
 def test_a_stop_that_rank_0_hears_after_the_others_have_ended_is_not_taken_for_a_kill(tmp_path):
     (tmp_path / "ranks.py").write_text(
         RANKS.format(ends="time.sleep(60)", waits="gather(world, 'here')")
@@ -77,6 +86,9 @@ def test_a_stop_that_rank_0_hears_after_the_others_have_ended_is_not_taken_for_a
         run.until("--- load")
         time.sleep(1)
         run.signal(signal.SIGTERM)  # as torchrun hands on that of the scheduler
+        # Rank 1 gives rank 0 five seconds to speak, which a second one cuts short.
+        run._wait(lambda: takes_sigterm(run.pids[1]), 5, "rank 1 to leave")
+        os.kill(run.pids[1], signal.SIGTERM)
         run.end(60)
         assert run.errors.read_text() == "error: stopped by SIGTERM in act 'load'\n"
     assert run.processes[0].exitcode == 128 + signal.SIGTERM

@@ -331,7 +331,8 @@ def loss_of(model, ids):
 def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     """Loss and LoRA gradients of the quantized model, sharded; and the dtypes of what is stored."""
     config = AutoConfig.from_pretrained(folder)
-    if lever == "whole":
+    levers = lever.split()
+    if "whole" in levers:
         model = build_model(config, torch.float32, whole=folder)
     else:
         model = build_model(config, torch.float32)
@@ -339,20 +340,20 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     add_adapters(model, Lora(adapter=str(adapter)))
     quantize_linears(model, Quant(kind), dtype)
     freeze_base(model, Quant(), dtype)
-    if lever == "recompute":
+    if "recompute" in levers:
         recompute_activations(model, "full")
-    if lever == "compile":
+    if "compile" in levers:
         for layer in decoder_layers(model):
             layer.compile(backend="aot_eager", fullgraph=True)
     names = base_names(model)
-    mesh = build_mesh(world, mesh_axes(world.size, 2 if lever == "hsdp" else 1))
-    shard_training(model, mesh, dtype, cpu_offload=lever == "offload")
-    if lever != "whole":
-        load_pieces(model, pieces, world.device, lever == "offload", names=names)
+    mesh = build_mesh(world, mesh_axes(world.size, 2 if "hsdp" in levers else 1))
+    shard_training(model, mesh, dtype, cpu_offload="offload" in levers)
+    if "whole" not in levers:
+        load_pieces(model, pieces, world.device, "offload" in levers, names=names)
     load_adapter(model, adapter)
     model.train()
     mine = token_ids().chunk(world.size)[world.rank]
-    micro = mine.chunk(2) if lever == "accumulate" else [mine]
+    micro = mine.chunk(2) if "accumulate" in levers else [mine]
     total = 0.0
     for i, ids in enumerate(micro):
         model.set_requires_gradient_sync(i == len(micro) - 1)
@@ -392,14 +393,21 @@ def test_loss_and_lora_gradients_equal_transformers_with_bitsandbytes_and_peft(
     assert len(codes) == 21
 
 
+TOGETHER = ("recompute", "offload", "accumulate")
+
+
 @pytest.mark.parametrize(
-    "lever",
+    ("setting", "lever"),
     [
-        "recompute",
-        "offload",
-        "accumulate",
-        *(pytest.param(lever, marks=pytest.mark.slow) for lever in ("hsdp", "whole")),
+        *(("llama", lever) for lever in TOGETHER),
+        ("qwen2", " ".join(TOGETHER)),
+        *(
+            pytest.param(family, lever, marks=pytest.mark.slow)
+            for family in ("llama", "qwen2")
+            for lever in ("hsdp", "whole")
+        ),
     ],
+    indirect=["setting"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lever_changes_no_gradient(setting, kind, lever):

@@ -5,6 +5,7 @@ python -m pytest tests/test_rollout.py
 """
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def asked(count=9, vocabulary=V):
     return prompts, [(0, 4, i // 2, i % 2) for i in range(count)]
 
 
+@cache
+def drawn_by(kind):
+    """(a model as the learner has it, prompts, keys, the completions that it draws)"""
+    model = add_chunked_loss(model_of(kind))
+    prompts, keys = asked(vocabulary=vocabulary_of(model))
+    return model, prompts, keys, generate(model, prompts, keys, SAMPLING, ALONE)
+
+
 def ids_of(completions):
     return {number: one.ids for number, one in completions.items()}
 
@@ -69,9 +78,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_left_padding_and_rows_that_leave_change_no_completion(kind):
-    model = model_of(kind)
-    prompts, keys = asked(vocabulary=vocabulary_of(model))
-    found = generate(model, prompts, keys, SAMPLING, ALONE)
+    model, prompts, keys, found = drawn_by(kind)
     lengths = {len(one.ids) for one in found.values()}
     assert len(lengths) > 3
     assert_same(found, generate(model, prompts, keys, ONE_BY_ONE, ALONE))
@@ -82,9 +89,8 @@ def test_left_padding_and_rows_that_leave_change_no_completion(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "jamba"])
 def test_log_probs_are_those_that_the_learner_computes(kind):
-    model = add_chunked_loss(model_of(kind))
-    prompts, keys = asked(vocabulary=vocabulary_of(model))
-    items, found = [], generate(model, prompts, keys, SAMPLING, ALONE)
+    model, prompts, _, found = drawn_by(kind)
+    items = []
     for number, prompt in enumerate(prompts):
         ids = torch.tensor(prompt + found[number].ids)
         labels = ids.clone()
@@ -100,7 +106,7 @@ def test_log_probs_are_those_that_the_learner_computes(kind):
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "mamba"])
 def test_temperature_0_is_the_greedy_answer_of_transformers(kind):
     model = model_of(kind)
-    prompts, keys = asked(vocabulary=vocabulary_of(model))
+    prompts, keys = asked(5, vocabulary_of(model))  # a batch of four, and one alone
     sampling = Sampling(**vars(SAMPLING) | {"temperature": 0.0})
     found = generate(model, prompts, keys, sampling, ALONE)
     for number, prompt in enumerate(prompts):

@@ -120,7 +120,7 @@ def batch_of(loss: str, packed: bool):
 def step(dtype=torch.bfloat16, lora=None, quant=None, packed=False, loss=""):
     """One of act `train`, without the ranks."""
     kind = "scores" if loss == "scores" else "text"
-    config = tiny_config("llama", vocab_size=271, num_labels=1)
+    config = tiny_config("llama", vocab_size=271, num_labels=1, num_hidden_layers=1)
     model = build_model(config, dtype, kind=kind)
     if lora:
         add_adapters(model, lora)
