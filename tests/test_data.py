@@ -305,6 +305,7 @@ def test_a_row_is_held_out_whatever_stands_around_it():
     assert train.fingerprint != held_out.fingerprint != examples.fingerprint
     assert "--eval_share" in refusal(split_by_hash, numbered(1), 0.5)
     assert "--eval_share" in refusal(split_by_hash, examples, 1.0)
+    assert "--eval_share 5.0 trains on nothing" in refusal(Rows, "not read", 64, eval_share=5.0)
 
 
 def test_plain_text_is_cut_into_pieces_and_nothing_is_lost(write, tokenizer):

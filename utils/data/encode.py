@@ -50,6 +50,7 @@ class Rows:
     image_max_pixels: int = 0
 
     def __post_init__(self):
+        check(self.eval_share < 1, f"--eval_share {self.eval_share} trains on nothing (fix: 0.02)")
         check(
             not (self.eval_dataset and self.eval_share),
             "--eval_dataset or --eval_share? (fix: give one)",

@@ -232,13 +232,17 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
     """
     sources = find_sources(rows.dataset)
     rows = replace(rows, eval_dataset="", eval_share=0.0)  # which do not change the tokens
-    files = [file for source in sources for file in source.files if file.is_file()]
-    large = sum(file.stat().st_size for file in files) > SMALL and not rows.max_rows
+    size_bytes = sum(
+        file.stat().st_size for source in sources for file in source.files if file.is_file()
+    )
     encode = partial(encode_rows, tokenizer=tokenizer, rows=rows)
-    name = f"tokenizing {escaped(rows.dataset)}"
-    with tqdm(desc=name, unit=" rows", disable=None if progress else True) as bar:
+    with tqdm(
+        desc=f"tokenizing {escaped(rows.dataset)}",
+        unit=" rows",
+        disable=None if progress else True,
+    ) as bar:
         write = partial(write_tokens, sources, rows, bar)
-        if large:
+        if size_bytes > SMALL and not rows.max_rows:
             from .cache import cached_tokens
 
             cached = cached_tokens(
