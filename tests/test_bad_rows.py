@@ -688,7 +688,10 @@ def test_columns_of_the_command_line(said):
     ("flags", "expected"),
     [
         ({"adapter": "nowhere"}, "nowhere: adapter_config.json is missing"),
-        ({"global_batch_size": 7, "batch_size": 2}, "--global_batch_size 7 is no multiple"),
+        (
+            {"global_batch_size": 12, "batch_size": 8},
+            "--global_batch_size 12 is no multiple of --batch_size 8 x 1 ranks (fix: --batch_size 4)",
+        ),
         ({"lora_rank": 4, "lora_targets": "no_such_proj"}, "--lora_targets"),
         ({"lora_rank": 4, "modules_to_save": "nothing"}, "--modules_to_save"),
         ({"shard": 3}, "--shard 3 does not make 1 ranks"),

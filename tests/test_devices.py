@@ -34,6 +34,7 @@ from utils.run.distributed import (
     use_all_cores,
 )
 from utils.run.errors import ConfigError
+from utils.run.memory import cores
 from utils.run.settings import check_packages
 from utils.train.profiling import mfu
 
@@ -268,13 +269,13 @@ def test_compile_without_a_compiler_is_refused_before_weights_are_read(
 
 def test_the_cores_are_shared_by_the_ranks_of_a_machine_but_for_who_set_their_number():
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0))
+    count = cores()
     try:
         torch.set_num_threads(1)
         use_all_cores(replace(ALONE, local_size=1))
-        assert torch.get_num_threads() == cores
+        assert torch.get_num_threads() == count
         torch.set_num_threads(1)
-        use_all_cores(replace(ALONE, local_size=2 * cores))
+        use_all_cores(replace(ALONE, local_size=2 * count))
         assert torch.get_num_threads() == 1
         torch.set_num_threads(3)
         use_all_cores(replace(ALONE, local_size=1))

@@ -1,4 +1,5 @@
-"""Where memory is counted: of the nearest cgroup with a limit, else of the machine; the peak of each act.
+"""Where memory is counted: of the nearest cgroup with a limit, else of the machine; the peak of each act. How
+many cores a process may use.
 
 python -m pytest tests/test_memory.py
 """
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.run.memory import host_memory
+from utils.run.memory import cores, host_memory
 
 MEMINFO = "MemTotal:       32768 kB\nMemFree:         1024 kB\nMemAvailable:   24576 kB\n"
 MIB = 2**20
@@ -60,6 +61,22 @@ TREES = {
 def test_host_memory_is_that_of_the_nearest_cgroup_with_a_limit_else_of_the_machine(tmp_path, tree):
     cgroup, files, expected = TREES[tree]
     assert host_memory(machine(tmp_path, cgroup, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("100000 100000", 1), ("50000 100000", 1), ("max 100000", ...), (None, ...)],
+)
+def test_a_container_may_use_the_cores_of_its_quota_and_no_more_than_it_sees(
+    tmp_path, quota, expected
+):
+    file = tmp_path / "cpu.max"
+    if quota:
+        file.write_text(f"{quota}\n")
+    seen = len(os.sched_getaffinity(0))
+    assert cores(file) == (seen if expected is ... else expected)
+    file.write_text(f"{(seen + 1) * 100_000} 100000\n")
+    assert cores(file) == seen
 
 
 def test_host_memory_of_this_machine_is_less_than_there_is():

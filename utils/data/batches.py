@@ -187,18 +187,17 @@ def divide_batch(
     """(global batch size, micro-batches per rank and step). Sizes count sequences, or packs.
 
     A size of 0 is derived from the others. ranks: the number of ranks that divide the data. ConfigError if
-    the sizes contradict each other; it names sizes that would fit.
+    the sizes contradict each other; it names a size that would fit.
     """
     at_once = batch_size * ranks
     global_batch_size = global_batch_size or at_once * max(1, grad_accum)
     micro_batches, remainder = divmod(global_batch_size, at_once)
     product = f"--batch_size {batch_size} x {ranks} ranks"
     if remainder:
-        divisors = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
-        sizes = [n // ranks for n in divisors if n % ranks == 0]
-        fix = f"{', '.join(map(str, divisors))} ranks"
-        if sizes:
-            fix = f"--batch_size {', '.join(map(str, sizes))}"
+        fix = f"--batch_size {math.gcd(global_batch_size // ranks, batch_size)}"
+        if global_batch_size % ranks:
+            divisors = [n for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+            fix = f"{', '.join(map(str, divisors))} ranks"
         raise ConfigError(
             f"--global_batch_size {global_batch_size} is no multiple of {product} (fix: {fix})"
         )

@@ -30,25 +30,30 @@ import transformers
 from ..run.cached import cache_folder
 from ..run.errors import ConfigError, check, print0
 from ..run.files import publish, remove_siblings
+from ..run.memory import cores
 from ..run.signals import die_with_parent
 from .encode import Part
 from .rows import Source
 
 
-def cached_tokens(
-    sources: list[Source], encode: partial, write: Callable, is_stale: Callable
-) -> Path:
+def cached_tokens(sources: list[Source], encode: partial, write: Callable, read: Callable) -> Path:
     """The cache folder with the files that `write` writes; see examples.write_tokens. encode: encode_rows
-    with its settings bound. If `write` raises because of bad rows, nothing is kept. is_stale(folder): whether
-    they must be made again; the first process that gets the lock asks.
+    with its settings bound. If `write` raises because of bad rows, nothing is kept. The first process that
+    gets the lock makes them again where pictures have changed. read: examples.read_tokens.
     """
+    rows = encode.keywords["rows"]
     files = [file for source in sources for file in source.files]
     folder = cache_folder("data")
     try:
         folder /= key_of(files, **encode.keywords)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder) as waited:
-            if not folder.exists() or not waited and is_stale(folder):
+            is_stale = not folder.exists()
+            if rows.processor and not (is_stale or waited):
+                from .pictures import have_changed
+
+                is_stale = have_changed(read(folder), rows)
+            if is_stale:
                 make(folder, encode, write, files)
     except OSError as error:
         if str(error.filename) in map(str, files):
@@ -121,7 +126,7 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
     A spawned process normally imports the main file of its parent. An empty __main__ prevents this: importing
     a recipe takes seconds, and the workers need only the function.
     """
-    count = len(os.sched_getaffinity(0))
+    count = cores()
     # Not fork: torch and gloo have threads, and a fork would copy their locks in an unknown state.
     pool = ProcessPoolExecutor(
         count, multiprocessing.get_context("spawn"), _start, (function, os.getpid())

@@ -193,15 +193,6 @@ def add_conversation(
     return "chat" if form == "completion" else form
 
 
-def lost_pictures(examples, rows: Rows) -> bool:
-    """Whether pictures of examples are no longer those of which their tokens were made."""
-    if not rows.processor:
-        return False
-    from .pictures import have_changed
-
-    return have_changed(examples, rows)
-
-
 def chunks(found: Iterable) -> Iterator[list]:
     """Lists of at most ROWS rows and about BYTES bytes of lines. The last list may be empty."""
     rows, size_bytes = [], 0

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..run.errors import check, escaped, first_five, print0
 from ..run.files import replace_file
 from ..run.units import IGNORE, seed_of
-from .encode import TWICE, Part, Rows, chunks, encode_rows, lost_pictures
+from .encode import TWICE, Part, Rows, chunks, encode_rows
 from .formats import FORMS, IGNORED, PLAIN
 from .rows import Source, find_sources
 
@@ -245,10 +245,7 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
         if size_bytes > SMALL and not rows.max_rows:
             from .cache import cached_tokens
 
-            cached = cached_tokens(
-                sources, encode, write, lambda found: lost_pictures(read_tokens(found), rows)
-            )
-            return read_tokens(cached)
+            return read_tokens(cached_tokens(sources, encode, write, read_tokens))
         with TemporaryDirectory() as folder:
             write(folder, partial(map, encode))
             return read_tokens(folder)

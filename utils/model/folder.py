@@ -197,16 +197,6 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
         )
 
 
-def check_family(kind: str) -> None:
-    """Raise ConfigError for a model type of NOT_CAUSAL."""
-    for reason, kinds in NOT_CAUSAL.items():
-        check(
-            kind not in kinds,
-            f"--model: {kind} is {reason}"
-            " (fix: another --model, a causal language model such as llama or qwen3)",
-        )
-
-
 def run_facts(config, weights: dict[str, TensorInfo], data: str) -> dict:
     """The facts that identify a run, as JSON: the fingerprint of its data, the fields of the transformers
     config that decide what the model computes, and "weights", a SHA-256.

@@ -77,8 +77,6 @@ def settle_pad(tokenizer, last_ids: set[int]) -> None:
     """
     ids = [
         tokenizer.pad_token_id,
-        tokenizer.unk_token_id,
-        tokenizer.bos_token_id,
         *sorted(tokenizer.added_tokens_decoder),
         *reversed(range(len(tokenizer))),
     ]

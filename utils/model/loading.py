@@ -37,7 +37,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ..run.distributed import World
 from ..run.errors import ConfigError, check, first_five, others_code
 from ..run.files import AGAIN
-from .folder import TensorInfo, check_family
+from .folder import NOT_CAUSAL, TensorInfo
 from .sharding import family_of
 
 # --- tensors of a checkpoint as boxes of parameters: which part this rank holds, and its place in a file
@@ -251,7 +251,12 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
     """Raise ConfigError for a model that transformers does not list under this kind, text or pictures."""
     listed = type(config) in KINDS[kind]._model_mapping
     if kind == "text":
-        check_family(config.model_type)
+        for reason, families in NOT_CAUSAL.items():
+            check(
+                config.model_type not in families,
+                f"--model: {config.model_type} is {reason}"
+                " (fix: another --model, a causal language model such as llama or qwen3)",
+            )
         what = "text-only causal model"
         fix = "recipes/vision.py, for plan.py --images 1344x896; or a text-only model, such as qwen2.5-7b"
         listed = listed or getattr(config, "auto_map", None)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import ConfigError, check, differences, print0
+from .memory import cores
 from .signals import die_with_parent
 
 FIX = "(fix: start with torchrun, or unset it)"
@@ -142,7 +143,7 @@ def check_own_gpus(world: World, gpu: str) -> None:
 def use_all_cores(world: World) -> None:
     """Divide the machine's cores among its ranks, for CPU work beside a GPU: torchrun sets 1 thread each."""
     if torch.get_num_threads() == 1:
-        torch.set_num_threads(len(os.sched_getaffinity(0)) // world.local_size or 1)
+        torch.set_num_threads(cores() // world.local_size or 1)
 
 
 def stop_distributed() -> None:

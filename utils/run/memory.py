@@ -1,6 +1,7 @@
-"""Memory in use: by this process in each act, and by this machine or its cgroup."""
+"""Memory in use: by this process in each act, and by this machine or its cgroup. The cores it may use."""
 
 import ctypes
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,11 +38,6 @@ def peak_memory_bytes() -> int:
     return 1024 * (status["VmHWM:"] - status["RssFile:"] - status["RssShmem:"])
 
 
-def memory_bytes() -> int:
-    """Private memory of this process now, on the host."""
-    return 1024 * numbers(Path("/proc/self/status"))["RssAnon:"]
-
-
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """(bytes in use, bytes in total) of the nearest cgroup, v1 or v2, with a limit below the machine's
     memory; else of the machine.
@@ -67,6 +63,17 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
                     used_bytes = int((mount / part / used_file).read_text())
                     return used_bytes - cached_bytes, limit_bytes
     return total_bytes - meminfo["MemAvailable:"] * 1024, total_bytes
+
+
+def cores(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPU cores that this process may use: those of its affinity (taskset, Slurm), but no more than the quota
+    of its container (docker --cpus, the limit of a pod). file: the quota and its period, cgroup v2.
+    """
+    count = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # "max" is no number
+        quota, period = file.read_text().split()
+        count = min(count, int(quota) // int(period))
+    return count or 1
 
 
 def numbers(file: Path) -> dict[str, int]:
