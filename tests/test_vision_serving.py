@@ -25,7 +25,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_generate import answers, chatted, on_rank, user
 from test_vision import RUN, chat, train, write
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from utils.data.formats import form_of
 from utils.data.pictures import load_processor, picture_prompt, read_pictured
@@ -420,10 +420,8 @@ def test_larger_pictures_are_made_smaller(folder_of, rows, tmp_path, capsys):
     assert answers(tmp_path / "large.jsonl", model=str(folder), **flags) == expected
 
 
-@slow
-@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
-def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(how, tmp_path):
-    """Its layers have other names, and no tower was trained, nor is one in OUT/model."""
+def run_on_text(tmp_path, **how) -> tuple[Path, Path]:
+    """(a model that reads pictures, of a family with a class for its text part; a run of finetune.py)"""
     made = FAMILIES_OF_PICTURES["qwen3_vl"]
     text = FAMILIES_OF_PICTURES["minicpmv4_6"]["text"]
     vision = {k: v for k, v in made["vision"].items() if k != "deepstack_visual_indexes"}
@@ -432,12 +430,36 @@ def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(h
     write(tmp_path / "rows.jsonl", [{"messages": user("Hello") + [SAID]}] * 4)
     flags = {"model": str(folder), "dataset": str(tmp_path / "rows.jsonl"), "steps": 2, "lr": 1e-2}
     run = finetune.main(finetune.Config(**flags, **how, output_dir=str(tmp_path / "run")))
+    return folder, run
+
+
+@slow
+@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
+def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(how, tmp_path):
+    """Its layers have other names, and no tower was trained, nor is one in OUT/model."""
+    folder, run = run_on_text(tmp_path, **how)
     write(tmp_path / "asked.jsonl", [{"prompt": "Hello"}, {"prompt": "What?"}])
     asked = tmp_path / "asked.jsonl"
     result = {"adapter": str(run / "adapter")} if how else {"model": str(run / "model")}
     expected = answers(asked, checkpoint=str(run))
     assert answers(asked, **result) == expected
     assert answers(asked, model=str(folder)) != expected
+
+
+@slow
+def test_the_adapter_of_a_fine_tune_on_text_merges_into_the_model_that_reads_pictures(tmp_path):
+    """The merged model still reads them, and its text part is what peft makes of it."""
+    folder, run = run_on_text(tmp_path, lora_rank=4)
+    exported(1, adapter=str(run / "adapter"), output_dir=str(tmp_path / "merged"))
+    before, merged = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "merged"))
+    assert merged.keys() == before.keys()
+    changed = {name for name in merged if not torch.equal(merged[name], before[name])}
+    text = AutoModelForCausalLM.from_pretrained(folder)
+    tuned = PeftModel.from_pretrained(text, run / "adapter").merge_and_unload().state_dict()
+    prefix = "model.language_model."
+    for name in changed:
+        assert torch.equal(merged[name], tuned[name.replace(prefix, "model.")]), name
+    assert len(changed) == len(load_file(run / "adapter/adapter_model.safetensors")) // 2
 
 
 SHOWN = ("data ", "batch ", "train ", "memory ")  # lines of the plan
