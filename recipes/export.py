@@ -161,7 +161,8 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
         copy_companions(trained.model, trained.source.folder, adapter, temp)
         if merge.untied:
             config = read_json(temp / "config.json")
-            config["tie_word_embeddings"] = False
+            for part in (config, config.get("text_config", {})):  # servers read either
+                part["tie_word_embeddings"] = False
             write_json(temp / "config.json", config)
 
     def parts(piece: Piece) -> Iterator[Part]:

@@ -17,7 +17,7 @@ import generate
 import preview
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from picture_families import FAMILIES as FAMILIES_OF_PICTURES
 from picture_families import NAMES, family_folder
 from PIL import Image
@@ -460,6 +460,21 @@ def test_the_adapter_of_a_fine_tune_on_text_merges_into_the_model_that_reads_pic
     for name in changed:
         assert torch.equal(merged[name], tuned[name.replace(prefix, "model.")]), name
     assert len(changed) == len(load_file(run / "adapter/adapter_model.safetensors")) // 2
+
+
+def test_a_head_that_a_merge_unties_is_untied_in_the_text_config_too(tmp_path):
+    """transformers 4 and some servers read that one, and would drop the trained head in silence."""
+    folder = family_folder("gemma3", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    get_peft_model(model, LoraConfig(target_modules=["lm_head"])).save_pretrained(tmp_path / "lora")
+    exported(1, model=str(folder), adapter=str(tmp_path / "lora"), output_dir=str(tmp_path / "out"))
+    ties = []
+    for path in (folder, tmp_path / "out"):
+        config = json.loads((path / "config.json").read_text())
+        parts = config, config["text_config"]
+        ties.append([part["tie_word_embeddings"] for part in parts])
+    assert ties == [[True, True], [False, False]]
+    assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
 
 
 SHOWN = ("data ", "batch ", "train ", "memory ")  # lines of the plan
