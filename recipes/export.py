@@ -401,6 +401,8 @@ def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
     for pattern in TOKENIZER:
         for path in adapter.glob(pattern):
             shutil.copyfile(file_inside(adapter, path.name), temp / path.name)
+    if (adapter / "chat_template.jinja").exists():  # a processor would read the base's before it
+        (temp / "chat_template.json").unlink(missing_ok=True)
     if not (adapter / "tokenizer_config.json").exists():
         return
     settings = generation_config(model, temp, end_of_turn_ids(load_tokenizer(temp)))

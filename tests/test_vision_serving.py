@@ -462,6 +462,27 @@ def test_the_adapter_of_a_fine_tune_on_text_merges_into_the_model_that_reads_pic
     assert len(changed) == len(load_file(run / "adapter/adapter_model.safetensors")) // 2
 
 
+@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
+def test_a_result_is_asked_in_the_template_of_the_run_and_not_in_an_older_one_of_the_base(
+    how, folder_of, rows, tmp_path
+):
+    """A processor reads chat_template.json, of older folders, before chat_template.jinja."""
+    folder = shutil.copytree(folder_of("qwen2_5_vl"), tmp_path / "base")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "own.jinja").write_text(template + "{# own #}")
+    flags = {"model": folder, "dataset": rows, "chat_template": tmp_path / "own.jinja"}
+    flags = {name: str(path) for name, path in flags.items()} | {"steps": 1, **how}
+    run = train(None, RUN | flags | {"output_dir": str(tmp_path / "run")})
+    result = run / "model"
+    if how:
+        result = tmp_path / "merged"
+        exported(1, adapter=str(run / "adapter"), output_dir=str(result))
+    tokenizer = load_tokenizer(result)
+    load_processor(result, tokenizer)
+    assert tokenizer.chat_template == template + "{# own #}"
+
+
 def test_a_head_that_a_merge_unties_is_untied_in_the_text_config_too(tmp_path):
     """transformers 4 and some servers read that one, and would drop the trained head in silence."""
     folder = family_folder("gemma3", tmp_path)
