@@ -37,7 +37,6 @@ from utils.model.loading import Piece, lay_out, local_box, read_elements
 from utils.model.lora import (
     BaseTunerLayer,
     allocate,
-    base_of,
     inject,
     load_adapter,
     match_tensors,
@@ -112,14 +111,13 @@ def main(cfg: Config) -> Path:
             is_empty_folder or not os.path.lexists(out),
             f"--output_dir {out} holds something, and is not overwritten (fix: another one)",
         )
-        base = cfg.model
-        if cfg.adapter and not base:
-            base = base_of(Path(cfg.adapter))
     if not cfg.adapter and not cfg.checkpoint:
-        convert_weights(find_model(base, world, cfg.trust_remote_code), out, world)
+        convert_weights(find_model(cfg.model, world, cfg.trust_remote_code), out, world)
         print0(f"finished  {out}")
         return out
-    trained = open_trained(base, "", cfg.checkpoint, "", world, cfg.trust_remote_code)
+    trained = open_trained(
+        cfg.model, cfg.adapter, cfg.checkpoint, "", world, cfg.trust_remote_code, bool(cfg.adapter)
+    )
     check_room(out, trained.source.weights.values(), world)
     print0(f"model     {trained.name}: {trained.source.sentence()}")
 
@@ -163,7 +161,8 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
         copy_companions(trained.model, trained.source.folder, adapter, temp)
         if merge.untied:
             config = read_json(temp / "config.json")
-            config["tie_word_embeddings"] = False
+            for part in (config, config.get("text_config", {})):  # servers read either
+                part["tie_word_embeddings"] = False
             write_json(temp / "config.json", config)
 
     def parts(piece: Piece) -> Iterator[Part]:
@@ -402,6 +401,8 @@ def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
     for pattern in TOKENIZER:
         for path in adapter.glob(pattern):
             shutil.copyfile(file_inside(adapter, path.name), temp / path.name)
+    if (adapter / "chat_template.jinja").exists():  # a processor would read the base's before it
+        (temp / "chat_template.json").unlink(missing_ok=True)
     if not (adapter / "tokenizer_config.json").exists():
         return
     settings = generation_config(model, temp, end_of_turn_ids(load_tokenizer(temp)))

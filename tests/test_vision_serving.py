@@ -17,7 +17,7 @@ import generate
 import preview
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from picture_families import FAMILIES as FAMILIES_OF_PICTURES
 from picture_families import NAMES, family_folder
 from PIL import Image
@@ -25,7 +25,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_generate import answers, chatted, on_rank, user
 from test_vision import RUN, chat, train, write
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from utils.data.formats import form_of
 from utils.data.pictures import load_processor, picture_prompt, read_pictured
@@ -420,10 +420,8 @@ def test_larger_pictures_are_made_smaller(folder_of, rows, tmp_path, capsys):
     assert answers(tmp_path / "large.jsonl", model=str(folder), **flags) == expected
 
 
-@slow
-@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
-def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(how, tmp_path):
-    """Its layers have other names, and no tower was trained, nor is one in OUT/model."""
+def run_on_text(tmp_path, **how) -> tuple[Path, Path]:
+    """(a model that reads pictures, of a family with a class for its text part; a run of finetune.py)"""
     made = FAMILIES_OF_PICTURES["qwen3_vl"]
     text = FAMILIES_OF_PICTURES["minicpmv4_6"]["text"]
     vision = {k: v for k, v in made["vision"].items() if k != "deepstack_visual_indexes"}
@@ -432,12 +430,72 @@ def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(h
     write(tmp_path / "rows.jsonl", [{"messages": user("Hello") + [SAID]}] * 4)
     flags = {"model": str(folder), "dataset": str(tmp_path / "rows.jsonl"), "steps": 2, "lr": 1e-2}
     run = finetune.main(finetune.Config(**flags, **how, output_dir=str(tmp_path / "run")))
+    return folder, run
+
+
+@slow
+@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
+def test_a_fine_tune_on_text_of_a_family_with_a_class_for_it_is_served_as_text(how, tmp_path):
+    """Its layers have other names, and no tower was trained, nor is one in OUT/model."""
+    folder, run = run_on_text(tmp_path, **how)
     write(tmp_path / "asked.jsonl", [{"prompt": "Hello"}, {"prompt": "What?"}])
     asked = tmp_path / "asked.jsonl"
     result = {"adapter": str(run / "adapter")} if how else {"model": str(run / "model")}
     expected = answers(asked, checkpoint=str(run))
     assert answers(asked, **result) == expected
     assert answers(asked, model=str(folder)) != expected
+
+
+@slow
+def test_the_adapter_of_a_fine_tune_on_text_merges_into_the_model_that_reads_pictures(tmp_path):
+    """The merged model still reads them, and its text part is what peft makes of it."""
+    folder, run = run_on_text(tmp_path, lora_rank=4)
+    exported(1, adapter=str(run / "adapter"), output_dir=str(tmp_path / "merged"))
+    before, merged = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "merged"))
+    assert merged.keys() == before.keys()
+    changed = {name for name in merged if not torch.equal(merged[name], before[name])}
+    text = AutoModelForCausalLM.from_pretrained(folder)
+    tuned = PeftModel.from_pretrained(text, run / "adapter").merge_and_unload().state_dict()
+    prefix = "model.language_model."
+    for name in changed:
+        assert torch.equal(merged[name], tuned[name.replace(prefix, "model.")]), name
+    assert len(changed) == len(load_file(run / "adapter/adapter_model.safetensors")) // 2
+
+
+@pytest.mark.parametrize("how", [{}, {"lora_rank": 4}], ids=str)
+def test_a_result_is_asked_in_the_template_of_the_run_and_not_in_an_older_one_of_the_base(
+    how, folder_of, rows, tmp_path
+):
+    """A processor reads chat_template.json, of older folders, before chat_template.jinja."""
+    folder = shutil.copytree(folder_of("qwen2_5_vl"), tmp_path / "base")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "own.jinja").write_text(template + "{# own #}")
+    flags = {"model": folder, "dataset": rows, "chat_template": tmp_path / "own.jinja"}
+    flags = {name: str(path) for name, path in flags.items()} | {"steps": 1, **how}
+    run = train(None, RUN | flags | {"output_dir": str(tmp_path / "run")})
+    result = run / "model"
+    if how:
+        result = tmp_path / "merged"
+        exported(1, adapter=str(run / "adapter"), output_dir=str(result))
+    tokenizer = load_tokenizer(result)
+    load_processor(result, tokenizer)
+    assert tokenizer.chat_template == template + "{# own #}"
+
+
+def test_a_head_that_a_merge_unties_is_untied_in_the_text_config_too(tmp_path):
+    """transformers 4 and some servers read that one, and would drop the trained head in silence."""
+    folder = family_folder("gemma3", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    get_peft_model(model, LoraConfig(target_modules=["lm_head"])).save_pretrained(tmp_path / "lora")
+    exported(1, model=str(folder), adapter=str(tmp_path / "lora"), output_dir=str(tmp_path / "out"))
+    ties = []
+    for path in (folder, tmp_path / "out"):
+        config = json.loads((path / "config.json").read_text())
+        parts = config, config["text_config"]
+        ties.append([part["tie_word_embeddings"] for part in parts])
+    assert ties == [[True, True], [False, False]]
+    assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
 
 
 SHOWN = ("data ", "batch ", "train ", "memory ")  # lines of the plan

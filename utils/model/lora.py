@@ -139,14 +139,6 @@ def base_of(folder: Path) -> str:
     return str(read_json(file_inside(folder, SETTINGS)).get("base_model_name_or_path") or "")
 
 
-def is_of_text(folder: Path) -> bool:
-    """Whether an adapter belongs to a family's text-only model, in which the layers have other names."""
-    return any(
-        name.startswith(f"{PREFIX}model.layers.")
-        for name in read_header(file_inside(folder, TENSORS))
-    )
-
-
 @torch.no_grad()
 def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
     """Quantize the frozen linear layers, if asked. Cast trainable parameters to fp32 and frozen ones to

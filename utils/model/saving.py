@@ -66,6 +66,9 @@ def save_model(
 
     def prepare(temp):
         check_replaceable(out, source)
+        for pattern in COMPANIONS:
+            for path in source.glob(pattern):
+                shutil.copyfile(file_inside(source, path.name), temp / path.name)
         config = copy.deepcopy(model.config)
         # fully_shard renames the class.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -76,11 +79,6 @@ def save_model(
         write_config(config, source, temp / "config.json")
         write_json(temp / GENERATION, generation_config(model, source, eos_ids))
         save_tokenizer(tokenizer, temp)
-        for pattern in COMPANIONS:
-            for path in source.glob(pattern):
-                target = temp / path.name
-                if not target.exists():
-                    shutil.copyfile(file_inside(source, path.name), target)
 
     parts = partial(local_parts, state, world)
     save_folder(out, world, pieces, parts, prepare, lay_out(pieces, save_dtype))
@@ -199,11 +197,13 @@ def create_files(temp: Path, places: dict[str, Place]) -> int:
         (temp / file).touch()
         os.truncate(temp / file, size)
     if len(file_bytes) > 1:
-        index = {
-            "metadata": {"total_size": sum(place.end - place.begin for place in places.values())},
-            "weight_map": {name: place.file for name, place in places.items()},
-        }
-        write_json(temp / INDEX, index)
+        write_json(
+            temp / INDEX,
+            {
+                "metadata": {"total_size": sum(p.end - p.begin for p in places.values())},
+                "weight_map": {name: place.file for name, place in places.items()},
+            },
+        )
     return total_bytes
 
 
@@ -258,6 +258,8 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
     settings = read_json(file) | {"pad_token": tokenizer.pad_token}  # reward.py may change it
     if isinstance(tokenizer.chat_template, str):  # it may be several by name
         settings["chat_template"] = tokenizer.chat_template
+        # a processor would read it, before chat_template.jinja
+        (folder / "chat_template.json").unlink(missing_ok=True)
     write_json(file, settings)
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from ..model.attention import fuse_norms
-from ..model.folder import Source, find_model, open_model, run_facts, tokenizer_of
+from ..model.folder import Source, find_model, open_model, read_header, run_facts, tokenizer_of
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, check_chunked_loss
@@ -35,6 +35,7 @@ from ..model.sharding import (
 )
 from ..run.distributed import World, gather, together
 from ..run.errors import check, differences, others_code, print0
+from ..run.files import file_inside
 from .checkpoint import checkpoint_tensors
 from .resume import REMOVED, check_tensors, damage, named_checkpoint, read_state, read_tensors
 
@@ -60,12 +61,19 @@ class Trained:
 
 
 def open_trained(
-    model: str, adapter: str, checkpoint: str, dtype: str, world: World, trust_remote_code: bool
+    model: str,
+    adapter: str,
+    checkpoint: str,
+    dtype: str,
+    world: World,
+    trust_remote_code: bool,
+    merge=False,
 ) -> Trained:
     """Open the model that a recipe serves: a base, alone or with a peft folder or a checkpoint on top.
 
     model: the base; "": the one that the adapter or the run names. dtype: of the parameters; "": that of the
-    run. Every rank calls it. Raises ConfigError if something is missing or does not fit together.
+    run. merge: the model without the adapter, which the recipe adds itself. Every rank calls it. Raises
+    ConfigError if something is missing or does not fit together.
     """
     path, run, template = None, {}, ""
     if checkpoint:
@@ -113,7 +121,7 @@ def open_trained(
                 del rules[name]
             source = replace(source, weights=weights)
         pieces = plan_pieces(built, source.weights, source.folder)
-        if adapter or run.get("lora_rank"):
+        if not merge and (adapter or run.get("lora_rank")):
             from ..model.lora import add_adapters, base_names
 
             trained = {name: run[name] for name in Lora().flags() if name in run}
@@ -145,15 +153,12 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
             " reward.py --resume CHECKPOINT --steps N --output_dir NEW)",
         )
         return "pictures" if "image_dir" in run else "text"
-    of_text, of_pictures = (
-        type(source.config) in KINDS[kind]._model_mapping for kind in ("text", "pictures")
-    )
-    if of_text and of_pictures:
+    of_pictures = type(source.config) in KINDS["pictures"]._model_mapping
+    if of_pictures and type(source.config) in KINDS["text"]._model_mapping:
         of_pictures = any("vis" in name for name in source.weights)
-        if of_pictures and adapter:
-            from ..model.lora import is_of_text
-
-            of_pictures = not is_of_text(Path(adapter))
+        if of_pictures and adapter:  # in a family's text-only model the layers have other names
+            names = read_header(file_inside(Path(adapter), "adapter_model.safetensors"))
+            of_pictures = not any(n.startswith("base_model.model.model.layers.") for n in names)
     return "pictures" if of_pictures else "text"
 
 
