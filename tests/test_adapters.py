@@ -4,6 +4,7 @@ loads the adapter, a resume is exact.
 python -m pytest tests/test_adapters.py
 """
 
+import shlex
 import shutil
 
 import finetune
@@ -15,9 +16,10 @@ from metrics import read_metrics
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT, shell
+from shell import ROOT
 from test_parity import write_rows
 from tiny import tiny_model_folder
+from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM
 
 from utils.data.batches import GlobalBatches
@@ -278,8 +280,13 @@ def test_the_llama_recipes_command_runs_verbatim(files, tmp_path, quantization):
     command += (
         f" --output_dir ./output --num_epochs 1 --save_model --dataset {files[1]} {quantization}"
     )
-    result = forked(command, tmp_path) if quantization else shell(command, tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    _, *words = shlex.split(command)
+    read = get_args_parser().parse_args(words)  # by torchrun, with nothing left over
+    of_script = words.index(read.training_script)
+    assert (read.nnodes, read.nproc_per_node, of_script) == ("1", "2", 4)
+    assert read.training_script_args == words[of_script + 1 :]
+    result = forked(command, tmp_path)
+    assert result.returncode == 0, result.stdout
     base = AutoModelForCausalLM.from_pretrained(files[0])
     assert (
         PeftModel.from_pretrained(base, tmp_path / "output" / "adapter").peft_config["default"].r

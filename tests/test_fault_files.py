@@ -73,6 +73,12 @@ def half(whole, tmp_path):
     return whole[0], cut(whole[1], tmp_path / "half", 4)
 
 
+@pytest.fixture(scope="module")
+def gone_on(whole, tmp_path_factory):
+    """The curve of that run when the same settings go on with it after its fourth step, on one rank."""
+    return curve(train(None, whole[0], cut(whole[1], tmp_path_factory.mktemp("on") / "plain", 4)))
+
+
 @contextmanager
 def small_disk(folder, options):
     folder.mkdir()
@@ -390,15 +396,16 @@ def test_a_resume_that_would_be_another_run_is_refused_by_field(whole, adapted, 
 @slow
 @pytest.mark.parametrize("kind", ALLOWED)
 def test_a_resume_with_other_settings_goes_on_and_says_what_changed(
-    whole, half, tmp_path, capsys, kind
+    half, gone_on, tmp_path, capsys, kind
 ):
     (flags, out), (change, says) = half, ALLOWED[kind]
     train(None, {**flags, **(change(flags, tmp_path) if callable(change) else change)}, out)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed ")]
     assert says in line
     assert [number[0] for number in curve(out)] == [1, 2, 3, 4, 5, 5]
-    same = curve(out) == curve(train(None, flags, cut(whole[1], tmp_path / "plain", 4)))
-    assert same == (kind in ("seq_len that cuts nothing", "the same rows elsewhere"))
+    assert (curve(out) == gone_on) == (
+        kind in ("seq_len that cuts nothing", "the same rows elsewhere")
+    )
 
 
 # --- an example that is far too large
@@ -445,34 +452,30 @@ def test_a_folder_in_use_is_refused_and_that_of_a_dead_process_is_taken_over(who
 
 @slow
 @root_only
-def test_without_a_home_and_with_full_temporary_folders_it_trains(whole, tmp_path):
-    """The mounts end with the shell."""
+def test_without_a_home_temporary_folders_a_reader_and_its_log_it_trains(whole, tmp_path):
+    """The mounts end with the shell. Of torchrun's run nobody reads more than the first line, and
+    metrics.jsonl is deleted in the third step.
+    """
+    flags, one, two = whole[0], tmp_path / "one", tmp_path / "two"
+    log, run = one / "metrics.jsonl", f"{TORCHRUN} recipes/finetune.py {words(flags, one)}"
     (tmp_path / "ro").mkdir()
     (tmp_path / "script").write_text(
         "set -e\n"
         f"mount -t tmpfs -o ro tmpfs {tmp_path}/ro\n"
         "mount -t tmpfs -o size=4k tmpfs /dev/shm\nhead -c 4096 /dev/zero > /dev/shm/full\n"
-        f"env -u HOME TMPDIR=/nowhere {TORCHRUN} recipes/finetune.py {words(whole[0], tmp_path / 'one')}\n"
+        f"(code=0; FAULT=step:0:2:3 env -u HOME TMPDIR=/nowhere {run} || code=$?\n"
+        f"echo $code > {tmp_path}/code) | head -n 1\n"
         f"HOME={tmp_path}/ro TMPDIR={tmp_path}/ro {sys.executable} recipes/finetune.py "
-        f"{words(whole[0], tmp_path / 'two')}\n"
+        f"{words(flags, two)} > {tmp_path}/said\n"
     )
+    when(lambda: log.exists() and log.read_text().count("\n") == 2, log.unlink)
     ended = shell(f"unshare --mount sh {tmp_path}/script")
     assert ended.returncode == 0, ended.stderr
-    assert same_tensors(weights(tmp_path / "one"), weights(whole[1]))
-    assert curve(tmp_path / "two")[-1][0] == 5
-
-
-@slow
-def test_a_closed_pipe_and_a_deleted_log_do_not_end_the_run(whole, tmp_path):
-    """Nobody reads after the first line, and metrics.jsonl is deleted in the third step."""
-    flags, out = whole[0], tmp_path / "out"
-    log, run = out / "metrics.jsonl", f"{TORCHRUN} recipes/finetune.py {words(flags, out)}"
-    when(lambda: log.exists() and log.read_text().count("\n") == 2, log.unlink)
-    ended = shell(f'sh -c "(FAULT=step:0:2:3 {run}; echo $? > {tmp_path}/code) | head -n 1"')
     assert (tmp_path / "code").read_text() == "0\n", ended.stderr
     assert ended.stdout == "--- world\n"
-    assert curve(out) == curve(whole[1])[2:]
-    assert same_tensors(weights(out), weights(whole[1]))
+    assert curve(one) == curve(whole[1])[2:]
+    assert same_tensors(weights(one), weights(whole[1]))
+    assert curve(two)[-1][0] == 5
 
 
 @slow

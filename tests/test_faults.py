@@ -306,27 +306,40 @@ def test_sigterm_before_the_training_leaves_nothing(flags, tmp_path, act):
 # --- ranks that hang, fail or leave
 
 
-@slow
-def test_a_stopped_rank_ends_the_run_at_the_timeout(flags, tmp_path, monkeypatch):
-    """torchrun would give the stopped rank 30 s, whatever its --shutdown-timeout, before it kills it."""
-    monkeypatch.setattr("launch.SHUTDOWN_SECONDS", 3)
-    with Forked(command({**flags, **ENDLESS, "timeout": 8}, tmp_path / "run")) as run:
-        run.until("step 2/")
-        os.kill(run.pids[1], signal.SIGSTOP)
-        begun = time.monotonic()
-        run.until("error: rank 0 waited in vain for the others in act 'train': ")
-        assert 7 < time.monotonic() - begun < 20
-        assert run.end() != 0
+@pytest.fixture(scope="module")
+def in_vain(flags, tmp_path_factory):
+    """Two runs that wait at the same time. Of the first, rank 1 is stopped after step 2: the seconds until it
+    says so, and its exit code. Of the second, rank 1 leaves out a collective: its exit code and output.
+
+    torchrun would give the stopped rank 30 s, whatever its --shutdown-timeout, before it kills it.
+    """
+    root, endless = tmp_path_factory.mktemp("in_vain"), {**flags, **ENDLESS, "timeout": 8}
+    left_out = command(endless, root / "left_out", script="tests/inject.py collective 1 20")
+    with pytest.MonkeyPatch.context() as patch, Forked(left_out) as other:
+        patch.setattr("launch.SHUTDOWN_SECONDS", 3)
+        with Forked(command(endless, root / "stopped")) as run:
+            run.until("step 2/")
+            os.kill(run.pids[1], signal.SIGSTOP)
+            begun = time.monotonic()
+            run.until("error: rank 0 waited in vain for the others in act 'train': ")
+            seconds = time.monotonic() - begun
+            code = run.end()
+        other.until("error: ", 60)
+        return (seconds, code), (other.end(), other.text)
 
 
 @slow
-def test_a_rank_that_leaves_out_a_collective_ends_the_run_in_one_line(flags, tmp_path):
-    endless = {**flags, **ENDLESS, "timeout": 8}
-    inject = "tests/inject.py collective 1 20"
-    with Forked(command(endless, tmp_path / "run", script=inject)) as run:
-        run.until("error: ", 60)
-        assert run.end() != 0
-        assert "waited in vain for the others in act 'train'" in run.text
+def test_a_stopped_rank_ends_the_run_at_the_timeout(in_vain):
+    seconds, code = in_vain[0]
+    assert 7 < seconds < 20
+    assert code != 0
+
+
+@slow
+def test_a_rank_that_leaves_out_a_collective_ends_the_run_in_one_line(in_vain):
+    code, said = in_vain[1]
+    assert code != 0
+    assert "waited in vain for the others in act 'train'" in said
 
 
 @slow
