@@ -452,30 +452,34 @@ def test_a_folder_in_use_is_refused_and_that_of_a_dead_process_is_taken_over(who
 
 @slow
 @root_only
-def test_without_a_home_temporary_folders_a_reader_and_its_log_it_trains(whole, tmp_path):
-    """The mounts end with the shell. Of torchrun's run nobody reads more than the first line, and
-    metrics.jsonl is deleted in the third step.
-    """
-    flags, one, two = whole[0], tmp_path / "one", tmp_path / "two"
-    log, run = one / "metrics.jsonl", f"{TORCHRUN} recipes/finetune.py {words(flags, one)}"
+def test_without_a_home_and_with_full_temporary_folders_it_trains(whole, tmp_path):
+    """The mounts end with the shell."""
     (tmp_path / "ro").mkdir()
     (tmp_path / "script").write_text(
         "set -e\n"
         f"mount -t tmpfs -o ro tmpfs {tmp_path}/ro\n"
         "mount -t tmpfs -o size=4k tmpfs /dev/shm\nhead -c 4096 /dev/zero > /dev/shm/full\n"
-        f"(code=0; FAULT=step:0:2:3 env -u HOME TMPDIR=/nowhere {run} || code=$?\n"
-        f"echo $code > {tmp_path}/code) | head -n 1\n"
+        f"env -u HOME TMPDIR=/nowhere {TORCHRUN} recipes/finetune.py {words(whole[0], tmp_path / 'one')}\n"
         f"HOME={tmp_path}/ro TMPDIR={tmp_path}/ro {sys.executable} recipes/finetune.py "
-        f"{words(flags, two)} > {tmp_path}/said\n"
+        f"{words(whole[0], tmp_path / 'two')}\n"
     )
-    when(lambda: log.exists() and log.read_text().count("\n") == 2, log.unlink)
     ended = shell(f"unshare --mount sh {tmp_path}/script")
     assert ended.returncode == 0, ended.stderr
+    assert same_tensors(weights(tmp_path / "one"), weights(whole[1]))
+    assert curve(tmp_path / "two")[-1][0] == 5
+
+
+@slow
+def test_a_closed_pipe_and_a_deleted_log_do_not_end_the_run(whole, tmp_path):
+    """Nobody reads after the first line, and metrics.jsonl is deleted in the third step."""
+    flags, out = whole[0], tmp_path / "out"
+    log, run = out / "metrics.jsonl", f"{TORCHRUN} recipes/finetune.py {words(flags, out)}"
+    when(lambda: log.exists() and log.read_text().count("\n") == 2, log.unlink)
+    ended = shell(f'sh -c "(FAULT=step:0:2:3 {run}; echo $? > {tmp_path}/code) | head -n 1"')
     assert (tmp_path / "code").read_text() == "0\n", ended.stderr
     assert ended.stdout == "--- world\n"
-    assert curve(one) == curve(whole[1])[2:]
-    assert same_tensors(weights(one), weights(whole[1]))
-    assert curve(two)[-1][0] == 5
+    assert curve(out) == curve(whole[1])[2:]
+    assert same_tensors(weights(out), weights(whole[1]))
 
 
 @slow
