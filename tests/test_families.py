@@ -32,6 +32,7 @@ from utils.model.loading import build_model, check_kind, load_pieces, plan_piece
 from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
 from utils.model.saving import save_model
 from utils.model.sharding import recompute_activations
+from utils.plan.generation import estimate_generation
 from utils.run.distributed import build_mesh, gather
 from utils.run.errors import ConfigError
 from utils.run.units import IGNORE
@@ -249,6 +250,17 @@ def test_routers_in_fp32_are_units_of_their_own_also_where_activations_are_recom
     (first_dtypes, first), (second_dtypes, second) = found
     assert first_dtypes == second_dtypes == {torch.float32}
     assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
+
+
+def test_answers_of_every_family_are_planned():
+    """Some configs have no attention, or sizes that differ by layer."""
+    for model_type in set(TRAINED) - {
+        *NEEDS,
+        "blt",
+    }:  # transformers' own generate has no cache for it
+        model = build_model(family_config(model_type), torch.float32)
+        few, more = (estimate_generation(model, 1, torch.float32, 2, 8, n) for n in (8, 64))
+        assert 0 < few["cache"] < more["cache"], model_type
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -106,7 +106,8 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
     texts, one that stands for two choices is an error. ConfigError lists up to ten rows that are wrong or
     longer than rows.seq_len.
     """
-    found, part = [], Part()
+    found = []
+    part = Part()
     given = [[one.columns.get(key) for key in ("choices", "answer")] for one in questions]
     all_texts = all(isinstance(choices, list) and known in choices for choices, known in given)
     for question, (choices, known) in zip(questions, given, strict=True):

@@ -115,7 +115,8 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of the vision tower: of each ModuleList outside the language model that has more than 5 %
     of all parameters.
     """
-    layers, least = [], 0.05 * numel(model)
+    layers = []
+    least = 0.05 * numel(model)
     seen = set(reads_text(model).modules())
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen

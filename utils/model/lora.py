@@ -33,11 +33,11 @@ from transformers.pytorch_utils import Conv1D
 from ..run.distributed import World
 from ..run.errors import check, first_five, others_code, print0
 from ..run.files import file_inside
-from ..run.units import seed_of
+from ..run.units import GIB, seed_of
 from .folder import read_header, read_json
 from .loading import lay_out, local, local_box, whole
 from .options import Lora, Quant, changed_flags
-from .quantize import ROUTER, Quantized, check_experts, is_plain, quantize_linears
+from .quantize import ROUTER, Quantized, is_plain, quantize_linears
 from .saving import local_parts, save_folder, save_tokenizer
 from .sharding import plain_name, reads_text
 
@@ -58,14 +58,20 @@ def adapt(
     model: nn.Module, lora: Lora, quant: Quant, dtype: torch.dtype
 ) -> tuple[LoraConfig, dict[str, list[str]]]:
     """Add adapters to a model on meta and freeze its base, in place. Returns (the adapters' config,
-    base_names). dtype: of the computation.
+    base_names). dtype: of the computation. Raises ConfigError if experts that stay in 16 bit are more than
+    half of the weights, unless quant.keep_experts_16bit.
     """
     config = add_adapters(model, lora)
     unused = changed_flags(lora)
     if lora.adapter and unused:
         print0(f"adapter   {unused} has no effect: {lora.adapter} has its own settings")
     if quantized := freeze_base(model, quant, dtype):
-        check_experts(quantized, quant.keep_experts_16bit)
+        check(
+            quant.keep_experts_16bit or quantized.expert_share <= 0.5,
+            f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
+            f" {quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
+            " (fix: --keep_experts_16bit to go on like that, or --quantization none)",
+        )
         print0(f"quantized {quantized.sentence()}")
     return config, base_names(model)
 

@@ -257,18 +257,6 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
     return Quantized(kind, layers, left, 2 * experts, experts / sum(frozen.values()))
 
 
-def check_experts(quantized: Quantized, keep_experts_16bit: bool) -> None:
-    """Raise ConfigError if experts that stay in 16 bit are more than half of the weights, unless
-    keep_experts_16bit.
-    """
-    check(
-        keep_experts_16bit or quantized.expert_share <= 0.5,
-        f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
-        f" {quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
-        " (fix: --keep_experts_16bit to go on like that, or --quantization none)",
-    )
-
-
 def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
     """Why a layer stays in 16 bit; "" if it can be quantized."""
     if layer.weight.requires_grad:

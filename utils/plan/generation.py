@@ -37,16 +37,20 @@ def estimate_generation(
     plain attention. Activations are the largest of one block, in its feed-forward part, and the mask of
     padded rows. pictures: a plan.pictures.Pictures, for a model that reads pictures.
     """
-    config, size = model.config.get_text_config(), dtype.itemsize
-    width, heads = config.hidden_size, config.num_attention_heads
+    config = model.config.get_text_config()
+    size = dtype.itemsize
 
     def of(field, default=0):
-        return getattr(config, field, None) or default
+        """The largest value of a field that may differ by layer, be missing, or a list (Gemma 3n)."""
+        of_layers = [getattr(layer, field, None) or default for layer in config.per_layer_config]
+        return int(torch.tensor(of_layers).max())
 
+    width = config.hidden_size
+    heads = of("num_attention_heads")  # 0: it has no attention
     inner = max(
         of("intermediate_size", 4 * width), of("moe_intermediate_size") * of("num_experts_per_tok")
     )
-    keys = of("num_key_value_heads", heads) * of("head_dim", width // heads)
+    keys = of("num_key_value_heads", heads) * of("head_dim", width // heads) if heads else width
     activations = rows * prompt * (2 * width + 3 * inner + prompt) * size
     if config._attn_implementation == "eager":
         # Scores and probabilities of all heads, in `dtype` and in fp32.
@@ -63,7 +67,7 @@ def estimate_generation(
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
-        "cache": config.num_hidden_layers * layer_cache,
+        "cache": len(blocks) * layer_cache,
         # Of the prompt; afterwards the cache of one layer, which is copied when it grows.
         "activations": max(activations, layer_cache),
         # In `dtype`, in fp32 (4 bytes), and sorted with their indices (16).
@@ -76,7 +80,7 @@ def check_room(parts: dict[str, int], world: World, force: bool) -> None:
     does not fit, unless `force`.
     """
     room = room_here(world)
-    must = must_be_there(sum(parts.values()), world.size, world.device.type == "cuda")
+    must = must_be_there(sum(parts.values()), world.size, world.gpu_name != "")
     print0(f"memory    {sum_of(parts)} on the fullest rank")
     print0(f"room      {must / GIB:.2f} GiB a rank, reserve included; there is {room.text}")
     part = max(parts, key=parts.get)

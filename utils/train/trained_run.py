@@ -277,8 +277,9 @@ class RewardModel:
         tokens are kept, as many as the model has positions.
         """
         turns = [*question.messages, {"role": "assistant", "content": text}]
-        render = self.tokenizer.apply_chat_template
-        ids = render(turns, tools=question.tools, return_dict=True)["input_ids"]
+        ids = self.tokenizer.apply_chat_template(turns, tools=question.tools, return_dict=True)[
+            "input_ids"
+        ]
         return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]
 
 
