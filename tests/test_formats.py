@@ -306,6 +306,15 @@ def test_labels_and_pictures_in_every_form_are_refused_by_name(row):
     assert re.search("KTO|picture", str(refused.value))
 
 
+def test_null_fields_of_a_turn_as_openais_client_writes_them_are_no_calls_and_no_masks():
+    nothing = dict.fromkeys("function_call tool_calls refusal audio reasoning mask loss".split())
+    (messages, _) = messages_of({"messages": [user(mask=None), says(**nothing, annotations=[])]})
+    assert messages == [user(), says()]
+    for key, value in (("mask", False), ("training", False), ("loss", 0), ("function_call", {})):
+        with pytest.raises(ValueError, match=rf"^messages\[1\]\.{key}: no key of a turn here"):
+            messages_of({"messages": [user(), says(**{key: value})]})
+
+
 BAD = [
     ({"messages": None}, "messages: expected list, got null"),
     ({"messages": ["Hi"]}, "messages[0]: expected object, got text"),

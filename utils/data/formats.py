@@ -62,7 +62,9 @@ NEXT = {
 RULE = "a conversation is at most one system turn, then user and assistant by turns"
 # Keys of a turn that hold the assistant's thoughts, beside its content.
 THOUGHTS = "reasoning_content thinking reasoning".split()
-TURN_KEYS = set("role content from value name tool_calls tool_call_id weight train".split())
+TURN_KEYS = set(
+    "role content from value name tool_calls tool_call_id weight train".split() + THOUGHTS
+)
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
@@ -81,10 +83,8 @@ WEIGHTS = set(
     loss_mask completion_mask assistant_masks""".split()
 )
 # Keys of a turn that other projects use to mask it, or that hold tool calls in an older form.
-FOREIGN = set(
-    """loss_weight training masked train_detail training_detail mask loss_mask trainable loss
-    function_call""".split()
-)
+FOREIGN = """function_call loss loss_mask loss_weight mask masked train_detail trainable training
+    training_detail""".split()
 JSON_NAMES = {
     str: "text",
     list: "list",
@@ -267,11 +267,12 @@ def keys_of(turn: dict) -> tuple[str, str]:
 
 def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
     """One turn as a message. role: one of our roles; key: the key of its content; at: its path in the row."""
-    for foreign in sorted(FOREIGN & turn.keys()):
-        raise ValueError(
-            f'{at}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls for'
-            " calls)"
-        )
+    for foreign in FOREIGN:
+        if turn.get(foreign) is not None:  # OpenAI's client writes "function_call": null
+            raise ValueError(
+                f'{at}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls'
+                " for calls)"
+            )
     message: dict = {"role": role}
     if turn.get("from") == "function_call":
         calls = parsed(turn, key, at)
@@ -297,7 +298,7 @@ def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
             raise ValueError(f"{at}{name}: expected 0 or 1, got {weight!r:.40}")
         if weight is not None and role == "assistant":
             message["weight"] = min(int(weight), message.get("weight", 1))
-    for name in turn.keys() - TURN_KEYS - {*THOUGHTS}:
+    for name in turn.keys() - TURN_KEYS:
         notes[f"{IGNORED}{name[:40]!r}"] += 1
     return message
 
