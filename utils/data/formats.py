@@ -283,7 +283,7 @@ def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
             raise ValueError(f"{at}tool_calls: expected a list, in a turn of an assistant")
         message["tool_calls"] = [call_of(c, f"{at}tool_calls[{i}].") for i, c in enumerate(calls)]
     text = content_of(turn, key, at)
-    if not text.strip() and not calls and role != "tool":
+    if not text.strip() and not calls and role in ("user", "assistant"):
         raise ValueError(f"{at}{key}: empty")
     message["content"] = text if text.strip() else ""
     for name in THOUGHTS:
