@@ -63,7 +63,11 @@ from utils.train.resume import read_tensors
 from utils.train.trained_run import Trained, load_trained, open_trained, shard_model
 
 OF_ACTIVATIONS = ("activation_scale", "input_scale")  # of fp8 that computes; not needed in bf16
-WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+# Also an adapter that torchtune has written beside the weights it was merged into: transformers
+# would look for the weights in its base.
+WEIGHTS = tuple(
+    ".safetensors .bin .index.json .pt .pth .gguf .h5 .msgpack adapter_config.json".split()
+)
 TOKENIZER = (
     "tokenizer*",
     "*.jinja",

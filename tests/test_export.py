@@ -202,6 +202,20 @@ def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(made, tmp_
     assert contents(out)["config.json"] == contents(base)["config.json"]
 
 
+def test_an_adapter_beside_weights_into_which_it_was_merged_is_not_copied(made, tmp_path):
+    """As torchtune writes them. from_pretrained would then look for the weights in its base."""
+    base, adapter = made
+    merged = shutil.copytree(base, tmp_path / "torchtune")
+    shutil.copyfile(adapter / "adapter_config.json", merged / "adapter_config.json")
+    out = exported(tmp_path / "out", model=merged, adapter=adapter)
+    expected = merge_with_peft(base, adapter, tmp_path / "peft")
+    ids = torch.arange(12)[None]
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (out, expected)
+    )
+    assert torch.equal(first, second)
+
+
 def damaged(adapter: Path, change) -> None:
     file = adapter / "adapter_model.safetensors"
     stored = load_file(file)
