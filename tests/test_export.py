@@ -202,6 +202,30 @@ def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(made, tmp_
     assert contents(out)["config.json"] == contents(base)["config.json"]
 
 
+CHAT = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("placed", ["chat_template.jinja", "tokenizer_config.json", "nowhere"])
+def test_a_merge_has_the_chat_templates_of_the_adapter_or_all_of_the_base(made, tmp_path, placed):
+    """transformers before 4.52 wrote the template into tokenizer_config.json, where a chat_template.jinja of
+    the base hides it."""
+    base, adapter = shutil.copytree(made[0], tmp_path / "base"), made[1]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = {"default": CHAT + "base", "tool_use": CHAT + "tools"}
+    tokenizer.save_pretrained(base)
+    if placed == "nowhere":
+        expected = tokenizer.chat_template
+    else:
+        expected = tokenizer.chat_template = CHAT + "adapter"
+        tokenizer.save_pretrained(adapter)
+    if placed == "tokenizer_config.json":
+        (adapter / "chat_template.jinja").unlink()
+        settings = json.loads((adapter / placed).read_text()) | {"chat_template": expected}
+        (adapter / placed).write_text(json.dumps(settings))
+    out = exported(tmp_path / "out", model=base, adapter=adapter)
+    assert AutoTokenizer.from_pretrained(out).chat_template == expected
+
+
 def test_an_adapter_beside_weights_into_which_it_was_merged_is_not_copied(made, tmp_path):
     """As torchtune writes them. from_pretrained would then look for the weights in its base."""
     base, adapter = made
