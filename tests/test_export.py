@@ -202,6 +202,31 @@ def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(made, tmp_
     assert contents(out)["config.json"] == contents(base)["config.json"]
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("saved", [[], ["embed_tokens", "lm_head"], ["lm_head"]], ids=str)
+def test_an_adapter_that_peft_saved_with_a_larger_vocabulary_is_merged(kind, saved, tmp_path):
+    """peft adds both embeddings to its file, and those in modules_to_save under three names."""
+    old = tiny_model_folder(tmp_path / "old", kind, FP32, vocab_size=271)
+    base = tiny_model_folder(tmp_path / "base", kind, FP32, vocab_size=280)
+    adapter = make_adapter(base, tmp_path / "adapter", modules_to_save=saved or None)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config.name_or_path = str(old)  # peft compares the sizes of the vocabularies
+    model = PeftModel.from_pretrained(model, adapter)
+    model.get_input_embeddings().weight.data[271:] += 1  # rows that only the adapter has
+    model.peft_config["default"].base_model_name_or_path = str(old)
+    model.save_pretrained(adapter, save_embedding_layers=True)
+    ids = torch.arange(265, 277)[None]
+    expected = model(ids).logits
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert any(name.endswith("embed_tokens.weight") for name in stored)
+    assert saved == [] or any(".original_module." in name for name in stored)
+    with pytest.raises(ConfigError, match=r"\[271, 64\], there \[280, 64\].*a larger vocabulary\)"):
+        exported(tmp_path / "small", model=old, adapter=adapter)
+    out = exported(tmp_path / "out", model=base, adapter=adapter)
+    logits = AutoModelForCausalLM.from_pretrained(out)(ids).logits
+    torch.testing.assert_close(logits, expected)
+
+
 CHAT = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 
 
