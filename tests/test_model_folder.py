@@ -7,6 +7,7 @@ that leave a mark when they are loaded.
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -292,7 +293,10 @@ def test_the_advice_for_bin_files_works_as_printed(tmp_path):
     model = tiny_model("llama")
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    advice = refusal(open_weights, folder).split("with transformers: ")[1].removesuffix(")")
+    text = refusal(open_weights, folder)
+    advice = re.search(
+        r"you trust it: (.*), and copy the tokenizer there; of others, the model", text
+    )[1]
     converted = str(tmp_path / "new")
     eval(advice.replace('"NEW"', repr(converted)), {"AutoModelForCausalLM": AutoModelForCausalLM})
     check_model_config(Path(converted), False)

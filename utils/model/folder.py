@@ -277,9 +277,9 @@ def refuse_without_weights(folder: Path) -> None:
         " (fix: another --model)",
     )
     raise ConfigError(
-        f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: if you trust"
-        " it, convert it with transformers:"
-        f' AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"))'
+        f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: of .bin, if"
+        f' you trust it: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"), and copy'
+        " the tokenizer there; of others, the model that they were made from)"
     )
 
 
