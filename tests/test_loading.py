@@ -262,8 +262,16 @@ def test_a_tied_weight_stored_twice_is_accepted_when_equal_and_refused_when_not(
     expected = of_transformers(good, "fp32")
     torch.testing.assert_close(run_ranks(logits, 2, twice, torch.float32), 2 * [expected])
     differs = changed(good, tmp_path / "differs", lambda t: store_tied_head(t, 1))
-    with pytest.raises(AssertionError, match="is tied to another weight but holds other values"):
+    with pytest.raises(
+        AssertionError, match="is tied to another weight but holds other values"
+    ) as e:
         run_ranks(logits, 2, differs, torch.float32)
+    # transformers reads it as two weights. The named remedy does so too.
+    assert '(fix: "tie_word_embeddings": false in its config.json' in str(e.value)
+    file = differs / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+    expected = of_transformers(differs, "fp32")
+    torch.testing.assert_close(run_ranks(logits, 2, differs, torch.float32), 2 * [expected])
 
 
 def test_a_layout_that_is_not_cut_into_slices_is_refused_and_the_named_remedy_works(tmp_path):

@@ -433,7 +433,8 @@ def _load_piece(file, piece, target, filled, staging):
         if twice:
             check(
                 torch.equal(values, read.to(values.dtype)),
-                f"{file.name}: {piece.name} is tied to another weight but holds other values",
+                f"{file.name}: {piece.name} is tied to another weight but holds other values"
+                ' (fix: "tie_word_embeddings": false in its config.json, if both are meant)',
             )
         else:
             values.copy_(read)
