@@ -73,6 +73,9 @@ def test_padding_of_token_ids_is_left_out():
         ((message,), _) = messages_of(row | labels, notes)
         assert (message["content"], [*message["loss_mask"]]) == ([5, 6, 7], mask)
         assert not notes
+    numbered = row | {"attention_mask": [1, 1, 2, 2, 0]}
+    with pytest.raises(ValueError, match="^attention_mask: it numbers documents"):
+        messages_of(numbered)
     with pytest.raises(ValueError, match="^attention_mask: 1 of them for 5 input_ids"):
         messages_of(row | {"attention_mask": [1]})
 

@@ -181,17 +181,17 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"history[{i}]: expected two texts, a question and its answer")
         question, answer = pair
-        turns.append({"role": "user", "content": question})
-        turns.append({"role": "assistant", "content": answer})
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return conversation(row | {"turns": turns}, notes)
 
 
 def read_completion(row: dict, notes: Counter) -> Read:
     """prompt and completion are two texts, or two lists of messages. The prompt is not trained."""
     if isinstance(row.get("completion"), list):
-        turns = []
-        for turn in typed(row, "prompt", list):
-            turns.append(turn | {"weight": 0} if isinstance(turn, dict) else turn)
+        turns = [
+            turn | {"weight": 0} if isinstance(turn, dict) else turn
+            for turn in typed(row, "prompt", list)
+        ]
         return conversation(row | {"turns": turns + row["completion"]}, notes)
     for key in ("tools", "system"):
         if row.get(key):
@@ -213,12 +213,14 @@ def read_tokens(row: dict, notes: Counter) -> Read:
     0 for padding, which is left out.
     """
     ids = typed(row, "input_ids", list)
-    labels = typed(row, "labels", list) if "labels" in row else ids
-    mask = typed(row, "attention_mask", list) if "attention_mask" in row else [1] * len(ids)
-    for name, values in (("labels", labels), ("attention_mask", mask)):
-        if len(values) != len(ids):
-            raise ValueError(f"{name}: {len(values)} of them for {len(ids)} input_ids")
-    loss_mask = bytes(label != -100 for label in compress(labels, mask))
+    row = {"labels": ids, "attention_mask": [1] * len(ids)} | row
+    for name in ("labels", "attention_mask"):
+        if len(typed(row, name, list)) != len(ids):
+            raise ValueError(f"{name}: {len(row[name])} of them for {len(ids)} input_ids")
+    mask = row["attention_mask"]
+    if any(value not in (0, 1) for value in mask):  # LLaMA-Factory's neat_packing
+        raise ValueError("attention_mask: it numbers documents (fix: one a row, and --packing)")
+    loss_mask = bytes(label != -100 for label in compress(row["labels"], mask))
     return [{"role": "tokens", "content": [*compress(ids, mask)], "loss_mask": loss_mask}], None
 
 
