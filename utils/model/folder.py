@@ -170,7 +170,7 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
     Call it before transformers reads the folder. Raises ConfigError naming the file and the field.
     """
     check(
-        (folder / "config.json").exists() or not (folder / "adapter_config.json").exists(),
+        any(folder.glob("model*.safetensors*")) or not (folder / "adapter_config.json").exists(),
         f"{folder} is an adapter (fix: --model BASE --adapter {folder}; that of reward.py merged with peft)",
     )
     file = file_inside(folder, "config.json")
