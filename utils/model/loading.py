@@ -326,7 +326,8 @@ def plan_pieces(
     check(
         not problems,
         f"{folder}: the weights {'; '.join(problems)}"
-        " (fix: weights and config.json of one model; a reward model is for reward.py and --reward_model)",
+        " (fix: weights and config.json of one model, before quantization if it has scales or qweight; a"
+        " reward model is for reward.py and --reward_model)",
     )
     return pieces
 
