@@ -63,10 +63,16 @@ from utils.train.resume import read_tensors
 from utils.train.trained_run import Trained, load_trained, open_trained, shard_model
 
 OF_ACTIVATIONS = ("activation_scale", "input_scale")  # of fp8 that computes; not needed in bf16
-WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+# Also an adapter that torchtune has written beside the weights it was merged into: transformers
+# would look for the weights in its base.
+WEIGHTS = tuple(
+    ".safetensors .bin .index.json .pt .pth .gguf .h5 .msgpack adapter_config.json".split()
+)
+TEMPLATES = "additional_chat_templates/*.jinja"
 TOKENIZER = (
     "tokenizer*",
     "*.jinja",
+    TEMPLATES,
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
@@ -192,9 +198,9 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
         names_of.setdefault(id(tensor), []).append(name)
     tied = {name: names for names in names_of.values() for name in names}
     inject(model, read_lora_config(folder, merge=True), str(folder))
-    stored = match_tensors(model, folder).values()
+    stored = match_tensors(model, folder, base="").values()
     allocate(model, stored)
-    load_adapter(model, folder)
+    load_adapter(model, folder, base="")
 
     copies = {plain_name(name) for name in stored if ".modules_to_save." in name}
     own = {}
@@ -387,26 +393,40 @@ def dequantized(weight: Tensor, scales: Tensor, block: list[int] | None) -> Tens
 
 
 def copy_files(folder: Path, temp: Path) -> None:
-    """Copy all files of a model folder but its weights."""
-    for path in folder.iterdir():
+    """Copy all files of a model folder but its weights, and the chat templates that it has beside the default
+    one.
+    """
+    for path in [*folder.iterdir(), *folder.glob(TEMPLATES)]:
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
-            shutil.copyfile(file_inside(folder, path.name), temp / path.name)
+            copy_file(folder, path, temp)
+
+
+def copy_file(folder: Path, path: Path, temp: Path) -> None:
+    """Copy a file of a folder to the same place in `temp`."""
+    name = path.relative_to(folder)
+    (temp / name).parent.mkdir(exist_ok=True)
+    shutil.copyfile(file_inside(folder, str(name)), temp / name)
 
 
 def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
     """Copy all files of the base but its weights. If the adapter has a tokenizer, copy that one instead, and
-    add its end-of-turn token to generation_config.json.
+    add its end-of-turn token to generation_config.json. Of the base's chat templates none stays if the
+    adapter has one: transformers would read it first.
     """
     copy_files(folder, temp)
+    settings = adapter / "tokenizer_config.json"
+    has_file = (adapter / "chat_template.jinja").exists()
+    if has_file:  # a processor would read the base's before it
+        (temp / "chat_template.json").unlink(missing_ok=True)
+    if has_file or settings.exists() and read_json(settings).get("chat_template"):
+        for path in [*temp.glob("*.jinja"), *temp.glob(TEMPLATES)]:
+            path.unlink()
     for pattern in TOKENIZER:
         for path in adapter.glob(pattern):
-            shutil.copyfile(file_inside(adapter, path.name), temp / path.name)
-    if (adapter / "chat_template.jinja").exists():  # a processor would read the base's before it
-        (temp / "chat_template.json").unlink(missing_ok=True)
-    if not (adapter / "tokenizer_config.json").exists():
-        return
-    settings = generation_config(model, temp, end_of_turn_ids(load_tokenizer(temp)))
-    write_json(temp / GENERATION, settings)
+            copy_file(adapter, path, temp)
+    if settings.exists():
+        found = generation_config(model, temp, end_of_turn_ids(load_tokenizer(temp)))
+        write_json(temp / GENERATION, found)
 
 
 if __name__ == "__main__":

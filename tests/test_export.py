@@ -202,6 +202,69 @@ def test_the_base_comes_from_the_adapter_and_its_tokenizer_goes_along(made, tmp_
     assert contents(out)["config.json"] == contents(base)["config.json"]
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("saved", [[], ["embed_tokens", "lm_head"], ["lm_head"]], ids=str)
+def test_an_adapter_that_peft_saved_with_a_larger_vocabulary_is_merged(kind, saved, tmp_path):
+    """peft adds both embeddings to its file, and those in modules_to_save under three names."""
+    old = tiny_model_folder(tmp_path / "old", kind, FP32, vocab_size=271)
+    base = tiny_model_folder(tmp_path / "base", kind, FP32, vocab_size=280)
+    adapter = make_adapter(base, tmp_path / "adapter", modules_to_save=saved or None)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config.name_or_path = str(old)  # peft compares the sizes of the vocabularies
+    model = PeftModel.from_pretrained(model, adapter)
+    model.get_input_embeddings().weight.data[271:] += 1  # rows that only the adapter has
+    model.peft_config["default"].base_model_name_or_path = str(old)
+    model.save_pretrained(adapter, save_embedding_layers=True)
+    ids = torch.arange(265, 277)[None]
+    expected = model(ids).logits
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert any(name.endswith("embed_tokens.weight") for name in stored)
+    assert saved == [] or any(".original_module." in name for name in stored)
+    with pytest.raises(ConfigError, match=r"\[271, 64\], there \[280, 64\].*a larger vocabulary\)"):
+        exported(tmp_path / "small", model=old, adapter=adapter)
+    out = exported(tmp_path / "out", model=base, adapter=adapter)
+    logits = AutoModelForCausalLM.from_pretrained(out)(ids).logits
+    torch.testing.assert_close(logits, expected)
+
+
+CHAT = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("placed", ["chat_template.jinja", "tokenizer_config.json", "nowhere"])
+def test_a_merge_has_the_chat_templates_of_the_adapter_or_all_of_the_base(made, tmp_path, placed):
+    """transformers before 4.52 wrote the template into tokenizer_config.json, where a chat_template.jinja of
+    the base hides it."""
+    base, adapter = shutil.copytree(made[0], tmp_path / "base"), made[1]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = {"default": CHAT + "base", "tool_use": CHAT + "tools"}
+    tokenizer.save_pretrained(base)
+    if placed == "nowhere":
+        expected = tokenizer.chat_template
+    else:
+        expected = tokenizer.chat_template = CHAT + "adapter"
+        tokenizer.save_pretrained(adapter)
+    if placed == "tokenizer_config.json":
+        (adapter / "chat_template.jinja").unlink()
+        settings = json.loads((adapter / placed).read_text()) | {"chat_template": expected}
+        (adapter / placed).write_text(json.dumps(settings))
+    out = exported(tmp_path / "out", model=base, adapter=adapter)
+    assert AutoTokenizer.from_pretrained(out).chat_template == expected
+
+
+def test_an_adapter_beside_weights_into_which_it_was_merged_is_not_copied(made, tmp_path):
+    """As torchtune writes them. from_pretrained would then look for the weights in its base."""
+    base, adapter = made
+    merged = shutil.copytree(base, tmp_path / "torchtune")
+    shutil.copyfile(adapter / "adapter_config.json", merged / "adapter_config.json")
+    out = exported(tmp_path / "out", model=merged, adapter=adapter)
+    expected = merge_with_peft(base, adapter, tmp_path / "peft")
+    ids = torch.arange(12)[None]
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (out, expected)
+    )
+    assert torch.equal(first, second)
+
+
 def damaged(adapter: Path, change) -> None:
     file = adapter / "adapter_model.safetensors"
     stored = load_file(file)

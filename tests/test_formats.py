@@ -73,6 +73,9 @@ def test_padding_of_token_ids_is_left_out():
         ((message,), _) = messages_of(row | labels, notes)
         assert (message["content"], [*message["loss_mask"]]) == ([5, 6, 7], mask)
         assert not notes
+    numbered = row | {"attention_mask": [1, 1, 2, 2, 0]}
+    with pytest.raises(ValueError, match="^attention_mask: it numbers documents"):
+        messages_of(numbered)
     with pytest.raises(ValueError, match="^attention_mask: 1 of them for 5 input_ids"):
         messages_of(row | {"attention_mask": [1]})
 
@@ -304,6 +307,15 @@ def test_labels_and_pictures_in_every_form_are_refused_by_name(row):
     with pytest.raises(ValueError, match="here a row has one text answer") as refused:
         messages_of(row)
     assert re.search("KTO|picture", str(refused.value))
+
+
+def test_null_fields_of_a_turn_as_openais_client_writes_them_are_no_calls_and_no_masks():
+    nothing = dict.fromkeys("function_call tool_calls refusal audio reasoning mask loss".split())
+    (messages, _) = messages_of({"messages": [user(mask=None), says(**nothing, annotations=[])]})
+    assert messages == [user(), says()]
+    for key, value in (("mask", False), ("training", False), ("loss", 0), ("function_call", {})):
+        with pytest.raises(ValueError, match=rf"^messages\[1\]\.{key}: no key of a turn here"):
+            messages_of({"messages": [user(), says(**{key: value})]})
 
 
 BAD = [

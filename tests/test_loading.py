@@ -262,8 +262,40 @@ def test_a_tied_weight_stored_twice_is_accepted_when_equal_and_refused_when_not(
     expected = of_transformers(good, "fp32")
     torch.testing.assert_close(run_ranks(logits, 2, twice, torch.float32), 2 * [expected])
     differs = changed(good, tmp_path / "differs", lambda t: store_tied_head(t, 1))
-    with pytest.raises(AssertionError, match="is tied to another weight but holds other values"):
+    with pytest.raises(
+        AssertionError, match="is tied to another weight but holds other values"
+    ) as e:
         run_ranks(logits, 2, differs, torch.float32)
+    # transformers reads it as two weights. The named remedy does so too.
+    assert '(fix: "tie_word_embeddings": false in its config.json' in str(e.value)
+    file = differs / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+    expected = of_transformers(differs, "fp32")
+    torch.testing.assert_close(run_ranks(logits, 2, differs, torch.float32), 2 * [expected])
+
+
+@pytest.mark.parametrize("kind", ["gptq", "mlx", "modelopt"])
+def test_quantized_weights_whose_config_does_not_say_so_are_refused_as_such(kind, tmp_path):
+    """Older GPTQ says it in quantize_config.json, older mlx-lm under "quantization", ModelOpt in
+    hf_quant_config.json."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def quantize(tensors):
+        stem = name.removesuffix("weight")
+        weight = tensors.pop(name)
+        if kind == "gptq":
+            tensors[stem + "qweight"] = torch.zeros(8, 64, dtype=torch.int32)
+        elif kind == "mlx":
+            tensors[name] = torch.zeros(64, 8, dtype=torch.uint32)
+        else:
+            tensors[name] = weight.to(torch.float8_e4m3fn)
+        tensors[stem + ("weight_scale" if kind == "modelopt" else "scales")] = torch.ones(1)
+
+    folder = changed(tiny_model_folder(tmp_path / "good"), tmp_path / "quantized", quantize)
+    with pytest.raises(
+        ConfigError, match=r"scale.* \(fix: .* before quantization if it has scales"
+    ):
+        plan(folder)
 
 
 def test_a_layout_that_is_not_cut_into_slices_is_refused_and_the_named_remedy_works(tmp_path):

@@ -7,6 +7,7 @@ that leave a mark when they are loaded.
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -292,11 +293,28 @@ def test_the_advice_for_bin_files_works_as_printed(tmp_path):
     model = tiny_model("llama")
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    advice = refusal(open_weights, folder).split("with transformers: ")[1].removesuffix(")")
+    text = refusal(open_weights, folder)
+    advice = re.search(
+        r"you trust it: (.*), and copy the tokenizer there; of others, the model", text
+    )[1]
     converted = str(tmp_path / "new")
     eval(advice.replace('"NEW"', repr(converted)), {"AutoModelForCausalLM": AutoModelForCausalLM})
     check_model_config(Path(converted), False)
     assert set(open_weights(Path(converted))) == set(model.state_dict())
+
+
+def test_an_adapter_is_named_as_one_also_beside_the_config_of_its_base(tmp_path):
+    """axolotl saves that too, of a QLoRA with the quantization of its base."""
+    tiny_config("llama", quantization_config={"quant_method": "bitsandbytes"}).save_pretrained(
+        tmp_path
+    )
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    assert f"is an adapter (fix: --model BASE --adapter {tmp_path}" in refusal(
+        check_model_config, tmp_path, False
+    )
+    (tmp_path / "model.safetensors").touch()  # torchtune: it is merged into these weights
+    assert "bitsandbytes weights" in refusal(check_model_config, tmp_path, False)
 
 
 # --- config.json --------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from utils.data.chats import (
     encode_plain,
     render_chats,
 )
+from utils.data.formats import to_messages
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.run.errors import ConfigError
 
@@ -235,6 +236,18 @@ def check_prompts(tokenizer, messages, sequences, tools=None) -> None:
         assert ids[max(0, at - 2) : at] == prompt[-2:]
         if i == answers[0]:
             assert ids[:at] == prompt
+
+
+def test_an_empty_system_turn_is_rendered_as_transformers_renders_it(tokenizer):
+    """In Qwen2.5's template it takes the place of the default system text."""
+    talk = [{"role": "system", "content": ""}, *TALK[1:]]
+    for name, (template, *_, has_system) in SHIPPED.items():
+        tokenizer.chat_template = template
+        if has_system:
+            ids, _ = encode(tokenizer, to_messages({"messages": talk}, "chat", Counter())[0])
+            expected = tokenizer.apply_chat_template(talk, tokenize=False)
+            assert tokenizer.decode(ids) == expected, name
+            assert "You are a helpful assistant" not in expected
 
 
 def saved(tokenizer, folder, template=None):

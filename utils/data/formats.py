@@ -62,7 +62,9 @@ NEXT = {
 RULE = "a conversation is at most one system turn, then user and assistant by turns"
 # Keys of a turn that hold the assistant's thoughts, beside its content.
 THOUGHTS = "reasoning_content thinking reasoning".split()
-TURN_KEYS = set("role content from value name tool_calls tool_call_id weight train".split())
+TURN_KEYS = set(
+    "role content from value name tool_calls tool_call_id weight train".split() + THOUGHTS
+)
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
@@ -81,10 +83,8 @@ WEIGHTS = set(
     loss_mask completion_mask assistant_masks""".split()
 )
 # Keys of a turn that other projects use to mask it, or that hold tool calls in an older form.
-FOREIGN = set(
-    """loss_weight training masked train_detail training_detail mask loss_mask trainable loss
-    function_call""".split()
-)
+FOREIGN = """function_call loss loss_mask loss_weight mask masked train_detail trainable training
+    training_detail""".split()
 JSON_NAMES = {
     str: "text",
     list: "list",
@@ -181,17 +181,17 @@ def read_alpaca(row: dict, notes: Counter) -> Read:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"history[{i}]: expected two texts, a question and its answer")
         question, answer = pair
-        turns.append({"role": "user", "content": question})
-        turns.append({"role": "assistant", "content": answer})
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return conversation(row | {"turns": turns}, notes)
 
 
 def read_completion(row: dict, notes: Counter) -> Read:
     """prompt and completion are two texts, or two lists of messages. The prompt is not trained."""
     if isinstance(row.get("completion"), list):
-        turns = []
-        for turn in typed(row, "prompt", list):
-            turns.append(turn | {"weight": 0} if isinstance(turn, dict) else turn)
+        turns = [
+            turn | {"weight": 0} if isinstance(turn, dict) else turn
+            for turn in typed(row, "prompt", list)
+        ]
         return conversation(row | {"turns": turns + row["completion"]}, notes)
     for key in ("tools", "system"):
         if row.get(key):
@@ -213,12 +213,14 @@ def read_tokens(row: dict, notes: Counter) -> Read:
     0 for padding, which is left out.
     """
     ids = typed(row, "input_ids", list)
-    labels = typed(row, "labels", list) if "labels" in row else ids
-    mask = typed(row, "attention_mask", list) if "attention_mask" in row else [1] * len(ids)
-    for name, values in (("labels", labels), ("attention_mask", mask)):
-        if len(values) != len(ids):
-            raise ValueError(f"{name}: {len(values)} of them for {len(ids)} input_ids")
-    loss_mask = bytes(label != -100 for label in compress(labels, mask))
+    row = {"labels": ids, "attention_mask": [1] * len(ids)} | row
+    for name in ("labels", "attention_mask"):
+        if len(typed(row, name, list)) != len(ids):
+            raise ValueError(f"{name}: {len(row[name])} of them for {len(ids)} input_ids")
+    mask = row["attention_mask"]
+    if any(value not in (0, 1) for value in mask):  # LLaMA-Factory's neat_packing
+        raise ValueError("attention_mask: it numbers documents (fix: one a row, and --packing)")
+    loss_mask = bytes(label != -100 for label in compress(row["labels"], mask))
     return [{"role": "tokens", "content": [*compress(ids, mask)], "loss_mask": loss_mask}], None
 
 
@@ -267,11 +269,12 @@ def keys_of(turn: dict) -> tuple[str, str]:
 
 def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
     """One turn as a message. role: one of our roles; key: the key of its content; at: its path in the row."""
-    for foreign in sorted(FOREIGN & turn.keys()):
-        raise ValueError(
-            f'{at}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls for'
-            " calls)"
-        )
+    for foreign in FOREIGN:
+        if turn.get(foreign) is not None:  # OpenAI's client writes "function_call": null
+            raise ValueError(
+                f'{at}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls'
+                " for calls)"
+            )
     message: dict = {"role": role}
     if turn.get("from") == "function_call":
         calls = parsed(turn, key, at)
@@ -282,7 +285,7 @@ def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
             raise ValueError(f"{at}tool_calls: expected a list, in a turn of an assistant")
         message["tool_calls"] = [call_of(c, f"{at}tool_calls[{i}].") for i, c in enumerate(calls)]
     text = content_of(turn, key, at)
-    if not text.strip() and not calls and role != "tool":
+    if not text.strip() and not calls and role in ("user", "assistant"):
         raise ValueError(f"{at}{key}: empty")
     message["content"] = text if text.strip() else ""
     for name in THOUGHTS:
@@ -297,7 +300,7 @@ def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
             raise ValueError(f"{at}{name}: expected 0 or 1, got {weight!r:.40}")
         if weight is not None and role == "assistant":
             message["weight"] = min(int(weight), message.get("weight", 1))
-    for name in turn.keys() - TURN_KEYS - {*THOUGHTS}:
+    for name in turn.keys() - TURN_KEYS:
         notes[f"{IGNORED}{name[:40]!r}"] += 1
     return message
 

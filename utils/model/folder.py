@@ -170,7 +170,7 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
     Call it before transformers reads the folder. Raises ConfigError naming the file and the field.
     """
     check(
-        (folder / "config.json").exists() or not (folder / "adapter_config.json").exists(),
+        any(folder.glob("model*.safetensors*")) or not (folder / "adapter_config.json").exists(),
         f"{folder} is an adapter (fix: --model BASE --adapter {folder}; that of reward.py merged with peft)",
     )
     file = file_inside(folder, "config.json")
@@ -277,9 +277,9 @@ def refuse_without_weights(folder: Path) -> None:
         " (fix: another --model)",
     )
     raise ConfigError(
-        f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: if you trust"
-        " it, convert it with transformers:"
-        f' AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"))'
+        f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: of .bin, if"
+        f' you trust it: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"), and copy'
+        " the tokenizer there; of others, the model that they were made from)"
     )
 
 

@@ -326,7 +326,8 @@ def plan_pieces(
     check(
         not problems,
         f"{folder}: the weights {'; '.join(problems)}"
-        " (fix: weights and config.json of one model; a reward model is for reward.py and --reward_model)",
+        " (fix: weights and config.json of one model, before quantization if it has scales or qweight; a"
+        " reward model is for reward.py and --reward_model)",
     )
     return pieces
 
@@ -433,7 +434,8 @@ def _load_piece(file, piece, target, filled, staging):
         if twice:
             check(
                 torch.equal(values, read.to(values.dtype)),
-                f"{file.name}: {piece.name} is tied to another weight but holds other values",
+                f"{file.name}: {piece.name} is tied to another weight but holds other values"
+                ' (fix: "tie_word_embeddings": false in its config.json, if both are meant)',
             )
         else:
             values.copy_(read)

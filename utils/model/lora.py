@@ -129,8 +129,7 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     odd = []
     for name, value in stored.items():
         same_base = name == "init_lora_weights" and value in ("gaussian", "orthogonal")
-        known = name in read + IGNORED or same_base
-        if value and not known and value != plain.get(name):
+        if value and value != plain.get(name) and name not in read + IGNORED and not same_base:
             odd.append(f"{name} {value}")
     fix = "merge it with peft" if merge else ANOTHER
     check(not odd, f"{file}: {first_five(odd)} cannot be used here (fix: {fix})")
@@ -173,13 +172,11 @@ def base_names(model: nn.Module) -> dict[str, list[str]]:
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
     """Name in a peft file -> name of the parameter, for all trainable parameters."""
+    unnamed = r"\.modules_to_save\.default|(\.lora_magnitude_vector)\.default\.weight|(\.lora_\w+)\.default"
     names = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            key = name.replace(".modules_to_save.default.", ".")
-            key = key.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
-            key = re.sub(r"(\.lora_\w+)\.default(?=\.|$)", r"\1", key)
-            names[PREFIX + key] = name
+            names[PREFIX + re.sub(unnamed, r"\1\2", name)] = name
     return names
 
 
@@ -243,13 +240,13 @@ def fill_adapters(model: nn.Module, folder: str | Path, seed: int) -> None:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path) -> None:
+def load_adapter(model: nn.Module, folder: Path, base: str = ".base_layer.") -> None:
     """Copy this rank's rows of an adapter into a model from add_adapters.
 
     Raises ConfigError unless names and shapes match the model. The file may also have base layers that peft
-    stored, as it does for embeddings; they are loaded.
+    stored, as it does for embeddings; they are loaded. base: see match_tensors.
     """
-    file, names = folder / TENSORS, match_tensors(model, folder)
+    file, names = folder / TENSORS, match_tensors(model, folder, base)
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
@@ -262,17 +259,25 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 local(parameter)[box[0]].copy_(values)
 
 
-def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
+def match_tensors(model: nn.Module, folder: Path, base: str = ".base_layer.") -> dict[str, str]:
     """Name in an adapter's file -> parameter of a model from add_adapters, from the file's header alone.
+    If the vocabulary has grown, peft also stores both embeddings of the base, and copies of those in
+    modules_to_save. base: what the names of stored base weights contain; "" if they are merged: a training
+    would save its adapter without them.
 
     Raises ConfigError as load_adapter does.
     """
     file, names = file_inside(folder, TENSORS), adapter_names(model)
-    stored = {key: [*info.shape] for key, info in read_header(file).items()}
+    stored = {
+        key: [*info.shape]
+        for key, info in read_header(file).items()
+        if not re.search(r"\.(modules_to_save|original_module)\.", key)
+    }
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        is_stored = ".base_layer." in name and PREFIX + name in stored
-        if is_stored and parameter.is_floating_point():  # codes of a quantized layer are not
-            names[PREFIX + name] = name
+        key = PREFIX + name
+        # codes of a quantized layer are not floating-point
+        if base in name and key in stored and parameter.is_floating_point():
+            names[key] = name
     shapes = {key: [*model.get_parameter(name).shape] for key, name in names.items()}
     wrong = []
     for key in sorted(names | stored):
@@ -282,7 +287,7 @@ def match_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
     check(
         not wrong,
         f"{file} does not fit: {first_five(wrong)} (fix: the adapter of this model; recipes/README.md says"
-        " how to merge that of a reward model)",
+        " how to merge that of a reward model, and one of a larger vocabulary)",
     )
     return names
 
