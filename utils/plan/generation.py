@@ -38,11 +38,14 @@ def estimate_generation(
     padded rows. pictures: a plan.pictures.Pictures, for a model that reads pictures.
     """
     config, size = model.config.get_text_config(), dtype.itemsize
-    width, heads = config.hidden_size, config.num_attention_heads
+    layers = getattr(config, "per_layer_config", None) or [config]
 
     def of(field, default=0):
-        return getattr(config, field, None) or default
+        """The largest value of a field, of which some families have one for each layer."""
+        values = [getattr(layer, field, None) or default for layer in layers]
+        return int(torch.tensor(values).max())
 
+    width, heads = of("hidden_size"), of("num_attention_heads", 1)
     inner = max(
         of("intermediate_size", 4 * width), of("moe_intermediate_size") * of("num_experts_per_tok")
     )
@@ -130,8 +133,8 @@ def plan_rollout(
         if needed <= room.device:
             break
     whole = size == gathered
-    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers gathered"
-    line += " once" if whole else " in each forward"
+    how = "once" if whole else "in each forward"
+    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers gathered {how}"
     check(
         force or needed <= room.device,
         f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
