@@ -117,10 +117,10 @@ def start_recording(
 # fp16 for V100 and T4, which have no bf16 units. From NVIDIA's data sheets and white papers, halved where
 # those count sparsity. The first match counts. 0: not known.
 PEAK_TFLOPS = {
-    "MIG|Laptop|Ti": 0,  # a slice, or another chip of the same name
+    "MIG|Laptop|Ti|D": 0,  # a slice, or another chip of the same name
     "B200": 2250,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
+    "H[18]00 PCIe": 756,
+    "H[12]00 NVL": 835,
     "H100|H200|GH200|H800": 989,
     "A100|A800": 312,
     "A10|V100": 125,
