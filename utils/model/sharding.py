@@ -116,8 +116,9 @@ def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
         cast_to(buffer, dtypes.get(plain_name(name)))
     apart = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad and p not in apart]
+    largest = max(trained, key=torch.numel, default=None)
     for parameter in trained:
-        cast_to(parameter, max(trained, key=torch.numel).dtype)
+        cast_to(parameter, largest.dtype)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype | None) -> None:
