@@ -214,21 +214,24 @@ def _magnitude(base: nn.Module) -> Tensor:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes what its base does, also in modules_to_save: for a reference pass in
-    no_grad. An adapter that the run continues (--adapter) is switched off too.
+    """Within it the model computes what its base does, also in modules_to_save, without dropout: for a
+    reference pass in no_grad. An adapter that the run continues (--adapter) is switched off too.
 
     Only the flags that peft's forwards read are set. peft's own disable_adapter also sets
     requires_grad. FSDP2 would keep that on parameters that are gathered at this moment, and those
     adapters would never train again.
     """
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)]
+    was_training = model.training
     try:
+        model.eval()
         for layer in layers:
             layer._disable_adapters = True
         yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
+        model.train(was_training)
 
 
 def fill_adapters(model: nn.Module, folder: str, seed: int) -> None:
