@@ -560,7 +560,7 @@ def main(cfg: Config) -> Path:
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
-        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
+        if held_out and earlier.state.get("eval_left"):  # a signal came before it
             log.step(step=first, **evaluate(list(held_out), draw, reward, sampling))
         for step in range(first, steps):
             log.begin()
@@ -650,7 +650,7 @@ def main(cfg: Config) -> Path:
                 log.read()  # the only place that waits for the GPU
             if evals and not stop:
                 log.step(step=done, **evaluate(list(held_out), draw, reward, sampling))
-                stop = stop_asked(world.group)
+                evals, stop = False, stop_asked(world.group)  # no signal ends an evaluation
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves or stop:
@@ -717,14 +717,13 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
 
 def weights_of(cfg: Config, lengths: list[int]) -> list[float]:
     """The weight in the loss of each token of a completion, for all completions, which have these lengths."""
-    count = len(lengths)
     divisors = {
         # the mean over completions of their token means: https://arxiv.org/abs/2402.03300
-        "grpo": [length * count for length in lengths],
+        "grpo": [length * len(lengths) for length in lengths],
         # a constant divisor, which does not depend on the length: https://arxiv.org/abs/2503.20783
-        "dr_grpo": [cfg.max_new_tokens * count] * count,
+        "dr_grpo": [cfg.max_new_tokens * len(lengths)] * len(lengths),
         # the mean over all tokens: https://arxiv.org/abs/2503.14476
-        "dapo": [sum(lengths)] * count,
+        "dapo": [sum(lengths)] * len(lengths),
     }
     return [1 / divisor for divisor in divisors[cfg.loss]]
 
