@@ -303,9 +303,10 @@ def save_adapter(
     state = model.state_dict()
     pieces = [whole(key, state[name], name) for key, name in adapter_names(model).items()]
     config = copy.copy(config)
-    folder = Path(base_name).expanduser()  # as in find_model
-    is_folder = folder.is_dir()  # else it is a Hugging Face id
-    config.base_model_name_or_path = os.path.abspath(folder) if is_folder else base_name
+    folder = Path(
+        base_name
+    ).expanduser()  # as in find_model; if there is none, it is a Hugging Face id
+    config.base_model_name_or_path = os.path.abspath(folder) if folder.is_dir() else base_name
     config.inference_mode = True
     if not config.lora_alpha % 1:  # Ollama reads 16, but not 16.0
         config.lora_alpha = int(config.lora_alpha)

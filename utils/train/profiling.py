@@ -30,18 +30,17 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
     # The handler adds the time to the file name.
     write_trace = torch.profiler.tensorboard_trace_handler(folder, name, use_gzip=True)
-    on_gpu = world.gpu_name
 
     def write(profiler):
         write_trace(profiler)
         print0(f"profile   {folder}: open its traces at https://ui.perfetto.dev")
-        if on_gpu:
+        if world.gpu_name:
             snapshot = folder / f"{name}.{time.time_ns()}.memory.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             print0(f"profile   {snapshot}: drop it on https://docs.pytorch.org/memory_viz")
 
-    if on_gpu:
+    if world.gpu_name:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1),
