@@ -58,7 +58,8 @@ from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
 
-# Fields of a generation_config.json that ask for more than one answer to a prompt, drawn or greedy.
+# Fields of a generation_config.json that ask for something else than one whole answer to each prompt, drawn
+# or greedy.
 NOT_OURS = (
     "assistant_early_exit",
     "max_time",

@@ -152,7 +152,7 @@ class Config:
     group_size: int = 8  # completions per prompt, which are compared with each other
     max_new_tokens: int = 256  # maximum tokens of a completion
     temperature: float = 1.0  # sampling temperature, above 0
-    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # weights of the tokens: see weight_of
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # weights of the tokens: see weights_of
     # group: divide advantages by the group's standard deviation; auto: none with dr_grpo
     scale_rewards: Literal["auto", "group", "none"] = "auto"
     clip_low: float = 0.2  # probability ratios (new / old) are clipped at 1 - clip_low
@@ -560,7 +560,7 @@ def main(cfg: Config) -> Path:
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
-        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
+        if held_out and earlier.state.get("eval_left"):  # a signal came before it
             log.step(step=first, **evaluate(list(held_out), draw, reward, sampling))
         for step in range(first, steps):
             log.begin()
@@ -575,8 +575,10 @@ def main(cfg: Config) -> Path:
             rewarded = reward(asked, completions, group_size=cfg.group_size)
             advantages = advantages_of(cfg, [one["reward"] for one in rewarded])
             rollouts = [
-                Rollout(q.ids, c.ids, c.log_probs, a, weight_of(cfg, len(c.ids), lengths), q.where)
-                for q, c, a in zip(asked, completions, advantages, strict=True)
+                Rollout(q.ids, c.ids, c.log_probs, a, weight, q.where)
+                for q, c, a, weight in zip(
+                    asked, completions, advantages, weights_of(cfg, lengths), strict=True
+                )
                 if a or cfg.kl_beta  # without advantage or KL there is no gradient
             ]
             batches = loader.share(rollouts)  # this rank's micro-batches
@@ -648,7 +650,7 @@ def main(cfg: Config) -> Path:
                 log.read()  # the only place that waits for the GPU
             if evals and not stop:
                 log.step(step=done, **evaluate(list(held_out), draw, reward, sampling))
-                stop = stop_asked(world.group)
+                evals, stop = False, stop_asked(world.group)  # no signal ends an evaluation
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves or stop:
@@ -713,17 +715,17 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
     return advantages.masked_fill(ties, 0.0).flatten().tolist()
 
 
-def weight_of(cfg: Config, length: int, lengths: list[int]) -> float:
-    """The weight in the loss of each token of a completion with this length. lengths: of all completions."""
+def weights_of(cfg: Config, lengths: list[int]) -> list[float]:
+    """The weight in the loss of each token of a completion, for all completions, which have these lengths."""
     divisors = {
         # the mean over completions of their token means: https://arxiv.org/abs/2402.03300
-        "grpo": length * len(lengths),
+        "grpo": [length * len(lengths) for length in lengths],
         # a constant divisor, which does not depend on the length: https://arxiv.org/abs/2503.20783
-        "dr_grpo": cfg.max_new_tokens * len(lengths),
+        "dr_grpo": [cfg.max_new_tokens * len(lengths)] * len(lengths),
         # the mean over all tokens: https://arxiv.org/abs/2503.14476
-        "dapo": sum(lengths),
+        "dapo": [sum(lengths)] * len(lengths),
     }
-    return 1 / divisors[cfg.loss]
+    return [1 / divisor for divisor in divisors[cfg.loss]]
 
 
 def policy_loss(

@@ -306,7 +306,7 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, wanted, world.size
+            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or wanted, world.size
         )
         facts["global_batch_size"] = global_batch
         shares = (cfg.batch_size, world.rank, world.size, *read)

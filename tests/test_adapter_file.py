@@ -25,6 +25,7 @@ from utils.model.lora import (
     TENSORS,
     add_adapters,
     base_names,
+    base_of,
     load_adapter,
     read_lora_config,
     save_adapter,
@@ -130,6 +131,21 @@ def test_a_whole_lora_alpha_is_written_as_an_integer_which_is_all_that_ollama_re
     model.to_empty(device="cpu")
     save_adapter(tmp_path / "ours", model, config, "base", init_distributed(), None)
     assert f'"lora_alpha": {written},' in (tmp_path / "ours" / SETTINGS).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("~/base", "HOME/base"), ("HOME/base", "HOME/base"), ("owner/name", "owner/name")],
+)
+def test_an_adapter_names_its_base_so_that_peft_finds_it(tmp_path, monkeypatch, name, written):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base").mkdir()
+    name, written = (text.replace("HOME", str(tmp_path)) for text in (name, written))
+    model = build_model(tiny_config("llama", vocab_size=271), torch.float32)
+    config = add_adapters(model, Lora(lora_rank=4))
+    model.to_empty(device="cpu")
+    save_adapter(tmp_path / "ours", model, config, name, init_distributed(), None)
+    assert base_of(tmp_path / "ours") == written
 
 
 def test_all_linear_in_a_file_is_what_peft_reads_it_as(base, tmp_path):

@@ -14,8 +14,9 @@ from tiny import build_optimizer, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from utils.model.sharding import clip_gradients
+from utils.run.distributed import ALONE
 from utils.run.errors import ConfigError
-from utils.train.checkpoint import CheckpointSaver, complete_checkpoints
+from utils.train.checkpoint import CheckpointSaver, complete_checkpoints, set_seed
 from utils.train.resume import load_checkpoint, read_state
 
 SMALL = {
@@ -387,3 +388,12 @@ def test_frozen_weights_are_not_saved(tmp_path):
         "optimizer.lm_head.weight.exp_avg_sq",
         "optimizer.lm_head.weight.step",
     ]
+
+
+@pytest.mark.parametrize("seed", [0, 20261128153000, 2**63 - 1])
+def test_each_step_draws_other_numbers_also_with_a_seed_made_of_the_time(seed):
+    drawn = []
+    for step in (0, 1, 0):
+        set_seed(seed, step, ALONE)
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[2] != drawn[1]

@@ -395,6 +395,19 @@ def test_held_out_prompts_are_answered_with_the_likeliest_tokens(files, run_of):
     assert any(found)
 
 
+def test_an_evaluation_that_a_signal_did_not_end_is_not_left_to_the_resume(
+    files, tmp_path, monkeypatch
+):
+    signals = iter(["", "", "SIGTERM"])  # after each of two steps, and after the evaluation
+    monkeypatch.setattr(grpo, "stop_asked", lambda group: next(signals))
+    out = grpo.main(
+        grpo.Config(**RUN | files | ALL_AT_ONCE | HELD_OUT, output_dir=str(tmp_path / "out"))
+    )
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl") if "eval_reward" in line]
+    (state,) = out.glob("checkpoints/*/state.json")
+    assert not json.loads(state.read_text())["eval_left"]
+
+
 @pytest.fixture(scope="module")
 def judge(files, tmp_path_factory):
     """A reward model that nobody has trained."""

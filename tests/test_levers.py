@@ -6,11 +6,17 @@ python -m pytest tests/test_levers.py
 import gc
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import finetune
+import prefer
 import pretrain
 import pytest
+import reward
 import torch
+import vision
 from families import family_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -21,6 +27,7 @@ from transformers import Gemma3TextConfig
 
 from utils.model.activation_offload import HostCopies, hook_inputs, offload_inputs
 from utils.model.sharding import recompute_activations
+from utils.plan import search
 from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError
 
@@ -296,6 +303,24 @@ def test_inputs_wait_only_where_blocks_are_recomputed():
 
 IN_BACKWARD = {"optimizer_in_backward": True, "clip_norm": 0}
 AFTER = {"clip_norm": 0, "steps": 4, "batch_size": 4, "save_every": 2, "keep": 0, "seed": 3}
+
+
+RECIPES = {module.__name__: module for module in (finetune, prefer, pretrain, reward, vision)}
+
+
+def fitted(world, name, flags):
+    """A run for which --fit finds that of 6 rows 2 at a time fit."""
+    two = partial(replace, batch_size=2, rows=6)
+    with patch.object(search, "fastest", lambda setting, *_: two(setting)):
+        recipe = RECIPES[name]
+        return recipe.main(recipe.Config(fit="same", batch_size=6, **flags))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fit_keeps_the_rows_of_a_step_in_more_micro_batches(tmp_path, name):
+    flags = {"steps": 1, "max_rows": 40, "save_model": False, "output_dir": str(tmp_path / "run")}
+    (out,) = run_ranks(fitted, 1, name, flags)
+    assert json.loads((out / "plan.json").read_text())["measured"]["global_batch_size"] == 6
 
 
 def run_in(out, setting, **flags):

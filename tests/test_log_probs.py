@@ -182,6 +182,19 @@ def test_with_adapters_off_they_are_those_of_the_base(change):
             torch.testing.assert_close(token_log_probs(model, batch), expected, rtol=1e-6, atol=0)
 
 
+def test_with_adapters_off_nothing_is_dropped_and_training_goes_on_with_dropout():
+    model, batch = tiny_model("gpt2", resid_pdrop=0.5), some_batch()
+    add_adapters(model, Lora(lora_rank=4))
+    model = in_chunks(model, 16).eval()
+    with torch.no_grad(), adapters_off(model):
+        expected = token_log_probs(model, batch)
+        assert not model.training
+    model.train()
+    with torch.no_grad(), adapters_off(model):
+        assert torch.equal(token_log_probs(model, batch), expected)
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize("full_logits", [False, True])
 @pytest.mark.parametrize("change", [None, freeze_head])
 def test_a_batch_that_trains_nothing_gives_zeros_and_zero_gradients(change, full_logits):

@@ -225,7 +225,9 @@ def test_a_tied_table_counts_as_the_head_and_experts_by_visits():
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H800 PCIe", 756),
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA A10", 125),
         ("NVIDIA L4", 121),
@@ -244,6 +246,7 @@ def test_unknown_devices_have_no_peak():
     assert peak_flops(ALONE.gpu_name) == 0
     for name in (
         "NVIDIA A10G",
+        "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     ):

@@ -10,7 +10,7 @@ import struct
 import generate
 import pytest
 import torch
-from families import family_config
+from families import LAYERS, family_config
 from tiny import tiny_config, tiny_model_folder
 from transformers import AutoConfig
 
@@ -98,3 +98,14 @@ def test_more_rows_and_tokens_need_more_and_ranks_share_the_weights(kind):
         generate.estimate_generation(model, n, torch.float32, 1, 8, 8)["weights"] for n in (1, 2)
     ]
     assert 1.8 < weights[0] / weights[1] <= 2
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "mamba", "rwkv"])
+def test_layers_of_different_sizes_and_layers_without_heads_are_planned_too(kind):
+    model = build_model(family_config(kind), torch.float32)
+    parts = generate.estimate_generation(model, 1, torch.float32, 2, 16, 8)
+    widths = [
+        layer.out_features for name, layer in model.named_modules() if name.endswith(".k_proj")
+    ]
+    keys_and_values = 2 * 2 * (16 + 8) * 4 * max(widths, default=64)
+    assert parts["cache"] >= LAYERS * keys_and_values

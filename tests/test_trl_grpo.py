@@ -59,7 +59,7 @@ def step(name: str, batch_size: int):
     cfg = grpo.Config(loss=loss_name, kl_beta=beta, **sizes, **clips)
     rows = rollouts.completions()
     lengths = [len(row.ids) for row in rows]
-    weights = [grpo.weight_of(cfg, length, lengths) for length in lengths]
+    weights = grpo.weights_of(cfg, lengths)
     policy = ready(oracle.policy_and_reference()[0])
     old, start = RECORDED["log_probs"]["old"], RECORDED["log_probs"]["reference"]
     sums = torch.zeros(6)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..run.errors import check, first_five
 from .loading import Piece, local
 from .loss import backbone, documents_by, one_document
-from .sharding import numel, plain_name, reads_text
+from .sharding import cast_to, numel, plain_name, reads_text
 
 # --- a score of each sequence: the head of a reward model
 #
@@ -143,6 +143,5 @@ def freeze_parts(model: nn.Module, trained: set[str], dtype: torch.dtype) -> nn.
     names = part_names(model)
     for part in names.keys() - trained:
         for name in names[part]:
-            parameter = model.get_parameter(name).requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
+            cast_to(model.get_parameter(name).requires_grad_(False), dtype)
     return model

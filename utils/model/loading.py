@@ -181,10 +181,7 @@ def transfer(call: Callable, file: IO[bytes], at: int, data: Tensor) -> int:
     """
     view = memoryview(data.numpy())
     done_bytes = 0
-    while done_bytes < len(view):
-        moved_bytes = call(file.fileno(), [view[done_bytes:]], at + done_bytes)
-        if not moved_bytes:
-            break
+    while moved_bytes := call(file.fileno(), [view[done_bytes:]], at + done_bytes):
         done_bytes += moved_bytes
     return done_bytes
 

@@ -39,7 +39,7 @@ from .loading import lay_out, local, local_box, whole
 from .options import Lora, Quant, changed_flags
 from .quantize import ROUTER, Quantized, is_plain, quantize_linears
 from .saving import local_parts, save_folder, save_tokenizer
-from .sharding import plain_name, reads_text
+from .sharding import cast_to, plain_name, reads_text
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of tensor names in an adapter's file
@@ -150,8 +150,8 @@ def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized
     `dtype`, that of the computation; quantized codes stay as they are.
     """
     quantized = quantize_linears(model, quant, dtype) if quant else None
-    for parameter in filter(torch.is_floating_point, model.parameters()):
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+    for parameter in model.parameters():
+        cast_to(parameter, torch.float32 if parameter.requires_grad else dtype)
     return quantized
 
 
@@ -191,7 +191,7 @@ def init_lora(model: nn.Module, seed: int) -> None:
         path, _, kind = name.partition(".lora_")
         if not kind:
             continue  # modules_to_save: loaded with the base
-        full = torch.zeros(parameter.shape, dtype=torch.float32)
+        full = torch.zeros(parameter.shape)
         generator = torch.Generator().manual_seed(seed_of(f"{seed} {key}"))
         if kind.startswith("A."):
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
@@ -217,24 +217,27 @@ def _magnitude(base: nn.Module) -> Tensor:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes what its base does, also in modules_to_save: for a reference pass in
-    no_grad. An adapter that the run continues (--adapter) is switched off too.
+    """Within it the model computes what its base does, also in modules_to_save, without dropout: for a
+    reference pass in no_grad. An adapter that the run continues (--adapter) is switched off too.
 
     Only the flags that peft's forwards read are set. peft's own disable_adapter also sets
     requires_grad. FSDP2 would keep that on parameters that are gathered at this moment, and those
     adapters would never train again.
     """
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)]
+    was_training = model.training
     try:
+        model.eval()
         for layer in layers:
             layer._disable_adapters = True
         yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
+        model.train(was_training)
 
 
-def fill_adapters(model: nn.Module, folder: str | Path, seed: int) -> None:
+def fill_adapters(model: nn.Module, folder: str, seed: int) -> None:
     """Fill the adapters: from a peft folder, else with fresh values. The base must be loaded."""
     load_adapter(model, Path(folder)) if folder else init_lora(model, seed)
 
@@ -311,9 +314,10 @@ def save_adapter(
     state = model.state_dict()
     pieces = [whole(key, state[name], name) for key, name in adapter_names(model).items()]
     config = copy.copy(config)
-    if os.path.isdir(base_name):  # else it is a Hugging Face id
-        base_name = os.path.abspath(base_name)
-    config.base_model_name_or_path = base_name
+    folder = Path(
+        base_name
+    ).expanduser()  # as in find_model; if there is none, it is a Hugging Face id
+    config.base_model_name_or_path = os.path.abspath(folder) if folder.is_dir() else base_name
     config.inference_mode = True
     if not config.lora_alpha % 1:  # Ollama reads 16, but not 16.0
         config.lora_alpha = int(config.lora_alpha)
@@ -381,12 +385,11 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
     """The linear layers among `names` in the part that reads text, except the head, routers, and layers that
     peft takes for fused experts.
     """
-    inside = {*reads_text(model).modules()} - {model.get_output_embeddings()}
-    linear = []
-    for name in names:
-        layer = model.get_submodule(name)
-        if layer in inside and isinstance(layer, nn.Linear | Conv1D) and not ROUTER.search(name):
-            linear.append(name)
+    inside = {m for m in reads_text(model).modules() if isinstance(m, nn.Linear | Conv1D)}
+    inside.discard(model.get_output_embeddings())
+    linear = [
+        name for name in names if model.get_submodule(name) in inside and not ROUTER.search(name)
+    ]
     config = LoraConfig(target_modules=linear)
     convert_peft_config_for_transformers(config, model, None)
     check(

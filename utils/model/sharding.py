@@ -116,8 +116,9 @@ def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
         cast_to(buffer, dtypes.get(plain_name(name)))
     apart = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad and p not in apart]
+    largest = max(trained, key=torch.numel, default=None)
     for parameter in trained:
-        cast_to(parameter, max(trained, key=torch.numel).dtype)
+        cast_to(parameter, largest.dtype)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype | None) -> None:
@@ -232,8 +233,9 @@ def recompute_activations(model: nn.Module, mode: str) -> None:
     """Keep for the backward only each layer's input (full), or its matrix products and attention too
     (selective), or everything (none).
 
-    full costs one more forward, selective the cheap part of one; the losses do not change. Raises ConfigError
-    if the model does not support it. https://docs.pytorch.org/docs/stable/checkpoint.html
+    full costs one more forward, selective the cheap part of one and the products of experts; the losses do
+    not change. Raises ConfigError if the model does not support it.
+    https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     if mode == "none":
         return
@@ -251,10 +253,11 @@ def recompute_activations(model: nn.Module, mode: str) -> None:
 
 
 def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
-    """Keep results that take long to compute for their size: attention, and matrix products. Recompute
-    products with an inner dim below an eighth of their width, such as that of an adapter from its rank
-    to the full width, or below 8, such as Gemma 3n's over its 4 streams: it adds to the result in place,
-    and torch would not notice that the kept one changes.
+    """Keep results that take long to compute for their size: attention, and matrix products. Recompute the
+    grouped products of experts, whose results are as many as the experts of a token, and products with an
+    inner dim below an eighth of their width, such as that of an adapter from its rank to the full width, or
+    below 8, such as Gemma 3n's over its 4 streams: it adds to the result in place, and torch would not notice
+    that the kept one changes.
     """
     name = op.name().partition("::")[2]
     keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))

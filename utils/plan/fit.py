@@ -1,7 +1,7 @@
 """The memory plan of a run: what it needs and what this machine has; at its end also what was measured."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -56,8 +56,8 @@ class MemoryPlan:
     """
 
     text: str
-    chosen: dict[str, object] = field(default_factory=dict)
-    planned: dict[str, object] = field(default_factory=dict)
+    chosen: dict[str, object]
+    planned: dict[str, object]
     base: int = 0
 
     def finish(self, out: Path, world: World, **facts: object) -> None:

@@ -134,8 +134,8 @@ def plan_rollout(
         if needed <= room.device:
             break
     whole = size == gathered
-    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers gathered"
-    line += " once" if whole else " in each forward"
+    how = "once" if whole else "in each forward"
+    line = f"rollout   {sum_of(parts)} on the fullest rank, with layers gathered {how}"
     check(
         force or needed <= room.device,
         f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"

@@ -541,17 +541,11 @@ def trace_of(setting: Setting) -> Trace:
             setting.pictures,
         )(scaled=scaled)
 
-    if setting.scaling:
-        trace = setting.scaling(traced, setting.batch_size, setting.seq_len)
-    else:
-        trace = traced(setting.batch_size, setting.seq_len)
+    shape = (setting.batch_size, setting.seq_len)
+    trace = setting.scaling(traced, *shape) if setting.scaling else traced(*shape)
     if setting.pictures:
         _, before = setting.pictures.trace(
-            planned_model(setting),
-            setting.dtype,
-            setting.batch_size,
-            setting.seq_len,
-            setting.activation_checkpointing,
+            planned_model(setting), setting.dtype, *shape, setting.activation_checkpointing
         )
         trace = replace(trace, pictures=before)
     return trace

@@ -33,8 +33,9 @@ def trained_tokens_of(batch) -> Tensor:
 
 
 class Reference:
-    """log pi_ref(y|x) under the model that a run starts from. With adapters, they are switched off for a
-    forward of the base. Without, call `score` before the first step; its results are then looked up.
+    """log pi_ref(y|x) under the model that a run starts from. Fresh adapters are switched off for a forward
+    of the base. Where all weights train, or an adapter goes on, call `score` before the first step; its
+    results are then looked up.
     """
 
     def __init__(self, model: nn.Module, world: World):

@@ -144,7 +144,7 @@ def set_seed(seed: int, step: int, world: World) -> None:
     """Seed the generators of Python and torch for a step and rank. So a resume does not need their states."""
     seed = (seed * 1_000_003 + step) * world.size + world.rank
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)  # it takes no larger one
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -30,18 +30,17 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
     # The handler adds the time to the file name.
     write_trace = torch.profiler.tensorboard_trace_handler(folder, name, use_gzip=True)
-    on_gpu = world.gpu_name
 
     def write(profiler):
         write_trace(profiler)
         print0(f"profile   {folder}: open its traces at https://ui.perfetto.dev")
-        if on_gpu:
+        if world.gpu_name:
             snapshot = folder / f"{name}.{time.time_ns()}.memory.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             print0(f"profile   {snapshot}: drop it on https://docs.pytorch.org/memory_viz")
 
-    if on_gpu:
+    if world.gpu_name:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1),
@@ -117,10 +116,10 @@ def start_recording(
 # fp16 for V100 and T4, which have no bf16 units. From NVIDIA's data sheets and white papers, halved where
 # those count sparsity. The first match counts. 0: not known.
 PEAK_TFLOPS = {
-    "MIG|Laptop|Ti": 0,  # a slice, or another chip of the same name
+    "MIG|Laptop|Ti|D": 0,  # a slice, or another chip of the same name
     "B200": 2250,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
+    "H[18]00 PCIe": 756,
+    "H[12]00 NVL": 835,
     "H100|H200|GH200|H800": 989,
     "A100|A800": 312,
     "A10|V100": 125,

@@ -100,7 +100,7 @@ def generate(
     """
     was_training = model.training
     model.eval()
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     found = {}
     for start in range(0, len(order), sampling.batch_size)[world.rank :: world.size]:
         batch = order[start : start + sampling.batch_size]
