@@ -192,6 +192,14 @@ REFUSED = sum(NOT_CAUSAL.values(), [])
 WITHOUT_TIMM = [name for name in TYPES if name not in REFUSED and name != "gemma3n"]
 
 
+def test_the_attention_of_packs_is_one_with_which_the_model_can_be_built():
+    """The plan builds it so, before the run."""
+    for model_type in WITHOUT_TIMM:
+        config = family_config(model_type)
+        model = build_model(config, torch.float32)
+        build_model(config, torch.float32, settle_attention(model, "auto", CPU, torch.float32))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", WITHOUT_TIMM)
 def test_attention_without_masks_has_the_logits_of_the_documents_alone(model_type):

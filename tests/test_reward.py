@@ -12,6 +12,7 @@ import pytest
 import reward
 import torch
 import torch.nn.functional as F
+from families import family_config
 from metrics import read_metrics
 from peft import PeftModel
 from ranks import run_ranks
@@ -170,6 +171,13 @@ def test_a_causal_checkpoint_gets_a_score_and_no_head(kind, tmp_path):
     first = own[SCORE].clone()
     fill_score(model, pieces, 1)
     assert not torch.equal(first, model.score.weight)
+
+
+@pytest.mark.parametrize("kind", ["granite", "modernbert-decoder"])
+def test_a_family_without_a_score_in_transformers_is_refused_by_name(kind):
+    """transformers has no such class of the first; that of the second has another head."""
+    with pytest.raises(ConfigError, match=f"scores no sequences with {kind} .fix: "):
+        build_model(family_config(kind), torch.float32, kind="scores")
 
 
 def test_a_checkpoint_that_lacks_more_than_the_score_is_refused(files, tmp_path):

@@ -195,11 +195,13 @@ def add_conversation(
 
 def chunks(found: Iterable) -> Iterator[list]:
     """Lists of at most ROWS rows and about BYTES bytes of lines. The last list may be empty."""
-    rows, size_bytes = [], 0
+    rows = []
+    size_bytes = 0
     for where, value in found:
         rows.append((where, value))
         size_bytes += len(value) if isinstance(value, bytes) else 0
         if len(rows) == ROWS or size_bytes > BYTES:
             yield rows
-            rows, size_bytes = [], 0
+            rows = []
+            size_bytes = 0
     yield rows

@@ -138,7 +138,8 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     # all paths are checked before the first file is opened
     files = [file_inside(folder, shard) for shard in shards]
 
-    found, twice = {}, []
+    found = {}
+    twice = []
     for file in files:
         header = read_header(file)
         twice += found.keys() & header.keys()

@@ -91,7 +91,8 @@ def local_box(parameter: Tensor, piece: Piece) -> tuple[Box, Box] | None:
         shard_shape, shard_at = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, placements
         )
-    in_shard, in_piece = [], []
+    in_shard = []
+    in_piece = []
     dims = zip(shard_at, shard_shape, piece.at, piece.shape, strict=True)
     for shard_begin, shard_size, piece_begin, piece_size in dims:
         begin = max(shard_begin, piece_begin)
@@ -128,9 +129,11 @@ def lay_out(
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_file_bytes,
     ).filename_to_tensors
-    places, headers = {}, {}
+    places = {}
+    headers = {}
     for file, names in files.items():
-        entries, end = {}, 0
+        entries = {}
+        end = 0
         for name in names:
             tensor = tensors[name]
             begin, end = end, end + tensor.nbytes
@@ -229,6 +232,10 @@ def build_model(
         "attn_implementation": None if attn == "auto" else attn,
         "trust_remote_code": trust_remote_code,
     }
+    classifier = (
+        f"--model: transformers scores no sequences with {config.model_type} (fix: another --model)"
+    )
+    check(kind != "scores" or type(config) in family._model_mapping, classifier)
     problem = f"{config.model_type} cannot be built with --attn {attn}"
     if not whole:
         fix = f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'}"
@@ -240,6 +247,7 @@ def build_model(
                 whole, config=config, use_safetensors=True, local_files_only=True, **options
             )
     if kind == "scores":
+        check(hasattr(model, "score"), classifier)
         model.get_output_embeddings = lambda: model.score
     return model
 
@@ -278,7 +286,9 @@ def plan_pieces(
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or []) or r"(?!)")
-    pieces, extra, misshapen = [], [], []
+    pieces = []
+    extra = []
+    misshapen = []
     covered = dict.fromkeys(state, 0)  # elements found, by parameter
     for name, info in weights.items():
         target, pattern = rename_source_key(

@@ -282,7 +282,8 @@ def chunk_by_chunk(
     by_hidden, by_weight, by_bias = (grad and one for one in wanted[:3])
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if by_hidden else None
-    d_weight, sums = None, []
+    d_weight = None
+    sums = []
     if by_weight and len(chunks) != 1:
         sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if by_bias else None

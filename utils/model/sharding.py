@@ -136,7 +136,8 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
         for name, _ in model.named_parameters()
         if dtypes.get(plain_name(name)) == torch.float32
     }
-    found, inside = [], set()
+    found = []
+    inside = set()
     for path, module in model.named_modules():
         own = {f"{path}.{name}" for name, _ in module.named_parameters()}
         if own and own <= kept and module not in inside:

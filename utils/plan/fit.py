@@ -111,7 +111,8 @@ def plan_memory(
     smallest change that fits, unless `force`.
     """
     room = room_here(world)
-    chosen, lines = {}, []
+    chosen = {}
+    lines = []
     if fit and not fitted:
         from .search import fit_levers
 

@@ -252,7 +252,8 @@ def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
     """
     apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     types = getattr(model.config.get_text_config(), "layer_types", None)
-    kinds, firsts = [], {}
+    kinds = []
+    firsts = {}
     for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
         key = type(layer), types and types[i], shapes, apart and i == 0
