@@ -314,9 +314,8 @@ def save_adapter(
     state = model.state_dict()
     pieces = [whole(key, state[name], name) for key, name in adapter_names(model).items()]
     config = copy.copy(config)
-    folder = Path(
-        base_name
-    ).expanduser()  # as in find_model; if there is none, it is a Hugging Face id
+    # as in find_model; if there is no such folder, the name is a Hugging Face id
+    folder = Path(base_name).expanduser()
     config.base_model_name_or_path = os.path.abspath(folder) if folder.is_dir() else base_name
     config.inference_mode = True
     if not config.lora_alpha % 1:  # Ollama reads 16, but not 16.0
