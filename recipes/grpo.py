@@ -718,14 +718,13 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
 def weights_of(cfg: Config, lengths: list[int]) -> list[float]:
     """The weight in the loss of each token of a completion, for all completions, which have these lengths."""
     divisors = {
-        # the mean over completions of their token means: https://arxiv.org/abs/2402.03300
-        "grpo": [length * len(lengths) for length in lengths],
-        # a constant divisor, which does not depend on the length: https://arxiv.org/abs/2503.20783
-        "dr_grpo": [cfg.max_new_tokens * len(lengths)] * len(lengths),
         # the mean over all tokens: https://arxiv.org/abs/2503.14476
-        "dapo": [sum(lengths)] * len(lengths),
+        "dapo": sum(lengths),
+        # a constant divisor, which does not depend on the lengths: https://arxiv.org/abs/2503.20783
+        "dr_grpo": cfg.max_new_tokens * len(lengths),
     }
-    return [1 / divisor for divisor in divisors[cfg.loss]]
+    # grpo: the mean over completions of their token means, https://arxiv.org/abs/2402.03300
+    return [1 / divisors.get(cfg.loss, length * len(lengths)) for length in lengths]
 
 
 def policy_loss(
