@@ -28,8 +28,8 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).paramet
 NOT_IN_VARLEN = """attn_logit_softcapping attention_chunk_size attention_dropout attn_pdrop
     attention_probs_dropout_prob""".split()
 # The first two do not pass the documents on to attention, the next two apply their windows in masks only, and
-# the last two have only the attentions that they name themselves.
-NEED_MASKS = "nemotron stablelm phimoe qwen2_moe falcon gpt_neo".split()
+# the last three have only the attentions that they name themselves (GPT-J in transformers 5.21).
+NEED_MASKS = "nemotron stablelm phimoe qwen2_moe falcon gpt_neo gptj".split()
 _code_of = attrgetter(  # class -> the code of its forward, without its name and place
     "forward.__code__.co_code", "forward.__code__.co_names", "forward.__code__.co_consts"
 )
