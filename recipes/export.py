@@ -167,7 +167,7 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
         copy_companions(trained.model, trained.source.folder, adapter, temp)
         if merge.untied:
             config = read_json(temp / "config.json")
-            for part in (config, config.get("text_config", {})):  # servers read either
+            for part in (config, config.get("text_config") or {}):  # servers read either
                 part["tie_word_embeddings"] = False
             write_json(temp / "config.json", config)
 
