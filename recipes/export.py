@@ -198,9 +198,9 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
         names_of.setdefault(id(tensor), []).append(name)
     tied = {name: names for names in names_of.values() for name in names}
     inject(model, read_lora_config(folder, merge=True), str(folder))
-    stored = match_tensors(model, folder, base="").values()
+    stored = match_tensors(model, folder, merge=True).values()
     allocate(model, stored)
-    load_adapter(model, folder, base="")
+    load_adapter(model, folder, merge=True)
 
     copies = {plain_name(name) for name in stored if ".modules_to_save." in name}
     own = {}

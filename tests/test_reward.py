@@ -173,10 +173,15 @@ def test_a_causal_checkpoint_gets_a_score_and_no_head(kind, tmp_path):
     assert not torch.equal(first, model.score.weight)
 
 
-@pytest.mark.parametrize("kind", ["granite", "modernbert-decoder"])
-def test_a_family_without_a_score_in_transformers_is_refused_by_name(kind):
-    """transformers has no such class of the first; that of the second has another head."""
-    with pytest.raises(ConfigError, match=f"scores no sequences with {kind} .fix: "):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("granite", "granite is no model for which transformers has a sequence classifier"),
+        ("modernbert-decoder", "the classifier of modernbert-decoder has no layer `score`"),
+    ],
+)
+def test_a_family_without_a_score_in_transformers_is_refused_by_name(kind, why):
+    with pytest.raises(ConfigError, match=f"{why} .fix: another --model"):
         build_model(family_config(kind), torch.float32, kind="scores")
 
 

@@ -281,10 +281,12 @@ def write_tokens(
         with open(Path(folder, name), "ab") as file:
             file.write(content)
 
-    total, origins = Part(), []
+    total = Part()
+    origins = []
     spare_rows = MORE_ROWS
     for source in sources:
-        first, forms = len(total.lengths), Counter()
+        first = len(total.lengths)
+        forms = Counter()
         for part in run(chunks(islice(source.read(), rows.max_rows or None))):
             total.join(part)
             forms.update(part.forms)

@@ -77,7 +77,8 @@ def files_of(name: str) -> list[Path] | None:
 
     ConfigError for a folder or a pattern without files, or with files of several kinds.
     """
-    path, stored = Path(name), Path(name.partition(":")[0])
+    path = Path(name)
+    stored = Path(name.partition(":")[0])
     if (path / "state.json").exists() or (stored / "dataset_dict.json").exists():
         return None  # datasets' save_to_disk wrote it
     if path.is_dir():

@@ -225,17 +225,13 @@ def build_model(
     "scores" is a sequence classifier with `score` as its head, for which config.num_labels must be 1. Raises
     ConfigError if the model cannot be built.
     """
-    check_kind(config, "pictures" if kind == "pictures" else "text")
+    check_kind(config, kind)
     family = KINDS[kind]
     options = {
         "dtype": dtype,
         "attn_implementation": None if attn == "auto" else attn,
         "trust_remote_code": trust_remote_code,
     }
-    classifier = (
-        f"--model: transformers scores no sequences with {config.model_type} (fix: another --model)"
-    )
-    check(kind != "scores" or type(config) in family._model_mapping, classifier)
     problem = f"{config.model_type} cannot be built with --attn {attn}"
     if not whole:
         fix = f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'}"
@@ -247,15 +243,24 @@ def build_model(
                 whole, config=config, use_safetensors=True, local_files_only=True, **options
             )
     if kind == "scores":
-        check(hasattr(model, "score"), classifier)
+        check(
+            hasattr(model, "score"),
+            f"--model: the classifier of {config.model_type} has no layer `score` (fix: another --model)",
+        )
         model.get_output_embeddings = lambda: model.score
     return model
 
 
 def check_kind(config: PretrainedConfig, kind: str) -> None:
-    """Raise ConfigError for a model that transformers does not list under this kind, text or pictures."""
+    """Raise ConfigError for a model that transformers does not list under this kind, a key of KINDS. Models
+    that score are causal language models too.
+    """
     listed = type(config) in KINDS[kind]._model_mapping
-    if kind == "text":
+    if kind == "scores":
+        check_kind(config, "text")
+        what = "model for which transformers has a sequence classifier"
+        fix = "another --model, such as llama or qwen3"
+    elif kind == "text":
         for reason, families in NOT_CAUSAL.items():
             check(
                 config.model_type not in families,
@@ -264,10 +269,10 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
             )
         what = "text-only causal model"
         fix = "recipes/vision.py, for plan.py --images 1344x896; or a text-only model, such as qwen2.5-7b"
-        listed = listed or getattr(config, "auto_map", None)
     else:
         what = "model of pictures and text that is part of transformers"
         fix = "a model whose code is, such as MiniCPM-V 4.6 for MiniCPM-V 2.6 and OmniLMM"
+    listed = listed or kind != "pictures" and getattr(config, "auto_map", None)
     check(listed, f"--model: {config.model_type} is no {what} (fix: {fix})")
 
 

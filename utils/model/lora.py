@@ -243,13 +243,13 @@ def fill_adapters(model: nn.Module, folder: str, seed: int) -> None:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path, base: str = ".base_layer.") -> None:
+def load_adapter(model: nn.Module, folder: Path, merge=False) -> None:
     """Copy this rank's rows of an adapter into a model from add_adapters.
 
     Raises ConfigError unless names and shapes match the model. The file may also have base layers that peft
-    stored, as it does for embeddings; they are loaded. base: see match_tensors.
+    stored, as it does for embeddings; they are loaded. merge: see match_tensors.
     """
-    file, names = folder / TENSORS, match_tensors(model, folder, base)
+    file, names = folder / TENSORS, match_tensors(model, folder, merge)
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
@@ -262,11 +262,11 @@ def load_adapter(model: nn.Module, folder: Path, base: str = ".base_layer.") -> 
                 local(parameter)[box[0]].copy_(values)
 
 
-def match_tensors(model: nn.Module, folder: Path, base: str = ".base_layer.") -> dict[str, str]:
+def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict[str, str]:
     """Name in an adapter's file -> parameter of a model from add_adapters, from the file's header alone.
     If the vocabulary has grown, peft also stores both embeddings of the base, and copies of those in
-    modules_to_save. base: what the names of stored base weights contain; "" if they are merged: a training
-    would save its adapter without them.
+    modules_to_save. merge: take stored weights of any part of the base, not only those under adapters. A
+    training would save its adapter without the others.
 
     Raises ConfigError as load_adapter does.
     """
@@ -279,7 +279,7 @@ def match_tensors(model: nn.Module, folder: Path, base: str = ".base_layer.") ->
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = PREFIX + name
         # codes of a quantized layer are not floating-point
-        if base in name and key in stored and parameter.is_floating_point():
+        if (merge or ".base_layer." in name) and key in stored and parameter.is_floating_point():
             names[key] = name
     shapes = {key: [*model.get_parameter(name).shape] for key, name in names.items()}
     wrong = []

@@ -216,7 +216,8 @@ def write_config(config: PretrainedConfig, source: Path, file: Path) -> None:
     """
     # Not save_pretrained, which validates the config and may refuse it, after the training.
     config.to_json_file(file)
-    new, path = read_json(file), source if source.is_file() else source / file.name
+    new = read_json(file)
+    path = source if source.is_file() else source / file.name
     whole = read_json(path) if path.exists() else {}
     for part in (whole, whole.get("text_config", {})):
         if part.get("model_type") == config.model_type:

@@ -9,7 +9,7 @@ import torch
 from ..run.distributed import World, gather
 from ..run.errors import ConfigError, print0, story
 from ..run.folder import write_plan
-from ..run.memory import host_memory, note_peak, numbers, peaks, reserved_peaks
+from ..run.memory import host_memory, memory_bytes, note_peak, peaks, reserved_peaks
 from ..run.units import GIB
 from .need import (
     COMPILED,
@@ -148,7 +148,7 @@ def plan_memory(
     story.less_memory = less_memory
     peaks.clear()  # they are measured from here on
     reserved_peaks.clear()
-    base = WORKSPACES if setting.gpu else 1024 * numbers(Path("/proc/self/status"))["RssAnon:"]
+    base = WORKSPACES if setting.gpu else memory_bytes()
     # for plan.json: bytes of the fullest rank
     facts = asdict(need.states) | {
         "device_bytes": need.device,

@@ -568,7 +568,10 @@ def need_of(setting: Setting) -> Need:
         )
     )
     copy = states.gradients + states.optimizer if setting.async_save else 0
-    peak, why, inputs, paged = None, "", 0, 0
+    peak = None
+    why = ""
+    inputs = 0
+    paged = 0
     if setting.gpu and not setting.cpu_offload and "paged" in setting.optimizer:
         # The driver moves the moments to the host if it must, and torch does not count them.
         paged, states = states.optimizer, replace(states, optimizer=0)

@@ -38,6 +38,11 @@ def peak_memory_bytes() -> int:
     return 1024 * (status["VmHWM:"] - status["RssFile:"] - status["RssShmem:"])
 
 
+def memory_bytes() -> int:
+    """Private memory of this process now, on the host."""
+    return 1024 * numbers(Path("/proc/self/status"))["RssAnon:"]
+
+
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """(bytes in use, bytes in total) of the nearest cgroup, v1 or v2, with a limit below the machine's
     memory; else of the machine.

@@ -51,7 +51,9 @@ class CheckpointSaver(AbstractContextManager):
     def __init__(
         self, folder: Path, keep: int, world: World, background: bool = False, timeout: float = 1800
     ):
-        self.folder, self.keep, self.world = folder, keep, world
+        self.folder = folder
+        self.keep = keep
+        self.world = world
         self.group = dist.new_group(
             dist.get_process_group_ranks(world.group),
             backend="gloo",
@@ -164,10 +166,13 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, temporary: Path, final: Path, state: dict, keep: int):
         super().__init__(temporary)
         self.fs = _HashingFiles()
-        self.final, self.keep, self.removal = final, keep, None
+        self.final = final
+        self.keep = keep
+        self.removal = None
         self.state_text = json.dumps(state, indent=1)
         self.step_seconds = state.get("step_seconds", 0.0)
-        self.started, self.seconds = time.monotonic(), 0.0
+        self.started = time.monotonic()
+        self.seconds = 0.0
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """Write this rank's tensors. The digests reach rank 0 as the last of DCP's results."""
@@ -188,7 +193,8 @@ class _Writer(dcp.FileSystemWriter):
         for of_rank in results:
             files |= of_rank.pop().storage_data
         super().finish(metadata, results)
-        state, manifest = self.path / "state.json", self.path / "manifest.json"
+        state = self.path / "state.json"
+        manifest = self.path / "manifest.json"
         with self.fs.create_stream(state, "wb") as file:
             file.write(self.state_text.encode())
         files |= self.fs.digests  # with those of .metadata and state.json

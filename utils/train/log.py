@@ -49,11 +49,16 @@ class RunLog(AbstractContextManager):
     """
 
     def __init__(self, folder, steps: int, first: int, run: int, world: World, token_mfu, options):
-        self.file, self.total_steps, self.run = folder / "metrics.jsonl", steps, run
-        self.world, self.token_mfu, self.options = world, token_mfu, options
+        self.file = folder / "metrics.jsonl"
+        self.total_steps = steps
+        self.run = run
+        self.world = world
+        self.token_mfu = token_mfu
+        self.options = options
         self.skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
         self.unread = []  # steps whose values are still on the GPU
-        self.profiler, self.trackers = None, ()
+        self.profiler = None
+        self.trackers = ()
         if options.profile or options.tensorboard or options.wandb:
             from .profiling import start_recording
 

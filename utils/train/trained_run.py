@@ -157,8 +157,10 @@ def kind_of(run: dict, source: Source, adapter: str) -> str:
     if of_pictures and type(source.config) in KINDS["text"]._model_mapping:
         of_pictures = any("vis" in name for name in source.weights)
         if of_pictures and adapter:  # in a family's text-only model the layers have other names
-            names = read_header(file_inside(Path(adapter), "adapter_model.safetensors"))
-            of_pictures = not any(n.startswith("base_model.model.model.layers.") for n in names)
+            from ..model.lora import PREFIX, TENSORS
+
+            names = read_header(file_inside(Path(adapter), TENSORS))
+            of_pictures = not any(name.startswith(f"{PREFIX}model.layers.") for name in names)
     return "pictures" if of_pictures else "text"
 
 
@@ -277,9 +279,8 @@ class RewardModel:
         tokens are kept, as many as the model has positions.
         """
         turns = [*question.messages, {"role": "assistant", "content": text}]
-        ids = self.tokenizer.apply_chat_template(turns, tools=question.tools, return_dict=True)[
-            "input_ids"
-        ]
+        render = self.tokenizer.apply_chat_template
+        ids = render(turns, tools=question.tools, return_dict=True)["input_ids"]
         return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]
 
 
