@@ -607,6 +607,15 @@ def test_data_sets_of_several_forms_may_be_mixed(said):
     assert ": 3 rows" in said("a.jsonl,b.jsonl,c.txt")
 
 
+def test_a_blank_text_file_is_dropped_and_counted(said):
+    os.mkdir("texts")
+    write("texts/a.txt", " \n")
+    blank = "no trained token in the first 256 tokens"
+    assert f"texts: all 1 rows were dropped: 1 x {blank}" in said("texts")
+    write("texts/b.txt", "plain text")
+    assert f", 1 dropped: {blank}" in said("texts")
+
+
 @pytest.mark.parametrize(
     ("case", "template", "expected"),
     [

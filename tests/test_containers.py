@@ -88,10 +88,8 @@ def test_rows_are_named_by_file_and_place():
 def test_texts_are_one_row_a_file():
     write("texts/b.txt", "two\n")
     write("texts/a.txt", "\ufeffone\n\nstill one")
-    write("texts/empty.txt", " \n")
     assert values("texts") == [{"text": "one\n\nstill one"}, {"text": "two\n"}]
     assert values(write("notes.md", "# a")) == [{"text": "# a"}]
-    assert "empty.txt: no rows" in refusal("texts/empty.txt")
     assert "latin.txt: cannot be read: UnicodeDecodeError: 'utf-8' codec" in refusal(
         write("latin.txt", b"caf\xe9")
     )
@@ -105,6 +103,21 @@ def test_folders_and_patterns_give_their_files_in_order():
     assert "parts/*.csv: no .jsonl" in refusal("parts/*.csv")
     write("parts/x.csv", "a,b\n")
     assert "parts: files of several kinds, .csv, .jsonl" in refusal("parts")
+
+
+def test_a_folder_does_not_mix_files_to_test_with_into_those_to_train_on():
+    for i, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "testimonials")):
+        write(f"splits/{name}.jsonl", json.dumps(ROWS[i]))
+    assert sorted(values("splits"), key=ROWS.index) == ROWS[:3]
+    for name in ("test-00000-of-00001", "my_val", "validation", "gsm8k-dev", "Eval"):
+        write(f"splits/{name}.jsonl", json.dumps(ROWS[3]))
+        assert "splits: files to test with beside others (fix: 'splits/train*'" in refusal("splits")
+        assert values("splits/train*") == ROWS[:2]
+        assert len(values("splits/*")) == 4
+        Path(f"splits/{name}.jsonl").unlink()
+    write("held_out/test.jsonl", json.dumps(ROWS[0]))
+    write("held_out/valid.jsonl", json.dumps(ROWS[1]))
+    assert values("held_out") == ROWS[:2]
 
 
 def test_an_empty_field_of_a_table_is_not_there():

@@ -17,7 +17,9 @@ from ..run.files import did_you_mean, impostor
 from .formats import json_name
 
 KINDS = ".jsonl .json .csv .parquet .txt .md".split()
-ABOUT = re.compile(r"\.|readme|license", re.I)  # how a file of a folder begins that holds no rows
+# a word in the name of a file that is not for training
+HELD_OUT = re.compile("(?i)(?<![a-z])(test|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])")
+ABOUT = re.compile(r"(?i)\.|readme|license")  # how a file of a folder begins that holds no rows
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
 Found = Iterator[tuple[str, object]]
@@ -75,7 +77,8 @@ def files_of(name: str) -> list[Path] | None:
     """The files that a name stands for: a file, or the files of a folder or a pattern. None for a data set of
     the Hub, or a folder written by datasets' save_to_disk.
 
-    ConfigError for a folder or a pattern without files, or with files of several kinds.
+    ConfigError for a folder or a pattern without files, or with files of several kinds; and for a folder that
+    holds files to test with beside others.
     """
     path = Path(name)
     stored = Path(name.partition(":")[0])
@@ -85,6 +88,11 @@ def files_of(name: str) -> list[Path] | None:
         found = [
             p for p in sorted(path.iterdir()) if kind_of(p) in KINDS and not ABOUT.match(p.name)
         ]
+        splits = {HELD_OUT.search(p.name) is None for p in found}
+        check(
+            len(splits) < 2,
+            f"{name}: files to test with beside others (fix: '{name}/train*', or '{name}/*' for all)",
+        )
     elif glob.has_magic(name) and not path.exists():
         found = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif (
@@ -145,9 +153,7 @@ def read_file(path: Path) -> Found:
 
             yield from read_table(file, kind, path)
         else:
-            content = file.read()
-            if content.strip():
-                yield str(path), {"text": content.decode("utf-8-sig")}
+            yield str(path), {"text": file.read().decode("utf-8-sig")}
 
 
 def read_lines(file: BinaryIO, path: Path) -> Found:

@@ -134,8 +134,7 @@ def differences(old: dict, new: dict, but: Sequence[str] = ()) -> str:
 
 
 def rank() -> int:
-    value = os.environ.get("RANK", "0")
-    return int(value) if value.isdecimal() else 0
+    return int(os.environ.get("RANK") or 0)
 
 
 def print_once(*lines: str, agreed: bool = False) -> None:
