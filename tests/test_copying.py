@@ -5,6 +5,7 @@ python -m pytest tests/test_copying.py
 
 import re
 import shutil
+from shlex import quote
 
 import pytest
 from launch import forked
@@ -99,14 +100,17 @@ def test_a_copy_without_the_tiny_model_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("package", "version"), [("torch", "{}.0a0+6.nv26.02"), ("transformers", "{}.0")]
+    ("package", "version", "said"),
+    [("torch", "{}.0a0+6.nv26.02", "torch>="), ("transformers", "{}.0", "# ")],
 )
 def test_packages_older_than_in_requirements_are_refused_with_the_remedy(
-    package, version, tmp_path
+    package, version, said, tmp_path
 ):
-    """a0+6.nv26.02: torch's versions in NVIDIA's containers."""
+    """a0+6.nv26.02: torch's versions in NVIDIA's containers. transformers: the oldest that a comment says to
+    run too.
+    """
     text = (ROOT / "requirements.txt").read_text()
-    major, minor = re.search(rf"^{package}>=(\d+)\.(\d+),", text, re.M).groups()
+    major, minor = re.search(rf"^{said}(\d+)\.(\d+)(,| to)", text, re.M).groups()[:2]
     for found, code in ((int(minor), 0), (int(minor) - 1, 1)):
         installed = tmp_path / f"{package}-{found}.dist-info"
         installed.mkdir()
@@ -118,6 +122,27 @@ def test_packages_older_than_in_requirements_are_refused_with_the_remedy(
     assert f"ImportError: {package}>={major}.{minor}" in done.stderr
     assert done.stderr.endswith("(fix: pip install -r requirements.txt)\n")
 
+
+def test_gemma_2_is_refused_where_transformers_leaves_out_its_soft_cap():
+    done = shell(f"python -c {quote(OLDER)}")
+    assert "gemma2 is a model of which transformers before 5.21 leaves out" in done.stdout, (
+        done.stderr
+    )
+
+
+OLDER = """
+import transformers
+
+transformers.__version__ = "5.20.2"
+from utils.model.loading import check_kind
+from utils.run.errors import ConfigError
+
+check_kind(transformers.LlamaConfig(), "text")
+try:
+    check_kind(transformers.Gemma2Config(), "text")
+except ConfigError as error:
+    print(error)
+"""
 
 WITHOUT = """
 import sys

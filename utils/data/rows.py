@@ -18,8 +18,8 @@ from .formats import json_name
 
 KINDS = ".jsonl .json .csv .parquet .txt .md".split()
 # a word in the name of a file that is not for training
-HELD_OUT = re.compile("(?i)(?<![a-z])(test|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])")
-ABOUT = re.compile(r"(?i)\.|readme|license")  # how a file of a folder begins that holds no rows
+HELD_OUT = "(?i)(?<![a-z])(test|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])"
+ABOUT = r"(?i)\.|readme|license"  # how a file of a folder begins that holds no rows
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
 Found = Iterator[tuple[str, object]]
@@ -86,9 +86,9 @@ def files_of(name: str) -> list[Path] | None:
         return None  # datasets' save_to_disk wrote it
     if path.is_dir():
         found = [
-            p for p in sorted(path.iterdir()) if kind_of(p) in KINDS and not ABOUT.match(p.name)
+            p for p in sorted(path.iterdir()) if kind_of(p) in KINDS and not re.match(ABOUT, p.name)
         ]
-        splits = {HELD_OUT.search(p.name) is None for p in found}
+        splits = {re.search(HELD_OUT, p.name) is None for p in found}
         check(
             len(splits) < 2,
             f"{name}: files to test with beside others (fix: '{name}/train*', or '{name}/*' for all)",

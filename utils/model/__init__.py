@@ -2,5 +2,5 @@
 
 from transformers.utils.versions import require_version
 
-for oldest in ("torch>=2.11.0a0", "transformers>=5.21"):  # a0: NVIDIA's containers
+for oldest in ("torch>=2.11.0a0", "transformers>=5.17"):  # a0: NVIDIA's containers
     require_version(oldest, "(fix: pip install -r requirements.txt)")

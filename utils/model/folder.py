@@ -46,6 +46,8 @@ NOT_CAUSAL = {  # by reason
     "a draft model of another model": ["gemma4_assistant", "gemma4_unified_assistant"],
     "a model whose layers share weights, which FSDP2 cannot cut": ["zamba", "zamba2"],
     "a model of one fixed length of rows": ["reformer"],
+    "a model of which transformers before 5.21 leaves out the soft cap": ["gemma2"]
+    * (transformers.__version__ < "5.21"),
 }
 
 
@@ -260,7 +262,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             begin = 8 + size + entry["data_offsets"][0]
             infos[name] = TensorInfo(file, dtype, tuple(entry["shape"]), begin)
         end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
         with open(file, "rb") as opened:
             reason = impostor(opened.read(100)) or f"damaged, cut short or no safetensors: {error}"
         raise ConfigError(f"{file}: {reason} {AGAIN}") from None

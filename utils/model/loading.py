@@ -136,7 +136,8 @@ def lay_out(
         end = 0
         for name in names:
             tensor = tensors[name]
-            begin, end = end, end + tensor.nbytes
+            begin = end
+            end += tensor.nbytes
             entries[name] = {
                 "dtype": codes[tensor.dtype],
                 "shape": tensor.shape,

@@ -67,7 +67,8 @@ def init_distributed(use_gpu: bool = True) -> World:
     Raises ConfigError for variables that do not fit together, a port in use, more ranks on this machine than
     GPUs, or a GPU that this torch cannot use.
     """
-    rank, size = env_int("RANK"), env_int("WORLD_SIZE")
+    rank = env_int("RANK")
+    size = env_int("WORLD_SIZE")
     store = None
     if dist.is_initialized():  # main() called from a program that has its own group
         rank, size = dist.get_rank(), dist.get_world_size()
