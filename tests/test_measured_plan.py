@@ -4,6 +4,7 @@ Measured on 2026-11-26, on the H100 before norms were fused, and on 2026-11-27, 
 transformers 5.24.0. The tests need no GPU.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from utils.plan.need import (
     need_of,
     sizes_of,
 )
+from utils.run.settings import parse_cli
 from utils.run.units import GIB, MIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -144,6 +146,26 @@ def test_8_billion_parameters_need_what_an_h200_measured(measured, levers):
 
 def test_8_billion_parameters_recomputed_need_what_an_h200_measured():
     assert need_of_8b(**RECOMPUTED) == pytest.approx(67.33, rel=0.002)
+
+
+def test_the_readme_names_the_flag_without_which_8_billion_parameters_need_16_gib_more():
+    rows = (CONFIGS.parent / "README.md").read_text().splitlines()
+    flags = "--model llama-3-8b --gpu h200 --param_dtype bf16"
+    for words, levers, more in [
+        ("full recomputing", "--activation_checkpointing full --batch_size 4 --grad_accum 2", 83.7),
+        ("nothing recomputed", "--grad_accum 8", 99.8),
+    ]:
+        (row,) = [row for row in rows if f"Llama-3-8B, bf16, {words}" in row]
+        needed = []
+        for flag in ("", " --sync_each_microbatch"):
+            cfg = parse_cli(plan.Config, f"{flags} {levers}{flag}".split())
+            needed.append(need_of(plan.setting_of(cfg, plan.find_config(cfg.model, False))))
+        without, synced = (need.peak.total / GIB for need in needed)
+        assert "--sync_each_microbatch" in row
+        planned_there = float(re.search(r"planned ([\d.]+)", row)[1])
+        assert synced + WORKSPACES / GIB == pytest.approx(planned_there, abs=0.06)
+        assert f"{without:.1f}" == f"{more}"
+        assert f"{without - synced:.1f}" == "16.3"
 
 
 def test_8_billion_parameters_need_what_an_h100_measured_before_norms_were_fused(

@@ -69,7 +69,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "voc
 CONVENTION = """MFU counts 6 operations for each matmul parameter (with the head, without the embedding
 table), or 4 under adapters, and 6 x layers x width x sequence for attention, which is causal and so half of
 what PaLM counts; recomputation does not count. It is divided by the device's dense bf16 peak in NVIDIA's
-data sheet."""
+data sheet. All but offload_1b and the Trainer's runs have --sync_each_microbatch."""
 
 
 def unavailable(small: bool = False) -> str:
