@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from utils.run.distributed import init_distributed, together
 from utils.run.errors import ConfigError
+from utils.run.files import replace_file
 from utils.run.folder import claim_output
 from utils.train import checkpoint as checkpoint_module
 from utils.train.checkpoint import CheckpointSaver
@@ -640,6 +641,21 @@ def test_a_name_that_is_no_text_is_printed_escaped(whole, tmp_path):
     ended = shell(f"python recipes/finetune.py {words(flags, tmp_path / 'out')}", **strict)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "rows\\udcff.jsonl: " in ended.stdout
+
+
+def test_what_a_file_holds_is_on_the_disk_before_its_name(tmp_path):
+    """A machine that lost its power between the two would have plan.json with nothing in it."""
+    (tmp_path / "plan.json").write_text("old")
+    called = []
+    sys.setprofile(lambda frame, event, what: event == "c_call" and called.append(what))
+    replace_file(tmp_path / "plan.json", "new")
+    sys.setprofile(None)
+    assert [what for what in called if what in (os.fsync, os.rename, os.replace)] == [
+        os.fsync,
+        os.replace,
+    ]
+    assert (tmp_path / "plan.json").read_text() == "new"
+    assert os.listdir(tmp_path) == ["plan.json"]
 
 
 @slow

@@ -55,11 +55,14 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically: whatever happens, it is complete, as it was before, or absent."""
+    """Write a file atomically: whatever happens, it is complete, as it was before, or absent, also after the
+    machine has lost its power.
+    """
     temporary = path.with_name(f".tmp_{path.name}_{secrets.token_hex(8)}")
     try:
         temporary.write_text(text, "utf-8")
-        os.replace(temporary, path)
+        sync_path(temporary)  # a disk may take a new name earlier than what the file holds
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -99,8 +102,8 @@ def publish(temp: Path, out: Path) -> None:
     for path in (*temp.iterdir(), temp):
         sync_path(path)
     if out.exists():
-        os.rename(out, out.with_name(temp.name.replace(".tmp", ".old", 1)))
-    os.rename(temp, out)
+        out.rename(out.with_name(temp.name.replace(".tmp", ".old", 1)))
+    temp.rename(out)
     sync_path(out.parent)
     remove_siblings(out, ".old")
 
