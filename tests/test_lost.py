@@ -6,11 +6,15 @@ python -m pytest tests/test_lost.py -m ""
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from launch import Forked
+from shell import ROOT
 from test_faults import command
 from test_faults import flags as flags  # a fixture
 
@@ -69,6 +73,27 @@ def test_a_killed_rank_is_one_line_that_names_it_wherever_the_others_are(tmp_pat
     (line,) = said_by_rank_0(tmp_path, DIES, WAITS[waits]).splitlines()
     assert line.startswith("error: rank 1 is gone in act 'load'")
     assert "memory" in line
+
+
+def test_a_killed_rank_of_another_machine_is_one_line_that_says_killed_or_a_machine_gone(tmp_path):
+    """Each rank is the only one of its launcher, so neither finds the other in /proc."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(ends=DIES, waits=WAITS["in a collective"]))
+    ranks = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for rank in range(2):
+        here = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ROOT}
+        environment = os.environ | {name: str(value) for name, value in here.items()}
+        command = [sys.executable, script]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    (line,) = ranks[0].communicate(timeout=60)[1].splitlines()
+    assert ranks[1].wait(60) == -signal.SIGKILL
+    assert ranks[0].returncode == 1
+    assert line.startswith("error: rank 0 waited in vain for the others in act 'load': ")
+    assert "closed by peer" in line or "reset by peer" in line
+    assert line.endswith("else it was killed, or its machine is gone)")
 
 
 def takes_sigterm(pid: int) -> bool:

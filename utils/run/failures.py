@@ -66,7 +66,8 @@ def explain(error: Exception) -> None:
         say_who_is_gone()
         print_once(
             f"rank {rank()} waited in vain for the others in act '{story.act}': {first_line}"
-            " (fix: see what they say; one that says nothing hangs: py-spy dump shows where)"
+            " (fix: see what they say; of one that says nothing: after a timeout it hangs, and py-spy dump"
+            " shows where; else it was killed, or its machine is gone)"
         )
         _leave()
     write_errors(f"rank {rank()} failed in act '{story.act}'; its traceback follows")
