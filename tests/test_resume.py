@@ -27,7 +27,7 @@ from transformers import AutoConfig
 
 from utils.model.folder import run_facts
 from utils.run import signals
-from utils.run.distributed import ALONE
+from utils.run.distributed import ALONE, World
 from utils.run.errors import ConfigError
 from utils.run.signals import CAUGHT, stop_at_once
 from utils.train.resume import print_way_on
@@ -340,6 +340,17 @@ def test_the_way_on_does_not_refuse_what_the_run_has_left(tmp_path, capsys, monk
     assert stopped == f"stopped   by SIGTERM after step 72: {checkpoint}"
     command = f"python finetune.py --resume none --output_dir {tmp_path} --resume auto"
     assert way_on == f"to go on  {command}"  # the last one counts
+
+
+def test_the_way_on_of_several_machines_is_not_the_command_of_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["finetune.py", "--output_dir", "run"])
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000072"
+    command = "torchrun --nproc_per_node=8 finetune.py --output_dir run"
+    for ranks, begin in [(8, ""), (16, "on each machine, with its --nnodes and rendezvous: ")]:
+        world = World(0, ranks, 0, 8, torch.device("cpu"))
+        print_way_on("SIGTERM", checkpoint, finetune.Config(output_dir="run"), world)
+        _, way_on = capsys.readouterr().out.splitlines()
+        assert way_on == f"to go on  {begin}{command}"
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(whole, tmp_path):

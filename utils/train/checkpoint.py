@@ -201,7 +201,7 @@ class _Writer(dcp.FileSystemWriter):
         manifest.write_text(json.dumps({"files": files}, indent=1))
         for path in (state, manifest, self.path):
             sync_path(path)
-        os.rename(self.path, self.final)
+        self.path.rename(self.final)
         sync_path(self.final.parent)
         self.seconds = time.monotonic() - self.started
         self.removal = threading.Thread(target=_retire, args=(self.final, self.keep), daemon=True)

@@ -113,7 +113,9 @@ class Continued(Resumed):
 
 
 def print_way_on(stop: str, checkpoint: Path, cfg: object, world: World) -> None:
-    """Print which signal stopped the run, and the command that continues it."""
+    """Print which signal stopped the run, and the command that continues it. How several machines find each
+    other only torchrun knows, so these flags are left to the user.
+    """
     out = checkpoint.parent.parent
     words = ["torchrun", f"--nproc_per_node={world.local_size}"] if world.size > 1 else ["python"]
     words += sys.argv
@@ -122,7 +124,8 @@ def print_way_on(stop: str, checkpoint: Path, cfg: object, world: World) -> None
     if cfg.resume == "none":
         words += ["--resume", "auto"]
     print0(f"stopped   by {stop} after step {int(checkpoint.name[5:])}: {checkpoint}")
-    print0(f"to go on  {shlex.join(words)}")
+    each = "on each machine, with its --nnodes and rendezvous: "
+    print0(f"to go on  {each * (world.size > world.local_size)}{shlex.join(words)}")
 
 
 def named_checkpoint(flag: str, name: str, world: World) -> Path:
@@ -174,7 +177,7 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
         print0(f"warning: {what}; it is set aside as {aside.name}, and {checkpoint.name} is used")
         with together(world):  # no rank goes on before it is renamed
             if world.rank == 0:
-                os.rename(path, aside)
+                path.rename(aside)
     return checkpoint
 
 
