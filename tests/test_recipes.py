@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from utils.data.examples import Rows, load_examples
 from utils.data.held_out import split_by_hash
 from utils.data.tokens import load_tokenizer
+from utils.run.distributed import START_SECONDS
 from utils.run.units import IGNORE
 
 READMES = "\n".join(
@@ -64,6 +65,12 @@ def test_every_test_that_a_readme_names_exists():
     assert len(named) > 12
     for name in named:
         assert name in sources or any(f"def {name}(" in text for text in sources.values()), name
+
+
+def test_the_readme_says_how_long_ranks_wait_for_each_other():
+    (row,) = [line for line in READMES.splitlines() if line.startswith("| a rank hangs")]
+    assert f"after `--timeout` ({finetune.Config.timeout} s) in a step" in row
+    assert f"after {START_SECONDS} s in the first step" in row
 
 
 def test_the_readme_shows_the_promised_command():
