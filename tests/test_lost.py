@@ -96,6 +96,17 @@ def test_a_killed_rank_of_another_machine_is_one_line_that_says_killed_or_a_mach
     assert line.endswith("else it was killed, or its machine is gone)")
 
 
+def test_a_rank_that_left_at_a_second_ctrl_c_is_not_said_to_be_killed(tmp_path):
+    """Both got the first one; rank 1 is the earlier to leave, and torchrun sends SIGTERM to rank 0."""
+    waits = "stop_after_step(); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(ends="time.sleep(2); os._exit(130)", waits=waits))
+    with Forked(f"torchrun --nproc_per_node 2 {script}", apart=True, named=True) as run:
+        run.end(60)
+        assert run.errors.read_text() == ""
+        assert run.lines("second Ctrl-C: leaving at once, without a checkpoint")
+
+
 def takes_sigterm(pid: int) -> bool:
     """Whether it would end the process at once."""
     status = Path(f"/proc/{pid}/status").read_text()

@@ -72,6 +72,12 @@ def stop_asked(group=None) -> str:
 def _look(reader):
     begun = 0.0
     while number := os.read(reader, 1)[0]:
+        # On Ctrl-C the terminal and torchrun may each send SIGINT, at almost the same time; a person's second
+        # Ctrl-C comes later. On the second one torchrun sends SIGTERM. A timer of the user's code is neither.
+        # A rank that has left already at the second one is not said to be gone.
+        if 0 < begun < time.monotonic() - 0.5 and number in CAUGHT[:2]:
+            print("second Ctrl-C: leaving at once, without a checkpoint", flush=True)
+            os._exit(130)
         # torchrun sends SIGTERM when a rank has ended.
         if number == signal.SIGTERM:
             from .failures import ranks_gone, say_who_is_gone
@@ -80,11 +86,6 @@ def _look(reader):
                 time.sleep(1)  # the main thread says so first, if it can
                 say_who_is_gone()
             _received.append(number)  # nobody was gone when it came
-        # On Ctrl-C the terminal and torchrun may each send SIGINT, at almost the same time; a person's second
-        # Ctrl-C comes later. On the second one torchrun sends SIGTERM. A timer of the user's code is neither.
-        if 0 < begun < time.monotonic() - 0.5 and number in CAUGHT[:2]:
-            print("second Ctrl-C: leaving at once, without a checkpoint", flush=True)
-            os._exit(130)
         if number == signal.SIGINT:
             begun = begun or time.monotonic()
 
