@@ -1,4 +1,4 @@
-"""Tiny vision-language models of eleven families, as folders in the hub's layout, made without a network.
+"""Tiny vision-language models of twelve families, as folders in the hub's layout, made without a network.
 
 python tests/picture_families.py NAME FOLDER       writes one of them
 """
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -390,6 +391,54 @@ FAMILIES["gemma4"] = {  # its processor also takes sounds; it is slow, so only s
     ),
     "processor": ("Gemma4Processor", {"image_seq_length": 70}),
 }
+FAMILIES["hunyuan_vl"] = {  # its processor wants tokens around a placeholder
+    "tokens": IM | {"more": ["<|im_start|>", "<img>", "<img_start>", "<img_end>", "<img_line>"]},
+    "names": {
+        "image_token": "<img>",
+        "image_start_token": "<img_start>",
+        "image_end_token": "<img_end>",
+        "image_newline_token": "<img_line>",
+    },
+    "template": CHATML.replace("PICTURE", "<img_start><img><img_end>"),
+    "ids": {
+        "image_token_id": "<img>",
+        "im_start_id": "<img_start>",
+        "im_end_id": "<img_end>",
+        "im_newline_id": "<img_line>",
+    },
+    "text": TEXT
+    | {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 2, 2, 2],
+        },
+    },
+    "vision": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 16,
+        "out_hidden_size": HIDDEN,
+        "text_hidden_size": HIDDEN,
+        "max_image_size": 128,
+        "min_image_size": 32,
+    },
+    "image": (
+        "HunYuanVLImageProcessor",
+        {
+            "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 1,
+        },
+    ),
+    "processor": ("HunYuanVLProcessor", {}),
+}
+# that only some tests have; in transformers 5.21 the processor of the second needs torchvision
+MORE = ("gemma4", "hunyuan_vl") if transformers.__version__ >= "5.24" else ("gemma4",)
 
 
 def family_folder(name: str, folder: Path) -> Path:

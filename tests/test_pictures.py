@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from generate import read_rows
-from picture_families import NAMES, family_folder
+from picture_families import MORE, NAMES, family_folder
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -97,7 +97,7 @@ def read(row: dict, form: str = "") -> tuple[list, list]:
     return [m["content"].replace("\ue0f2", "|") for m in messages], sources
 
 
-@pytest.mark.parametrize("name", [*NAMES, "gemma4"])
+@pytest.mark.parametrize("name", [*NAMES, *MORE])
 def test_ids_are_those_that_the_processor_gives_for_text_and_pictures(name, opened, pictures):
     folder, tokenizer, processor = opened(name)
     turns = [

@@ -20,7 +20,7 @@ import vision
 from launch import Forked, forked
 from metrics import read_metrics
 from peft import PeftModel
-from picture_families import NAMES, family_folder
+from picture_families import MORE, NAMES, family_folder
 from PIL import Image
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -201,7 +201,7 @@ def plain(folder: Path, parts: str = ALL):
 
 LEARN = [
     (name, parts)
-    for name in ("qwen2_5_vl", "mllama", "gemma3", "gemma4", "internvl", "minicpmv4_6")
+    for name in ("qwen2_5_vl", "mllama", "gemma3", *MORE, "internvl", "minicpmv4_6")
     for parts in (ALL, "language,projector")
 ]
 AT_ONCE = (("qwen2_5_vl", ALL), ("mllama", "language,projector"))  # the others: make test-all

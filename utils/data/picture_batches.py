@@ -72,8 +72,10 @@ class PictureBatches(GlobalBatches):
 
     def summary(self) -> str:
         """The text that the plan prints, with the number of rows with pictures and of patches."""
-        pictured, patches = (self.patches > 0).sum(), self.patches.sum()
-        return f"{super().summary()}; {pictured:,} with pictures of {patches:,} patches of 14 x 14 pixels"
+        return (
+            f"{super().summary()}; {(self.patches > 0).sum():,} with pictures"
+            f" of {self.patches.sum():,} patches of 14 x 14 pixels"
+        )
 
     def largest(self, rows: int) -> Batch:
         """A batch of `rows` copies of the row with the most patches."""

@@ -92,6 +92,10 @@ def load_processor(folder: Path | str, tokenizer):
                 if name in parts:
                     super().check_argument_for_proper_class(name, value)
 
+            def _has_wrappers(*_):
+                # HunYuan-VL's wants tokens around each placeholder, which `process` writes alone.
+                return True
+
         parts = {"tokenizer": tokenizer, "image_processor": images}
         processor = Processor.from_args_and_dict(
             [parts.get(name, NoVideos()) for name in kind.get_attributes()], words
