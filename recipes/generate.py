@@ -405,6 +405,7 @@ def read_prompts(
     if path.suffix == ".txt":
         lines = enumerate(rows[0].data["text"].split("\n"), 1)
         prompts = [Prompt(f"{path}:{i}", line.rstrip("\r")) for i, line in lines if line.strip()]
+        check(prompts, f"{path}: no rows (fix: a prompt in each line)")
     else:
         prompts = [prompt_of_row(row, raw, pictured) for row in rows]
     if not system:

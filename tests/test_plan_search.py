@@ -146,13 +146,18 @@ def test_where_a_row_is_padded_or_looped_over_the_plan_is_on_a_line_between_two_
         assert found.peak == traced.peak, (batch, tokens)
 
 
-def test_a_model_is_planned_once_for_equal_configs_and_does_not_change_them():
-    """Else equal keys meet in the cache of models, and one may be given another's model."""
-    setting = of_tiny("llama", 64)
+@pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
+def test_a_model_is_planned_once_for_equal_configs_and_does_not_change_them(kind):
+    """gemma4_text: == of two such configs raises."""
+    setting = Setting(family_config(kind), torch.float32, torch.bfloat16, 64)
     before = deepcopy(setting)
     planned = planned_model(setting)
     assert setting == before
+    assert setting.config.to_dict() == before.config.to_dict()
+    assert setting.config._attn_implementation == before.config._attn_implementation
     assert planned_model(before) is planned
+    before.config.vocab_size += 64
+    assert planned_model(replace(before, config=before.config)) is not planned
 
 
 def test_a_table_of_every_method_traces_each_once(tmp_path, capsys):

@@ -52,7 +52,8 @@ class Batch:
         def move(value):
             if device.type != "cuda":
                 return value.to(device)
-            computing, copying = torch.cuda.current_stream(device), copy_stream(device)
+            computing = torch.cuda.current_stream(device)
+            copying = copy_stream(device)
             with torch.cuda.stream(copying):
                 value = value.pin_memory().to(device, non_blocking=True)
             computing.wait_stream(copying)

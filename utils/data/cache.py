@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     words = [
-        rows,
+        replace(rows, eval_dataset="", eval_share=0.0),  # which do not change the tokens
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
         not tokenizer.template_name,

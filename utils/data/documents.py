@@ -36,7 +36,8 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     if not text.strip():
         part.dropped["empty documents"] += 1
         return form
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     if adds_bos(tokenizer) and ids[:1] != [bos]:
         ids = [bos, *ids]
     if eos is not None and ids[-1:] != [eos]:

@@ -16,7 +16,9 @@ from .rows import as_object
 TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
 MOST_FAULTS = 10  # bad rows that an error lists; further ones are only counted
-ROWS, BYTES = 64, 2**20  # limits of a chunk, which is tokenized at a time
+# limits of a chunk, which is tokenized at a time
+ROWS = 64
+BYTES = 2**20
 
 
 @dataclass(frozen=True)

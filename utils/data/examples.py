@@ -58,7 +58,8 @@ class Texts:
     """n texts, stored one after the other in (bytes,) uint8. sizes: bytes of each, (n,) int64."""
 
     def __init__(self, texts: Tensor, sizes: Tensor):
-        self.texts, self.ends = texts, sizes.cumsum(0)
+        self.texts = texts
+        self.ends = sizes.cumsum(0)
 
     def __getitem__(self, i: int) -> str:
         begin = self.ends[i - 1] if i else 0
@@ -137,7 +138,8 @@ class Examples:
 
     def summary(self) -> str:
         """The text that the plan prints."""
-        tokens, trained = self.lengths.sum(), self.trained_tokens[self.rows].sum()
+        tokens = self.lengths.sum()
+        trained = self.trained_tokens[self.rows].sum()
         return f"{len(self):,} {self.unit}, {tokens:,} tokens, {trained / tokens:.0%} trained{self.remarks()}"
 
     def remarks(self) -> str:
@@ -231,7 +233,6 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
     first ten, and the number of others), and if all rows were dropped.
     """
     sources = find_sources(rows.dataset)
-    rows = replace(rows, eval_dataset="", eval_share=0.0)  # which do not change the tokens
     size_bytes = sum(
         file.stat().st_size for source in sources for file in source.files if file.is_file()
     )

@@ -108,7 +108,8 @@ class LabelBatches(PairBatches):
             other = self.answer_of[row] if self.answer_of else row
             prompt = self.examples[row]
             answer = self.examples[other]
-            end, begin = begin_of_answer(prompt), begin_of_answer(answer)
+            end = begin_of_answer(prompt)
+            begin = begin_of_answer(answer)
             ids = torch.cat([prompt.ids[:end], answer.ids[begin:]])
             labels = torch.cat([prompt.labels[:end], answer.labels[begin:]])
             items.append(Example(ids[: self.seq_len], labels[: self.seq_len], prompt.where))

@@ -72,10 +72,9 @@ class PictureBatches(GlobalBatches):
 
     def summary(self) -> str:
         """The text that the plan prints, with the number of rows with pictures and of patches."""
-        return (
-            f"{super().summary()}; {(self.patches > 0).sum():,} with pictures"
-            f" of {self.patches.sum():,} patches of 14 x 14 pixels"
-        )
+        pictured = (self.patches > 0).sum()
+        patches = self.patches.sum()
+        return f"{super().summary()}; {pictured:,} with pictures of {patches:,} patches of 14 x 14 pixels"
 
     def largest(self, rows: int) -> Batch:
         """A batch of `rows` copies of the row with the most patches."""
@@ -129,7 +128,8 @@ class PictureBatches(GlobalBatches):
             self.next_step = step + 1
             return [next(self.made) for _ in self.work(step)]
         except Exception as error:  # of the data, /dev/shm is full, or a worker died
-            self.workers, self.made = 0, iter(())
+            self.workers = 0
+            self.made = iter(())
             found = self.batches(step)  # an error of the data comes again, and is raised
             say(
                 "warning: from now on the process that trains decodes the pictures:"
@@ -190,7 +190,8 @@ def blank_inputs(processor) -> dict[str, Tensor]:
 
 def inputs_of(processor, ids: Tensor, pictures: list[list]) -> dict[str, Tensor]:
     """The model's further inputs for a batch with ids (B, T). pictures: those of each row."""
-    blank, pictured = blank_inputs(processor), list(filter(None, pictures))
+    blank = blank_inputs(processor)
+    pictured = list(filter(None, pictures))
     extra = process(processor, pictured) if pictured else {}
     extra.pop("input_ids", None)
     for name in TYPES & blank.keys():

@@ -45,7 +45,9 @@ NO_ROOM = (
 )
 # Formats that Pillow reads by itself. For EPS it would run Ghostscript.
 FORMATS = "JPEG PNG GIF WEBP BMP TIFF PPM TGA ICO JPEG2000".split()
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
+# EXIF tag, and its values that swap width and height
+ORIENTATION = 0x0112
+TURNED = (5, 6, 7, 8)
 PATCH_PIXELS = 3 * 14 * 14
 Size = tuple[int, int]  # width, height
 
@@ -129,7 +131,8 @@ def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
     of the pictures.
     """
     made = process(processor, [[Image.new("RGB", size) for size in sizes]])
-    tokenizer, ids = processor.tokenizer, made["input_ids"][0].tolist()
+    tokenizer = processor.tokenizer
+    ids = made["input_ids"][0].tolist()
     ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
     texts = [
         tokenizer.decode(ids[before + 1 : behind], clean_up_tokenization_spaces=False)
@@ -221,7 +224,8 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
         for start in starts:
             if begin <= start < end:
                 spans.append((begin, start, exact))
-                begin, exact = start + len(place), False
+                begin = start + len(place)
+                exact = False
         spans.append((begin, end, exact))
     spans = [(len(filled(begin)), len(filled(end)), exact) for begin, end, exact in spans]
     whole = filled(len(chat.text))
@@ -237,7 +241,8 @@ def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]
     processor.compared = True
     blanks = [Image.new("RGB", size) for size in sizes]
     made = processor(text=[text], images=[blanks], add_special_tokens=False)
-    ours, theirs = encode(tokenizer, whole).ids, list(made["input_ids"][0])
+    ours = encode(tokenizer, whole).ids
+    theirs = list(made["input_ids"][0])
     if theirs != ours:
         raise ValueError(
             f"the model's processor gives {len(theirs)} tokens, and its tokenizer {len(ours)} others"

@@ -66,7 +66,8 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     is_plain = rows.format == "completion" or not tokenizer.template_name
     read = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
     start = begin_of_answers(row, prompt_key, [messages for messages, _ in read])
-    cuts, prompts = [], []
+    cuts = []
+    prompts = []
     for messages, tools in read:
         if messages[start:] == [] or messages[start]["role"] not in ("assistant", "text"):
             raise ValueError(f"after {start} turns of the prompt, expected one of the assistant")
@@ -153,7 +154,8 @@ def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) 
     """The number of turns in the prompt: the common first turns of two conversations, or all turns but the
     last of a single one.
     """
-    chosen, rejected = conversations[0], conversations[-1]
+    chosen = conversations[0]
+    rejected = conversations[-1]
     start = sum(chosen[: i + 1] == rejected[: i + 1] for i in range(len(chosen)))
     if chosen == rejected:
         start -= 1  # a single conversation, or equal answers, which add_cuts drops and counts
@@ -170,7 +172,8 @@ def add_cuts(part, cuts: list, labels: dict[str, bool], where: str, task: str) -
     """Add the sequences of a row as one pair, or each with its label. cuts: one Part per sequence, which is
     already cut to seq_len.
     """
-    chosen, rejected = cuts[0], cuts[-1]
+    chosen = cuts[0]
+    rejected = cuts[-1]
     dropped = chosen.dropped | rejected.dropped
     part.dropped += dropped
     part.notes += chosen.notes | rejected.notes

@@ -43,7 +43,8 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
     assistant, which is no part of the prompt. read: returns (messages, tools, ...); its further values are
     returned too. ValueError names what is wrong with the row.
     """
-    text, messages = row.get("prompt"), row.get("messages") or row.get("conversations")
+    text = row.get("prompt")
+    messages = row.get("messages") or row.get("conversations")
     if text and repr(text) in repr(messages):
         text = None  # UltraChat has the question also by itself
     if "instruction" in row and not text and not messages:

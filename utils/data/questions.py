@@ -92,7 +92,8 @@ def windows(tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, 
     end = min(seq_len, tokens)
     yield 0, 1, end
     while end < tokens:
-        first, end = end, min(end + stride, tokens)
+        first = end
+        end = min(end + stride, tokens)
         yield max(0, end - seq_len), first, end
 
 
@@ -148,7 +149,8 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
         ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
         ids = ids if tokenizer.eos_token_id is None else ids[:-1]
     else:
-        choice, messages = hidden(tokenizer, choice), question.messages
+        choice = hidden(tokenizer, choice)
+        messages = question.messages
         answered = [*messages, {"role": "assistant", "content": choice}]
         prompt, whole = (prompt_of(tokenizer, m, question.tools) for m in (messages, answered))
         lead = whole[len(prompt) :].partition(choice)[0]  # Llama 2: "[/INST]", then " Yes"
@@ -171,7 +173,8 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
     input. max_new_tokens: maximum tokens of an answer, if the task sets none. Sequences that are too long are
     cut on the left, as by lm-eval's own models.
     """
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
 
     def score(sequences):
         """[(log-probability, whether each token is the most likely one), ...]"""
@@ -206,7 +209,8 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
             return score(sequences)
 
         def loglikelihood_rolling(self, requests, **_):
-            sequences, numbers = [], []
+            sequences = []
+            numbers = []
             for number, request in enumerate(requests):
                 ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
                 for begin, first, end in windows(len(ids), seq_len, seq_len - 1):

@@ -159,7 +159,8 @@ def read_file(path: Path) -> Found:
 def read_lines(file: BinaryIO, path: Path) -> Found:
     """(where, bytes) of each line that is not blank. Only \\n ends a line: U+2028 and U+0085 are text."""
     for number in count(1):
-        line, where = file.readline(), f"{path}:{number}"
+        line = file.readline()
+        where = f"{path}:{number}"
         if not line:
             return
         if number == 1:

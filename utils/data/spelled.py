@@ -15,7 +15,8 @@ def encode_hidden(
     backend = tokenizer.backend_tokenizer
 
     def read(shown):
-        ids, offsets = [], []
+        ids = []
+        offsets = []
         backend.encode_special_tokens = True
         begin = 0
         for found in [*special.finditer(text), None]:

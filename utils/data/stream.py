@@ -26,7 +26,9 @@ class TokenStream:
     """
 
     def __init__(self, examples: Examples, documents: Tensor, key: str):
-        self.examples, self.documents, self.key = examples, documents, key
+        self.examples = examples
+        self.documents = documents
+        self.key = key
         self.epoch = lru_cache(1)(self.epoch)  # only a row that crosses the end of one needs two
         self.lengths = examples.bounds.diff()[documents]
         self.tokens = int(self.lengths.sum())

@@ -403,7 +403,8 @@ def encode(tokenizer, text: str) -> Encoded:
     else:
         tokenizer.backend_tokenizer.encode_special_tokens = False
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        ids, offsets = encoding.ids, encoding.offsets
+        ids = encoding.ids
+        offsets = encoding.offsets
     ends = [last for _, last in offsets]
     starts = [
         first if first < last else before

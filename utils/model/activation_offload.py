@@ -87,7 +87,8 @@ class HostCopies:
         computing.wait_stream(arrive)
         if self.copies:  # the next input arrives while this block computes
             self.fetch(self.copies[-1])
-        tensor, copy.device = copy.device, None
+        tensor = copy.device
+        copy.device = None
         return tensor
 
     def fetch(self, copy: HostCopy) -> None:

@@ -80,7 +80,8 @@ def attend_documents(
     """
     if not (GROUPED or query.is_cpu):  # on meta too: the plan counts them
         groups = query.shape[1] // key.shape[1]
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
         module = None  # transformers would repeat them again, by its num_key_value_groups
     if cu_seq_lens_q is None:
         attended = causal_attention(module, query, key, value, scaling, sliding_window)
@@ -115,7 +116,8 @@ def attend_one_by_one(module, query, key, value, cu_seq_lens, *how) -> Tensor:
 
 def causal_attention(module, query, key, value, scaling, sliding_window) -> Tensor:
     """(B, T, H, D): each token sees itself and those before it, at most `sliding_window` tokens in all."""
-    length, mask = query.shape[2], None
+    length = query.shape[2]
+    mask = None
     if sliding_window and length > sliding_window:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = mask.tril().triu(1 - sliding_window)
@@ -132,7 +134,8 @@ def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: t
     if attn not in ("auto", "varlen"):
         return attn
     config = model.config.get_text_config()
-    fields, kind = config.to_dict(), config.model_type
+    fields = config.to_dict()
+    kind = config.model_type
     set_fields = [field for field in NOT_IN_VARLEN if fields.get(field)]
     has_sinks = any("sink" in name for name, _ in model.named_parameters())
     why = ""

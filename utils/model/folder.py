@@ -28,7 +28,8 @@ from ..run.files import AGAIN, did_you_mean, file_inside, impostor
 logging.getLogger("bitsandbytes").setLevel("ERROR")
 
 OTHER_FORMATS = tuple(".bin .pt .pth .ckpt .gguf .h5 .msgpack".split())
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 RUNS_CODE = "auto_map trust_remote_code _attn_implementation_internal".split()
 COSMETIC = "architectures dtype torch_dtype transformers_version use_cache".split()
 
@@ -124,7 +125,8 @@ def open_weights(folder: Path) -> dict[str, TensorInfo]:
     Raises ConfigError naming the file: no safetensors; a file that is missing, damaged or outside the folder;
     an index that does not agree with its files.
     """
-    single, index = folder / SINGLE, folder / INDEX
+    single = folder / SINGLE
+    index = folder / INDEX
     if not os.path.lexists(index):
         if not os.path.lexists(single):
             refuse_without_weights(folder)

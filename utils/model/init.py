@@ -141,7 +141,8 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
             for begin in range(first // BLOCK * BLOCK, last, BLOCK):
                 block = torch.empty(min(BLOCK, tensor.numel() - begin), dtype=dtype)
                 draw_block(block, begin, steps, f"{seed} {name} {begin}")
-                start, end = max(first, begin), min(last, begin + len(block))
+                start = max(first, begin)
+                end = min(last, begin + len(block))
                 values[start - first : end - first].copy_(block[start - begin : end - begin])
 
 
@@ -149,7 +150,8 @@ def draw_block(block: Tensor, begin: int, steps: list[Step], key: str) -> None:
     """Fill elements [begin, begin + len(block)) of a tensor, on the CPU. key: seeds the generator."""
     generator = torch.Generator().manual_seed(seed_of(key))
     for step in steps:
-        start, end = max(step.begin, begin), min(step.end, begin + len(block))
+        start = max(step.begin, begin)
+        end = min(step.end, begin + len(block))
         if start >= end:
             continue
         own = slice(start - step.begin, end - step.begin)

@@ -169,9 +169,11 @@ def runs(parameter: Tensor, piece: Piece, most: int = 2**62) -> Iterator[tuple[i
     if boxes is None:
         return
     in_shard, in_piece = boxes
-    rows, shape = local(parameter)[in_shard], piece.shape
+    rows = local(parameter)[in_shard]
+    shape = piece.shape
     if piece.transposed:
-        rows, shape = rows.mT.contiguous(), piece.info.shape
+        rows = rows.mT.contiguous()
+        shape = piece.info.shape
     assert rows.shape[1:] == shape[1:], f"{list(rows.shape)} are no rows of {list(shape)}"
     begin = in_piece[0].start * math.prod(shape[1:]) if shape else 0
     values = rows.view(-1)

@@ -41,7 +41,8 @@ from .quantize import ROUTER, Quantized, is_plain, quantize_linears
 from .saving import local_parts, save_folder, save_tokenizer
 from .sharding import cast_to, plain_name, reads_text
 
-SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of tensor names in an adapter's file
 TARGETS = "--lora_targets"
 ANOTHER = "another --adapter"
@@ -84,7 +85,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
     load_adapter reads its values. On meta this costs nothing. Raises ConfigError for names that do not exist,
     with the nearest names that do, and for an adapter that does not fit.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     tied = head.weight is embedding.weight
     scores = ["score"] if head is getattr(model, "score", None) else []  # trains without LoRA
     if lora.adapter:
@@ -124,7 +126,8 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     know, and those that change the weights of the base at the start (PiSSA, OLoRA, ...).
     """
     file = file_inside(folder, SETTINGS)
-    stored, plain = read_json(file), LoraConfig().to_dict()
+    stored = read_json(file)
+    plain = LoraConfig().to_dict()
     read = READ + MERGED if merge else READ
     odd = []
     for name, value in stored.items():
@@ -160,7 +163,8 @@ def base_names(model: nn.Module) -> dict[str, list[str]]:
 
     A module in modules_to_save exists twice, and its copy may end the tie of a tied weight.
     """
-    state, names = model.state_dict(keep_vars=True), {}
+    state = model.state_dict(keep_vars=True)
+    names = {}
     for name in state:
         if ".lora_" not in name:
             names.setdefault(plain_name(name), []).append(name)
@@ -249,7 +253,8 @@ def load_adapter(model: nn.Module, folder: Path, merge=False) -> None:
     Raises ConfigError unless names and shapes match the model. The file may also have base layers that peft
     stored, as it does for embeddings; they are loaded. merge: see match_tensors.
     """
-    file, names = folder / TENSORS, match_tensors(model, folder, merge)
+    file = folder / TENSORS
+    names = match_tensors(model, folder, merge)
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
@@ -270,7 +275,8 @@ def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict[str, str]
 
     Raises ConfigError as load_adapter does.
     """
-    file, names = file_inside(folder, TENSORS), adapter_names(model)
+    file = file_inside(folder, TENSORS)
+    names = adapter_names(model)
     stored = {
         key: [*info.shape]
         for key, info in read_header(file).items()
@@ -284,7 +290,8 @@ def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict[str, str]
     shapes = {key: [*model.get_parameter(name).shape] for key, name in names.items()}
     wrong = []
     for key in sorted(names | stored):
-        wanted, found = shapes.get(key, "absent"), stored.get(key, "absent")
+        wanted = shapes.get(key, "absent")
+        found = stored.get(key, "absent")
         if wanted != found:
             wrong.append(f"{key} {wanted}, there {found}")
     check(

@@ -33,7 +33,9 @@ from .sharding import family_of, reshard
 PerToken = Callable[[Tensor, Tensor], Tensor]
 Transform = Callable[[Tensor], Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
-LEAST_LOGITS, MOST_LOGITS = 2**24, 2**26  # of a chunk: 64 and 256 MiB in fp32
+# of a chunk: 64 and 256 MiB in fp32
+LEAST_LOGITS = 2**24
+MOST_LOGITS = 2**26
 CPU_ROWS = 256  # rows of a product on a CPU, so that it fits the cache
 ROWS = 4096  # rows in a block of the weight's fp32 gradient; a block is freed once it is cast
 

@@ -64,8 +64,11 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, old: nn.Linear, dtype: torch.dtype, mode: str):
         super().__init__()
-        self.in_features, self.out_features = old.in_features, old.out_features
-        self.dtype, self.mode, self.bias = dtype, mode, old.bias
+        self.in_features = old.in_features
+        self.out_features = old.out_features
+        self.dtype = dtype
+        self.mode = mode
+        self.bias = old.bias
 
         def rows_like(row):
             """A frozen parameter with a row like `row` (1, ...) for each output feature."""
@@ -236,7 +239,8 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
         "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)",
     )
     stays_whole = set() if quant.quantize_head else set(head.modules())
-    layers, left = 0, Counter()
+    layers = 0
+    left = Counter()
     for name, old in list(model.named_modules()):
         if not isinstance(old, nn.Linear | Conv1D) or old in stays_whole or ADDED.search(name):
             continue

@@ -66,7 +66,8 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
         # backward follows right away.
         found.append(Unit([layer], dtype, reshard_after_forward=layer is not layers[-1]))
 
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     # The head's backward follows its forward. Families with an fp32 residual cast the head's input to the
     # dtype of its weight, but what they see is the dtype of the shard.
     of_head = {"reshard_after_forward": False, "cast_forward_inputs": True}

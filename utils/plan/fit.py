@@ -69,7 +69,8 @@ class MemoryPlan:
         acts = {act: {"measured_bytes": max(rank[act] for rank in ranks)} for act in ranks[0]}
         texts = []
         for act, size in self.planned["acts"].items():
-            measured, planned = acts[act]["measured_bytes"], self.base + size
+            measured = acts[act]["measured_bytes"]
+            planned = self.base + size
             error = measured / planned - 1
             acts[act] |= {"planned_bytes": planned, "error": error}
             texts.append(

@@ -36,7 +36,7 @@ from .trace import Segment, Trace, record_step
 class Setting:
     """Everything that decides the memory of a rank. A field has the name of its flag, if there is one."""
 
-    config: PretrainedConfig = field(hash=False)
+    config: PretrainedConfig = field(compare=False)
     param_dtype: torch.dtype
     dtype: torch.dtype  # of the computation
     seq_len: int  # tokens of the longest row
@@ -71,6 +71,11 @@ class Setting:
     # a function (traced, rows, tokens of a row) -> Trace that derives it from traces of other steps; see
     # trace_of
     scaling: object = None
+    # stands for the config in comparisons: Gemma 4's cannot be compared, since its sizes differ by layer
+    config_text: str = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "config_text", self.config.to_json_string(use_diff=False))
 
     @property
     def grad_accum(self) -> int:
@@ -130,7 +135,7 @@ def planned_model(setting: Setting) -> nn.Module:
 @lru_cache(maxsize=16)
 def _planned_model(setting: Setting) -> nn.Module:
     model = build_model(
-        deepcopy(setting.config),  # which it changes, and the cache compares
+        deepcopy(setting.config),  # which it changes
         setting.param_dtype,
         setting.attn,
         setting.trust_remote_code,
@@ -211,7 +216,8 @@ def units_of(
     """
     layers = sharding.decoder_layers(model)
     towers = setting.pictures.towers(model) if setting.pictures else []
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
     # Modules that are gathered in fp32, in units of their own, count as part of the unit around them.
     kept = {p for module in in_fp32 for p in module.parameters()}
@@ -449,17 +455,22 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
 
 # --- the reserves, and the answers
 
-FITS, TIGHT, MAYBE, TOO_LARGE = "fits", "fits tightly", "may not fit", "does not fit"
+FITS = "fits"
+TIGHT = "fits tightly"
+MAYBE = "may not fit"
+TOO_LARGE = "does not fit"
 WHY_TIGHT = "the allocator must give blocks back, or the driver move paged moments, in each step"
 
 # The reserve above the live bytes: the CUDA context, cuBLAS, and with several GPUs NCCL. In 224 published
 # runs on A100 (foundation-model-stack/fms-acceleration, benchmark results of its FSDP and Liger plugins) the
 # memory in nvidia-smi less what torch had allocated was never below 0.92 GiB on one GPU, 3.5 GiB on two,
 # some of it cache.
-MUST_BYTES_ALONE, MUST_BYTES_OF_SEVERAL = GIB, 3 * GIB
+MUST_BYTES_ALONE = GIB
+MUST_BYTES_OF_SEVERAL = 3 * GIB
 # The slack on the pools, without weights and optimizer, which are never freed; and bytes on top, with CUDA's
 # context. Both cover six of six published runs of FSDP2 with expandable segments (configs/README.md).
-POOLS_SLACK, POOLS_BYTES = 1.11, 9 * GIB // 4
+POOLS_SLACK = 1.11
+POOLS_BYTES = 9 * GIB // 4
 # In most published runs the plan's own error was up to 3 %: a run that needs more than this share may fail.
 SURE = 0.97
 # The least share of the live bytes that a compiled step needs: 0.85 to 0.96 in published runs.
@@ -467,10 +478,12 @@ COMPILED = 0.85
 # An assumption: host memory of a process that uses a GPU.
 PROCESS_BYTES = 2 * GIB
 # On top of the states: loading.CHUNK and, on a CPU, saving.CHUNK elements, and imports of a save.
-LOAD_BYTES, SAVE_BYTES = 8 * MIB, 48 * MIB
+LOAD_BYTES = 8 * MIB
+SAVE_BYTES = 48 * MIB
 # On a CPU glibc keeps much of the freed memory: 1.42 to 1.68 times the live bytes were measured. The bytes on
 # top are for modules that are imported later, and for threads.
-HOST_SLACK, HOST_BYTES = 1.6, 256 * MIB
+HOST_SLACK = 1.6
+HOST_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -574,7 +587,8 @@ def need_of(setting: Setting) -> Need:
     paged = 0
     if setting.gpu and not setting.cpu_offload and "paged" in setting.optimizer:
         # The driver moves the moments to the host if it must, and torch does not count them.
-        paged, states = states.optimizer, replace(states, optimizer=0)
+        paged = states.optimizer
+        states = replace(states, optimizer=0)
     try:
         trace = trace_of(setting)
         peak = step_peak(units, states, setting, trace)

@@ -89,7 +89,8 @@ def resized(tokens: int, rows: int, seq_len: int, one, two) -> object:
         return of_rows(one, two)
     if not isinstance(one, Tensor):
         return one
-    shape, more = [], []
+    shape = []
+    more = []
     for size, other in zip(one.shape, two.shape, strict=True):
         of_tokens = size == tokens and other == tokens + MORE
         shape.append(seq_len if of_tokens else of_rows(size, other))
@@ -179,13 +180,15 @@ class PictureTrace:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         """model: on meta, in training mode."""
-        self.model, self.dtype = model, dtype
+        self.model = model
+        self.dtype = dtype
         self.layers = tower_layers(model)
         self.calls = []
         self.known = {}  # equal calls are traced once
         self.graphs = []  # keeps alive what the backward of the real parts needs
         self.embedding = model.get_input_embeddings()
-        projector, inside = [], {*nn.ModuleList(self.layers).modules()}
+        projector = []
+        inside = {*nn.ModuleList(self.layers).modules()}
         for name, module in model.named_modules():
             is_called = not isinstance(module, nn.ModuleList)
             if PROJECTOR.search(name) and is_called and module not in inside:

@@ -177,9 +177,11 @@ def most(setting_of: Callable[[int], Setting], room: Room) -> int:
         setting = setting_of(size)
         return answer_of(setting, need_of(setting), room) != TOO_LARGE
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high <= MOST and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > max(1, low / 100):
         middle = (low + high) // 2
         if fits(middle):

@@ -64,7 +64,8 @@ class LiveBytes(TorchDispatchMode):
         self.log = []
         # Where the last block ends in the log, and its input's storage. If nothing keeps the input, it is
         # freed a little later, but it counts as freed by the block.
-        self.block_end, self.block_input = 0, None
+        self.block_end = 0
+        self.block_input = None
         # Living storages that the blocks share: masks, rotary tables. The backward does not free them: its
         # traced block stands for many.
         self.shared = set()
@@ -95,7 +96,8 @@ class LiveBytes(TorchDispatchMode):
     def _leave(self, key: int) -> None:
         at = len(self.log)
         if key == self.block_input:
-            at, self.block_input = self.block_end, None
+            at = self.block_end
+            self.block_input = None
         self.shared.discard(key)
         self.log.insert(at, -self.sizes.pop(key))
 
@@ -158,7 +160,8 @@ def record_step(
     """
     kinds, firsts = kinds_of(model)
     repeats = [layer for layer in decoder_layers(model) if layer not in firsts]
-    live, traced = LiveBytes(), None
+    live = LiveBytes()
+    traced = None
     with ExitStack() as stack:
         enter = stack.enter_context
         if repeats_keys:
@@ -301,9 +304,11 @@ def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
             if hidden.requires_grad:
                 hidden.register_hook(mark_backward)
         output = forward(*args, **kwargs)
-        live.block_end, live.block_input = len(live.log), key
+        live.block_end = len(live.log)
+        live.block_input = key
         live.log.append("block")
-        hidden, live.beside = output, None
+        hidden = output
+        live.beside = None
         if isinstance(output, tuple | list):
             hidden, *live.beside = output
         hidden.register_hook(mark_backward)

@@ -71,9 +71,12 @@ def init_distributed(use_gpu: bool = True) -> World:
     size = env_int("WORLD_SIZE")
     store = None
     if dist.is_initialized():  # main() called from a program that has its own group
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
     elif rank is None and size is None:
-        rank, size, store = 0, 1, dist.HashStore()  # a world of one needs no port
+        rank = 0
+        size = 1
+        store = dist.HashStore()  # a world of one needs no port
         if env_int("SLURM_STEP_NUM_TASKS", 1) > 1:
             print0(
                 "warning: each task of srun is a run of its own (fix: srun --ntasks-per-node=1 torchrun)"
@@ -83,7 +86,8 @@ def init_distributed(use_gpu: bool = True) -> World:
         lacks = [name for name in names if not os.environ.get(name)]
         check(not lacks, f"some of {', '.join(names)} are set, but not {', '.join(lacks)} {FIX}")
         check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size} {FIX}")
-    local_rank, local_size = env_int("LOCAL_RANK", rank), env_int("LOCAL_WORLD_SIZE", size)
+    local_rank = env_int("LOCAL_RANK", rank)
+    local_size = env_int("LOCAL_WORLD_SIZE", size)
     device = device_of(local_rank, local_size) if use_gpu else torch.device("cpu")
     if device.type == "cuda":
         use_expandable_segments()
@@ -254,7 +258,10 @@ def agree(world: World, values: dict, what: str) -> None:
 
 def env_int(name: str, default: int | None = None) -> int | None:
     value = os.environ.get(name)
-    return int(value) if value else default
+    if not value:
+        return default
+    check(value.isdecimal(), f"{name}={value} is not a number {FIX}")
+    return int(value)
 
 
 def use_expandable_segments() -> None:

@@ -38,7 +38,8 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     sees another folder at its path; and if a save could not replace OUT/model, see check_replaceable.
     `source`: the folder that the model is read from.
     """
-    out, who = Path(output_dir).absolute() if output_dir else None, ""
+    out = Path(output_dir).absolute() if output_dir else None
+    who = ""
     with together(world), disk_errors(out or Path("output")):
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         check(

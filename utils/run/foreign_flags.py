@@ -26,7 +26,8 @@ def translate(texts: dict[str, str], kinds: dict) -> tuple[dict[str, str], dict[
     override these). texts: the typed value of each flag. kinds: our settings. A name that is in no table is
     returned unchanged. Raises ConfigError with a line for each flag that has no translation.
     """
-    known, implied = {}, {}
+    known = {}
+    implied = {}
     problems = []
     for name, text in texts.items():
         short = name.rpartition(".")[2]  # such as train_config.model_name

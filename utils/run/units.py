@@ -2,7 +2,8 @@
 
 import hashlib
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 IGNORE = -100  # the label of a token that is not trained; cross-entropy leaves it out
 
 

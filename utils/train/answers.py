@@ -39,7 +39,8 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, world: World):
-        self.model, self.world = model, world
+        self.model = model
+        self.world = world
         self.known = {}  # key of an answer -> nats
 
     def of(self, batch) -> Tensor:
@@ -127,7 +128,8 @@ def sums_of(batch, policy: Tensor, losses: Tensor, rewards: Tensor) -> Tensor:
     answers; tokens of wanted answers; numbers of wanted, of other answers; rewards of wanted, of other
     answers; pairs whose wanted answer has the higher reward.
     """
-    wanted, others = batch.desirable, ~batch.desirable
+    wanted = batch.desirable
+    others = ~batch.desirable
     sums = [
         losses,
         policy * wanted,

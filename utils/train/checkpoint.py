@@ -103,7 +103,8 @@ class CheckpointSaver(AbstractContextManager):
     def wait(self) -> None:
         """Wait until the last save is published and older checkpoints are removed."""
         if self.pending:
-            pending, self.pending = self.pending, None
+            pending = self.pending
+            self.pending = None
             self._finish(pending.result)
         if self.writer and self.writer.removal:
             self.writer.removal.join()

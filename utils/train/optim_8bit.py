@@ -59,7 +59,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         on_gpu = parts[0].device.type == "cuda"
         if paged and not on_gpu:
             print0("optimizer the state is in host memory anyway, so nothing is paged")
-        self.on_gpu, self.paged = on_gpu, paged and on_gpu
+        self.on_gpu = on_gpu
+        self.paged = paged and on_gpu
         self.kernels = bitsandbytes.optim.AdamW(parts, min_8bit_size=0, is_paged=self.paged)
         for parameter in self.parts:
             self._add_state(parameter)
@@ -72,7 +73,8 @@ class ShardedAdamW8bit(torch.optim.Optimizer):
         if self.on_gpu:
             # The kernels run on the default stream, whichever is current, and FSDP2 calls the hooks of a
             # backward on another one (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2050).
-            current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+            current = torch.cuda.current_stream()
+            default = torch.cuda.default_stream()
             default.wait_stream(current)
         for group in self.param_groups:
             for parameter in group["params"]:

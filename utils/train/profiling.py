@@ -101,7 +101,8 @@ def start_recording(
     """Start the profiler and, on rank 0, the trackers that are asked for. done: the step resumed from.
     options: the settings profile, tensorboard and wandb.
     """
-    profiler, asked = None, {}
+    profiler = None
+    asked = {}
     if options.profile:
         profiler = start_profiler(out / "profile", world, done, steps)
     if options.tensorboard:

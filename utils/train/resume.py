@@ -53,7 +53,8 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         saved = yaml.safe_load(newest.read_text()) if newest else {}
         if saved.get("resume") == resume and complete_checkpoints(out / "checkpoints"):
             resume = "auto"  # the same command again: its own checkpoints are newer
-        plan, finished = out / "plan.json", 0  # the steps after which the run ended
+        plan = out / "plan.json"
+        finished = 0  # the steps after which the run ended
         if plan.exists():
             measured = json.loads(plan.read_text()).get("measured") or {}  # null until it ends
             finished = measured.get("steps", 0)

@@ -75,7 +75,9 @@ def open_trained(
     run. merge: the model without the adapter, which the recipe adds itself. Every rank calls it. Raises
     ConfigError if something is missing or does not fit together.
     """
-    path, run, template = None, {}, ""
+    path = None
+    run = {}
+    template = ""
     if checkpoint:
         path = named_checkpoint("--checkpoint", checkpoint, world)
         with together(world):
