@@ -246,7 +246,7 @@ def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]
     if theirs != ours:
         raise ValueError(
             f"the model's processor gives {len(theirs)} tokens, and its tokenizer {len(ours)} others"
-            " (fix: both from one folder)"
+            " (fix: both from one folder, else another --model: such a processor writes other texts)"
         )
 
 
