@@ -65,6 +65,33 @@ def fingerprint(model, optimizer) -> dict[str, str]:
     return {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}
 
 
+class Averaged(torch.optim.AdamW):
+    """AdamW with an average of the weights, as utils/README.md has it."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p, state in self.state.items():
+            state.setdefault("ema", p.detach().clone()).lerp_(p.detach(), 0.01)
+
+
+class Both:
+    """Several optimizers with one state, as utils/README.md has it."""
+
+    def __init__(self, *optimizers):
+        self.optimizers, self.state = optimizers, optimizers[0].state
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        for one in optimizers:
+            one.state = self.state
+
+    def step(self):
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self):
+        for one in self.optimizers:
+            one.zero_grad()
+
+
 def straight_and_resumed(world, folder, kind, other=""):
     def start(seed=0):
         model, optimizer = build(world, kind, seed)
@@ -72,6 +99,12 @@ def straight_and_resumed(world, folder, kind, other=""):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
         elif other == "momentum":
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        elif other == "average":
+            optimizer = Averaged(model.parameters(), lr=1e-2, fused=True)
+        elif other == "muon and adamw":
+            inside = [p for p in model.model.layers.parameters() if p.ndim == 2]
+            rest = [p for p in model.parameters() if p not in set(inside)]
+            optimizer = Both(torch.optim.Muon(inside, ns_steps=1), torch.optim.AdamW(rest, lr=1e-2))
         elif other == "muon":
             for parameter in model.parameters():
                 parameter.requires_grad_(parameter.ndim == 2)
@@ -107,7 +140,7 @@ def test_resume_is_bitwise(tmp_path, kind):
         assert "model.embed_tokens.weight.exp_avg_sq" in straight
 
 
-@pytest.mark.parametrize("other", ["amsgrad", "momentum", "muon"])
+@pytest.mark.parametrize("other", ["amsgrad", "momentum", "muon", "average", "muon and adamw"])
 def test_resume_is_bitwise_with_another_optimizer(tmp_path, other):
     for same_losses, straight, resumed, _ in run_ranks(
         straight_and_resumed, 2, tmp_path, "llama", other
