@@ -277,6 +277,13 @@ def test_a_recipe_runs_with_the_stdout_of_a_notebook():
     assert out.getvalue() == "ready\n"
 
 
+def test_a_second_text_is_an_error_and_not_lost(capsys):
+    """A user writes print0("sample", answer) where print stood."""
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        print0("sample", "an answer")
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture(scope="module")
 def ended_by_others():
     """(code, stdout, stderr) of a process that tells of its collections; someone else's code ends it."""
