@@ -312,6 +312,24 @@ def test_a_best_loss_before_the_first_evaluation_is_kept_as_infinity(tmp_path):
     assert state["best"] == float("inf")
 
 
+def save_newest_and_best(world, folder):
+    model, optimizer = build(world)
+    with (
+        CheckpointSaver(folder / "checkpoints", 2, world) as newest,
+        CheckpointSaver(folder / "best", 1, world) as best,
+    ):
+        for step in range(1, 5):
+            newest.save(step, model, optimizer, {})
+            if step < 3:
+                best.save(step, model, optimizer, {})
+
+
+def test_a_second_saver_keeps_the_best_that_the_first_removes(tmp_path):
+    run_ranks(save_newest_and_best, 2, tmp_path)
+    assert names(tmp_path / "checkpoints") == ["step_00000003", "step_00000004"]
+    assert names(tmp_path / "best") == ["step_00000002"]
+
+
 def save_nothing(world, folder):
     with CheckpointSaver(folder, 1, world):
         pass

@@ -80,8 +80,8 @@ class RunLog(AbstractContextManager):
 
     def add(self, loss, grad_norm, losses, batches, means, **numbers) -> None:
         """Add one step; all ranks call it. loss, grad_norm: tensors (), of all ranks. losses: () of each
-        micro-batch of this rank. means: further values () by name, still on the device. numbers: values that
-        the host knows already; None: not known.
+        micro-batch of this rank. means: further values () of all ranks by name, still on the device. numbers:
+        values that the host knows already; None: not known.
         """
         on_device = torch.stack([v.to(loss) for v in (loss, grad_norm, *means.values())])
         numbers["peak_memory_gib"] = peak_memory_bytes() / GIB
