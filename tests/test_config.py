@@ -444,6 +444,29 @@ def test_a_program_may_give_a_path_and_no_misspelt_value(tmp_path):
             finetune.Config(**setting)
 
 
+@dataclass
+class Mine(finetune.Config):
+    """The settings of a recipe and one more, as in a copy or a notebook."""
+
+    margin: float = 0.5
+
+
+@dataclass
+class Unset(finetune.Config):
+    teacher: str | None = None
+
+
+def test_a_recipes_settings_can_be_a_base_class():
+    assert parse_cli(Mine, ["--margin", "2", "--lr", "1e-3"]).margin == 2.0
+    with pytest.raises(ConfigError, match=r"trains nothing \(fix: --lr 2e-05\)"):
+        Mine(lr=0)
+
+
+def test_a_setting_of_another_type_is_refused_by_its_name():
+    with pytest.raises(ConfigError, match=r"^--teacher takes one of <class 'str'>, .*; not 'None'"):
+        Unset()
+
+
 def test_inherited_fields_are_saved(tmp_path):
     save_config(WithLora(lora_rank=4, steps=2), tmp_path / "config.yaml")
     assert load_config(WithLora, tmp_path / "config.yaml") == WithLora(lora_rank=4, steps=2)

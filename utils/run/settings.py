@@ -125,10 +125,10 @@ def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int
             number = kind(text)
         check(math.isfinite(number), f"{where} takes {NUMBERS[kind]}, not '{text[:60]}'")
         return number
-    choices = typing.get_args(kind)
-    if not choices:
+    words = typing.get_args(kind)
+    if not words:
         return text
-    check(text.lower() in choices, f"{where} takes one of {', '.join(choices)}; not '{text}'")
+    check(text.lower() in words, f"{where} takes one of {', '.join(map(str, words))}; not '{text}'")
     return text.lower()
 
 
@@ -168,7 +168,7 @@ def check_least(cfg: object, **least: int) -> None:
 def check_training(cfg: object, **least: int) -> None:
     """Raise ConfigError for settings that every recipe that trains refuses; see check_least."""
     check_least(cfg, **least)
-    check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {vars(type(cfg))['lr']:g})")
+    check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {type(cfg).lr:g})")
     check(
         cfg.activation_checkpointing != "none" or not cfg.activation_offload,
         "--activation_offload has no inputs (fix: --activation_checkpointing full)",
