@@ -209,14 +209,16 @@ def test_the_group_of_a_program_that_sets_no_variables_gives_rank_and_size():
     ]
 
 
-def test_each_task_of_srun_without_torchrun_is_told_that_it_trains_alone(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_each_task_of_srun_or_mpirun_without_torchrun_is_told_that_it_trains_alone(
+    name, monkeypatch, capsys
+):
     for tasks, warns in (("1", False), ("2", True)):
         stop_distributed()
-        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        monkeypatch.setenv(name, tasks)
         assert init_distributed(use_gpu=False).size == 1
-        assert (
-            "warning: each task of srun is a run of its own" in capsys.readouterr().out
-        ) == warns
+        said = capsys.readouterr().out
+        assert ("warning: each task of srun or mpirun is a run of its own" in said) == warns
 
 
 def timeouts(world) -> list[float]:

@@ -171,7 +171,7 @@ def deal(costs: Tensor, ranks: int) -> list[list[int]]:
     Greedy: rows are dealt from the most to the least expensive, each to the rank with the lowest sum so far.
     """
     most_rows = math.ceil(len(costs) / ranks)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+    shares = [[] for _ in range(ranks)]
     open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (sum, rank)
     order = costs.argsort(descending=True, stable=True)
     for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):

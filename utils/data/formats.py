@@ -102,7 +102,7 @@ def form_of(row: dict) -> str:
 
 def parse_columns(text: str) -> dict[str, str]:
     """Parse --columns prompt=question,completion=answer to {our key: column of the data}, or ConfigError."""
-    columns: dict[str, str] = {}
+    columns = {}
     known = COLUMNS | PREFERENCES | {"image", "images"}
     for pair in filter(None, text.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))

@@ -77,9 +77,10 @@ def init_distributed(use_gpu: bool = True) -> World:
         rank = 0
         size = 1
         store = dist.HashStore()  # a world of one needs no port
-        if env_int("SLURM_STEP_NUM_TASKS", 1) > 1:
+        if max(env_int("SLURM_STEP_NUM_TASKS", 1), env_int("OMPI_COMM_WORLD_SIZE", 1)) > 1:
             print0(
-                "warning: each task of srun is a run of its own (fix: srun --ntasks-per-node=1 torchrun)"
+                "warning: each task of srun or mpirun is a run of its own"
+                " (fix: one task for each machine, which starts torchrun)"
             )
     else:
         names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()

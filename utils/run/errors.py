@@ -116,12 +116,12 @@ def silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print0(text: object, **how: bool) -> None:
-    """Print a line on rank 0. how: see say. It takes one text, so that a second one, as print takes it, is an
-    error and not lost.
+def print0(text: object, *, ready: bool = False) -> None:
+    """Print a line on rank 0. It takes one text: a second one, as print takes it, is an error. ready: as for
+    say.
     """
     if not rank():
-        say(text, **how)
+        say(text, ready)
 
 
 def first_five(names: list[str]) -> str:
