@@ -56,10 +56,10 @@ def setting(request, tmp_path_factory):
 
 
 def trained(setting, out, ranks=2, **flags):
+    """In micro-batches of two rows: some are padded, and on two ranks two of them make a step."""
     folder, rows, _ = setting
-    return with_recipe(
-        ranks, model=folder, dataset=rows, output_dir=out, global_batch_size=GLOBAL_BATCH, **flags
-    )
+    sizes = {"batch_size": 2, "global_batch_size": GLOBAL_BATCH}
+    return with_recipe(ranks, model=folder, dataset=rows, output_dir=out, **sizes, **flags)
 
 
 LONG = ("full_recompute", "offload", "hsdp_by_shard")  # left to make test-all

@@ -168,6 +168,7 @@ def test_every_family_equals_a_plain_loop_on_two_ranks(kind, tmp_path):
         "model": folder,
         "dataset": rows,
         "output_dir": tmp_path / "out",
+        "batch_size": 2,
         "global_batch_size": GLOBAL_BATCH,
     }
     run_ranks(
@@ -200,6 +201,6 @@ def test_the_same_world_size_gives_the_same_bits(setting, tmp_path):
 
 def test_reducing_in_every_micro_batch_changes_nothing(setting, tmp_path):
     folder, rows, (expected, _) = setting
-    flags = {"model": folder, "dataset": rows, "global_batch_size": GLOBAL_BATCH}
+    flags = {"model": folder, "dataset": rows, "batch_size": 2, "global_batch_size": GLOBAL_BATCH}
     curve, _ = with_recipe(2, output_dir=tmp_path, sync_each_microbatch=True, **flags)
     torch.testing.assert_close(curve, expected, rtol=1e-5, atol=0)
