@@ -203,7 +203,7 @@ def test_fp16_trains_like_fp32_to_its_rounding(setting, tmp_path):
 
 def in_fp16(world, flags):
     return finetune.main(
-        finetune.Config(**flags, dtype="fp16", steps=24, save_every=0, lr=1e-4, batch_size=2)
+        finetune.Config(**flags, dtype="fp16", save_every=0, lr=1e-4, batch_size=2)
     )
 
 
@@ -219,11 +219,11 @@ def loud(tmp_path, factors):
 
 
 def test_overflows_in_fp16_are_skipped_and_counted_on_all_ranks_and_training_goes_on(tmp_path):
-    out = run_ranks(in_fp16, 2, loud(tmp_path, {"model.norm.weight": 100.0}))[0]
+    out = run_ranks(in_fp16, 2, loud(tmp_path, {"model.norm.weight": 100.0}) | {"steps": 12})[0]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     skipped = [line["skipped"] for line in lines]
     assert skipped == sorted(skipped, reverse=True)  # the scale halves until it fits
-    assert 1 <= sum(skipped) < 20
+    assert 1 <= sum(skipped) < 12
     assert lines[0]["grad_norm"] is None  # JSON has no infinity
     assert lines[-1]["grad_norm"] > 0
 
@@ -232,7 +232,7 @@ def test_twenty_overflows_in_a_row_stop_an_fp16_run(tmp_path):
     factors = {"model.embed_tokens.weight": 1e-3, "model.norm.weight": 1e3}
     flags = loud(tmp_path, {**factors, "model.layers.0.input_layernorm.weight": 1e3})
     with pytest.raises(AssertionError, match="step 20: loss .* gradient norm (inf|nan)"):
-        run_ranks(in_fp16, 2, flags)
+        run_ranks(in_fp16, 2, flags | {"steps": 24})
 
 
 def test_a_run_may_go_on_in_fp16_and_back(tmp_path):
