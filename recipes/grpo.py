@@ -45,6 +45,7 @@ from utils.data.examples import (
 from utils.data.questions import load_questions
 from utils.data.rewards import (
     Rollout,
+    RolloutBatch,
     RolloutBatches,
     check_columns,
     parse_rewards,
@@ -608,9 +609,7 @@ def main(cfg: Config) -> Path:
                 if number <= len(batches):
                     old.append(now.detach())
                 before = old[(number - 1) % len(batches)]
-                summed = token_sums(
-                    batch, before, *policy_loss(cfg, now, before, start, batch.advantages)
-                )
+                summed = token_sums(batch, before, *policy_loss(cfg, batch, now, before, start))
                 # world.size undoes FSDP's mean; the weights divide by the sizes of the global batch
                 scaler.scale(summed[0] * world.size).backward()
                 sums.append(summed.detach())
@@ -729,19 +728,19 @@ def weights_of(cfg: Config, lengths: list[int]) -> list[float]:
 
 def policy_loss(
     cfg: Config,
+    batch: RolloutBatch,
     now: torch.Tensor,
     old: torch.Tensor,
     start: torch.Tensor | None,
-    advantages: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(losses, whether they are clipped, KL) of each token, all (B, T). now, old, start: log pi of the tokens
-    (B, T), now, before the first update of this step, and at the start of the run. advantages: (B, 1). Other
-    losses go here.
+    (B, T), now, before the first update of this step, and at the start of the run; 0 where batch.labels are
+    IGNORE, as in all of a filler. batch.advantages: (B, 1). Other losses go here.
     """
     ratio = torch.exp(now - old)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    losses = -torch.min(ratio * advantages, clipped * advantages)
-    is_clipped = clipped * advantages < ratio * advantages
+    losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
+    is_clipped = clipped * batch.advantages < ratio * batch.advantages
     kl = torch.zeros_like(now)
     if start is not None:
         # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556

@@ -79,7 +79,7 @@ def train(world, flags):
     return grpo.main(grpo.Config(**flags))
 
 
-def trained(ranks, out, files, **flags):
+def trained(ranks, out, files, train=train, **flags):
     """(metrics by step, final weights, samples)."""
     flags = RUN | files | {"output_dir": str(out)} | flags
     out = run_ranks(train, ranks, flags)[0]
@@ -355,6 +355,28 @@ def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
     assert all(m["entropy"] is None and m["mismatch"] is None for m in metrics)  # of no token
 
 
+def test_gspo_as_the_readme_has_it_learns_the_same_beside_fillers(files, tmp_path):
+    """Of four completions, two of three ranks learn one each, and then a filler, which has no tokens."""
+    flags = {"loss": "grpo", "epochs_per_rollout": 2, "global_batch_size": 1, "lr": 1e-3}
+    one = trained(1, tmp_path / "one", files, train=train_gspo, **ALL_AT_ONCE, **flags)
+    three = trained(3, tmp_path / "three", files, train=train_gspo, batch_size=1, **flags)
+    assert_alike(three, one)
+    grpo_itself = trained(1, tmp_path / "grpo", files, **ALL_AT_ONCE, **flags)
+    assert abs(one[0][0]["loss"] - grpo_itself[0][0]["loss"]) > 1e-5
+
+
+def train_gspo(world, flags):
+    def gspo(cfg, batch, now, old, start):
+        tokens = (batch.labels >= 0).sum(1, keepdim=True).clamp(min=1)
+        mean = (now - old).sum(1, keepdim=True) / tokens
+        return token_ratios(cfg, batch, mean.expand_as(now), torch.zeros_like(now), None)
+
+    token_ratios = grpo.policy_loss
+    with pytest.MonkeyPatch.context() as edits:  # other tests use the same processes
+        edits.setattr(grpo, "policy_loss", gspo)
+        return grpo.main(grpo.Config(**flags))
+
+
 def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files, run_of, tmp_path):
     _, once = run_of(**PLAIN)
     flags = {name: PLAIN[name] for name in PLAIN if name != "ranks"}
@@ -366,8 +388,9 @@ def test_layers_are_gathered_in_each_forward_where_the_whole_does_not_fit(files,
 
 
 def train_in_lockstep(world, flags):
-    grpo.plan_rollout = lambda setting, plan, *args: (False, plan)
-    return grpo.main(grpo.Config(**flags))
+    with pytest.MonkeyPatch.context() as edits:  # other tests use the same processes
+        edits.setattr(grpo, "plan_rollout", lambda setting, plan, *args: (False, plan))
+        return grpo.main(grpo.Config(**flags))
 
 
 def held_out(metrics):

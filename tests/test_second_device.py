@@ -82,9 +82,7 @@ def loss_of(name: str, model, batch) -> torch.Tensor:
         now = token_log_probs(model, batch, 0.7)
         with torch.no_grad():
             start = now + 0.1
-        policy = grpo.policy_loss(
-            grpo.Config(kl_beta=0.1), now, now.detach(), start, batch.advantages
-        )
+        policy = grpo.policy_loss(grpo.Config(kl_beta=0.1), batch, now, now.detach(), start)
         return token_sums(batch, now.detach(), *policy)[0]
     if name in PREFERENCES:
         cfg = prefer.Config(loss=name, beta=0.1)

@@ -68,7 +68,7 @@ def step(name: str, batch_size: int):
         batch = batch_of(rows[part], old[part], weights[part])
         at_start = batch_of(rows[part], start[part], weights[part]).drawn if beta else None
         now = token_log_probs(policy, batch, cfg.temperature)
-        losses = grpo.policy_loss(cfg, now, batch.drawn, at_start, batch.advantages)
+        losses = grpo.policy_loss(cfg, batch, now, batch.drawn, at_start)
         found = token_sums(batch, batch.drawn, *losses)
         found[0].backward()
         sums += found.detach()
