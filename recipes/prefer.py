@@ -625,7 +625,8 @@ def preference_loss(
     kl: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(losses (P,), rewards (S,)) from log pi(y|x) and log pi_ref(y|x), both (S,). Chosen and rejected
-    answers alternate; for kto, each answer has a label. Other losses go here.
+    answers alternate; for kto, each answer has a label. log pi_ref is 0 without an entry in WITH_REFERENCE.
+    Other losses go here.
     """
     scores = policy - reference
     if cfg.loss in ("orpo", "simpo"):

@@ -201,6 +201,17 @@ def test_rewards_may_be_called_reward_and_text(rules):
     assert [one["rewards/text"] for one in found] == [None, 4]
 
 
+def test_a_function_is_called_for_one_prompt_at_a_time_and_with_weight_0_only_logged(rules):
+    rules.write_text("def calls(completions, **columns):\n    return [len(completions)] * 2\n")
+    rewards = parse_rewards(f"{rules}:calls:0,exact")
+    asked = [Question([], name, {"answer": "a"}, "rows.jsonl") for name in "ppqq"]
+    completions = [Completion([i], []) for i in range(5, 9)]
+    found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
+    assert [one["rewards/calls"] for one in found] == [2] * 4
+    assert [one["reward"] for one in found] == [one["rewards/exact"] for one in found]
+    assert reward_means(found)["rewards/calls"] == 2
+
+
 def test_a_function_that_changes_its_lists_changes_neither_completions_nor_other_rewards(rules):
     rules.write_text(
         "def changes(completions, completion_ids, answer, **columns):\n"
