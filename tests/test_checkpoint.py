@@ -140,7 +140,15 @@ def test_resume_is_bitwise(tmp_path, kind):
         assert "model.embed_tokens.weight.exp_avg_sq" in straight
 
 
-@pytest.mark.parametrize("other", ["amsgrad", "momentum", "muon", "average", "muon and adamw"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "amsgrad",
+        "momentum",
+        "muon",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("average", "muon and adamw")),
+    ],
+)
 def test_resume_is_bitwise_with_another_optimizer(tmp_path, other):
     for same_losses, straight, resumed, _ in run_ranks(
         straight_and_resumed, 2, tmp_path, "llama", other

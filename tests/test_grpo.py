@@ -355,6 +355,7 @@ def test_completions_that_are_all_alike_teach_nothing(files, tmp_path):
     assert all(m["entropy"] is None and m["mismatch"] is None for m in metrics)  # of no token
 
 
+@slow
 def test_gspo_as_the_readme_has_it_learns_the_same_beside_fillers(files, tmp_path):
     """Of four completions, two of three ranks learn one each, and then a filler, which has no tokens."""
     flags = {"loss": "grpo", "epochs_per_rollout": 2, "global_batch_size": 1, "lr": 1e-3}
