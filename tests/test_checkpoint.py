@@ -3,13 +3,16 @@
 import hashlib
 import os
 import pickle
+import re
 import resource
 import shutil
+from textwrap import dedent
 
 import pytest
 import torch
 from ranks import run_ranks
 from shards import shard_training
+from shell import ROOT
 from tiny import build_optimizer, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +29,6 @@ SMALL = {
     "num_hidden_layers": 2,
 }
 # 1003 rows of vocabulary divide by nothing; of a key projection's 4 rows, the third of 3 ranks holds none.
-# none.
 
 
 def build(world, kind="llama", seed=0, **changes):
@@ -50,7 +52,7 @@ def train(world, model, optimizer, first, last) -> list[float]:
         loss.backward()
         clip_gradients(model, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -65,31 +67,15 @@ def fingerprint(model, optimizer) -> dict[str, str]:
     return {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in whole.items()}
 
 
-class Averaged(torch.optim.AdamW):
-    """AdamW with an average of the weights, as utils/README.md has it."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for p, state in self.state.items():
-            state.setdefault("ema", p.detach().clone()).lerp_(p.detach(), 0.01)
-
-
-class Both:
-    """Several optimizers with one state, as utils/README.md has it."""
-
-    def __init__(self, *optimizers):
-        self.optimizers, self.state = optimizers, optimizers[0].state
-        self.param_groups = [group for one in optimizers for group in one.param_groups]
-        for one in optimizers:
-            one.state = self.state
-
-    def step(self):
-        for one in self.optimizers:
-            one.step()
-
-    def zero_grad(self):
-        for one in self.optimizers:
-            one.zero_grad()
+def of_readme(name: str) -> type:
+    """A class that utils/README.md shows."""
+    blocks = re.findall(
+        r"  ```python\n(.*?)  ```", (ROOT / "utils" / "README.md").read_text(), re.S
+    )
+    (code,) = [block for block in blocks if f"class {name}" in block]
+    space = {"torch": torch}
+    exec(dedent(code), space)
+    return space[name]
 
 
 def straight_and_resumed(world, folder, kind, other=""):
@@ -100,11 +86,12 @@ def straight_and_resumed(world, folder, kind, other=""):
         elif other == "momentum":
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         elif other == "average":
-            optimizer = Averaged(model.parameters(), lr=1e-2, fused=True)
+            optimizer = of_readme("Averaged")(model.parameters(), lr=1e-2, fused=True)
         elif other == "muon and adamw":
             inside = [p for p in model.model.layers.parameters() if p.ndim == 2]
             rest = [p for p in model.parameters() if p not in set(inside)]
-            optimizer = Both(torch.optim.Muon(inside, ns_steps=1), torch.optim.AdamW(rest, lr=1e-2))
+            both = torch.optim.Muon(inside, ns_steps=1), torch.optim.AdamW(rest, lr=1e-2)
+            optimizer = of_readme("Both")(*both)
         elif other == "muon":
             for parameter in model.parameters():
                 parameter.requires_grad_(parameter.ndim == 2)

@@ -277,6 +277,12 @@ def test_a_recipe_runs_with_the_stdout_of_a_notebook():
     assert out.getvalue() == "ready\n"
 
 
+def test_a_rank_that_is_no_number_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "abc")
+    print0("said")
+    assert capsys.readouterr().out == "said\n"
+
+
 def test_a_second_text_is_an_error_and_not_lost(capsys):
     """A user writes print0("sample", answer) where print stood."""
     with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):

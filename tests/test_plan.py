@@ -291,6 +291,7 @@ def test_a_port_in_use_is_one_line_that_names_it(flags):
 @pytest.mark.parametrize(
     ("env", "says"),
     [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK=abc"),
         ({"RANK": "0", "WORLD_SIZE": "abc"}, "WORLD_SIZE=abc"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "are set, but not MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "2"}, "are set, but not RANK, MASTER_ADDR, MASTER_PORT"),

@@ -75,12 +75,12 @@ class Part:
         self.where: list[str] = []
         self.dropped = Counter()
         self.notes = Counter()
-        self.firsts: dict[str, str] = {}  # note -> its first row
+        self.firsts = {}  # note -> its first row
         self.forms = Counter()
         self.columns: set[str] = set()  # columns named in --columns that some row has
         # the first row whose prompt differs between training and inference, and how it differs
         self.problem = ""
-        self.bad: list[tuple[str, str]] = []  # (where, why) of each bad row
+        self.bad = []  # (where, why) of each bad row
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         """Add one sequence."""

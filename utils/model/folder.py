@@ -264,7 +264,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             begin = 8 + size + entry["data_offsets"][0]
             infos[name] = TensorInfo(file, dtype, tuple(entry["shape"]), begin)
         end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (SafetensorError, OSError, ValueError, LookupError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         with open(file, "rb") as opened:
             reason = impostor(opened.read(100)) or f"damaged, cut short or no safetensors: {error}"
         raise ConfigError(f"{file}: {reason} {AGAIN}") from None

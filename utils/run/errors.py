@@ -136,7 +136,8 @@ def differences(old: dict, new: dict, but: Sequence[str] = ()) -> str:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK") or 0)
+    value = os.environ.get("RANK", "0")
+    return int(value) if value.isdecimal() else 0
 
 
 def print_once(*lines: str, agreed: bool = False) -> None:
