@@ -333,7 +333,7 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     config = AutoConfig.from_pretrained(folder)
     levers = lever.split()
     if "whole" in levers:
-        model = build_model(config, torch.float32, whole=folder)
+        model = build_model(config, torch.float32, read_from=folder)
     else:
         model = build_model(config, torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)

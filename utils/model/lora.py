@@ -38,7 +38,7 @@ from .folder import read_header, read_json
 from .loading import lay_out, local, local_box, whole
 from .options import Lora, Quant, changed_flags
 from .quantize import ROUTER, Quantized, is_plain, quantize_linears
-from .saving import local_parts, save_folder, save_tokenizer
+from .saving import save_folder, save_tokenizer, written_parts
 from .sharding import cast_to, plain_name, reads_text
 
 SETTINGS = "adapter_config.json"
@@ -339,7 +339,7 @@ def save_adapter(
         save_tokenizer(tokenizer, temp)
 
     layout = lay_out(pieces, save_dtype, max_file_bytes=math.inf, stem="adapter_model")
-    save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
+    save_folder(out, world, pieces, partial(written_parts, state, world), prepare, layout)
     numbers = sum(math.prod(piece.shape) for piece in pieces)
     return f"{len(pieces)} tensors, {numbers:,} numbers"
 

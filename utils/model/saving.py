@@ -27,7 +27,7 @@ from ..run.errors import ConfigError, check
 from ..run.files import check_replaceable, disk_errors, file_inside, publish, remove_siblings
 from ..run.folder import check_space
 from .folder import INDEX, read_json
-from .loading import Piece, Place, is_writer, lay_out, runs, transfer
+from .loading import Piece, Place, is_writer, lay_out, local_parts, transfer
 
 # Files beside the weights that a save copies from the source. chat_template.json: of older processors.
 COMPANIONS = """*.py LICENSE* NOTICE* USE_POLICY* *processor_config.json
@@ -80,7 +80,7 @@ def save_model(
         write_json(temp / GENERATION, generation_config(model, source, eos_ids))
         save_tokenizer(tokenizer, temp)
 
-    parts = partial(local_parts, state, world)
+    parts = partial(written_parts, state, world)
     save_folder(out, world, pieces, parts, prepare, lay_out(pieces, save_dtype))
 
 
@@ -139,11 +139,11 @@ def save_folder(
             shutil.rmtree(temp, ignore_errors=True)
 
 
-def local_parts(state: dict[str, Tensor], world: World, piece: Piece) -> Iterator[Part]:
-    """The parts of a piece in this rank's shard, if this rank writes them."""
+def written_parts(state: dict[str, Tensor], world: World, piece: Piece) -> Iterator[Part]:
+    """The parts of a piece that this rank writes."""
     parameter = state[piece.param]
     if is_writer(parameter, world):
-        yield from runs(parameter, piece, CHUNK)
+        yield from local_parts(parameter, piece, CHUNK)
 
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
