@@ -39,7 +39,7 @@ from .loading import lay_out, local, local_box, whole
 from .options import Lora, Quant, changed_flags
 from .quantize import ROUTER, Quantized, is_plain, quantize_linears
 from .saving import save_folder, save_tokenizer, written_parts
-from .sharding import cast_to, plain_name, reads_text
+from .sharding import cast_to, language_model, plain_name
 
 SETTINGS = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -391,7 +391,7 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
     """The linear layers among `names` in the part that reads text, except the head, routers, and layers that
     peft takes for fused experts.
     """
-    inside = {m for m in reads_text(model).modules() if isinstance(m, nn.Linear | Conv1D)}
+    inside = {m for m in language_model(model).modules() if isinstance(m, nn.Linear | Conv1D)}
     inside.discard(model.get_output_embeddings())
     linear = [
         name for name in names if model.get_submodule(name) in inside and not ROUTER.search(name)
