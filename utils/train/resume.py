@@ -61,7 +61,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         if finished:
             saved = asdict(cfg) | saved  # it may lack newer settings
             current = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
-            changed = differences(saved, current, but="output_dir resume log_every".split())
+            changed = differences(saved, current, ignored="output_dir resume log_every".split())
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
@@ -75,7 +75,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         return Resumed()
     with together(world):
         state = read_state(checkpoint)
-        if changed := differences(state["config"], asdict(cfg), but=("resume",)):
+        if changed := differences(state["config"], asdict(cfg), ignored=("resume",)):
             print0(f"changed   since the checkpoint: {changed}")
         newer = [p for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
         if newer:
@@ -98,7 +98,7 @@ class Continued(Resumed):
             self.state["step"] <= steps,
             f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']})",
         )
-        changed = differences(facts | self.state, facts, but=("data",) * allow_new_data)
+        changed = differences(facts | self.state, facts, ignored=("data",) * allow_new_data)
         check(
             not changed,
             f"the checkpoint is of another run: {changed}"
