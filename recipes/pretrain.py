@@ -314,7 +314,7 @@ def main(cfg: Config) -> Path:
         disk = estimate_disk(
             source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
         )
-    check_space(out, disk, world, but="checkpoints/*/*")
+    check_space(out, disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
