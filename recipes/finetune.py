@@ -50,7 +50,7 @@ from utils.model.folder import (
     tokenizer_of,
 )
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
+from utils.model.loss import add_chunked_loss, eval_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
 from utils.model.sharding import (
@@ -401,7 +401,7 @@ def main(cfg: Config) -> Path:
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
-    check_chunked_loss(model, world.device)
+    settle_chunked_loss(model, world.device)
     if cfg.packing:
         check_packing(model, world.device)
 
@@ -514,9 +514,9 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        from utils.train.resume import print_way_on
+        from utils.train.resume import print_resume_command
 
-        print_way_on(stop, path, cfg, world)
+        print_resume_command(stop, path, cfg, world)
         return out
     set_timeout()
 

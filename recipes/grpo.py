@@ -63,7 +63,7 @@ from utils.model.folder import (
 )
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
-from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.loss import add_chunked_loss, settle_chunked_loss
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import generation_config, save_model
 from utils.model.sharding import (
@@ -477,7 +477,7 @@ def main(cfg: Config) -> Path:
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
-    check_chunked_loss(model, world.device)
+    settle_chunked_loss(model, world.device)
     reference = None  # the model at the start; with adapters, the base serves without a copy
     freeze = partial(
         frozen_copy,
@@ -665,9 +665,9 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        from utils.train.resume import print_way_on
+        from utils.train.resume import print_resume_command
 
-        print_way_on(stop, path, cfg, everyone)
+        print_resume_command(stop, path, cfg, everyone)
         return out
     set_timeout(group=world.group)
 

@@ -506,9 +506,9 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        from utils.train.resume import print_way_on
+        from utils.train.resume import print_resume_command
 
-        print_way_on(stop, path, cfg, world)
+        print_resume_command(stop, path, cfg, world)
         return out
     set_timeout()
 

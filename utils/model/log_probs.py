@@ -30,7 +30,7 @@ def token_log_probs(
     Any loss of the result can be differentiated, once. A batch without trained tokens gives zeros with a
     graph, so that every rank takes part in the backward. The router loss of a mixture of experts is left out.
     Extra memory: the logits of one chunk in 16 bit, and some copies of them in fp32; for the backward (n, D),
-    and the head's gradient if it trains; full logits of the trained tokens if check_chunked_loss has chosen
+    and the head's gradient if it trains; full logits of the trained tokens if settle_chunked_loss has chosen
     them.
 
     DPO (arXiv 2305.18290) and GRPO (arXiv 2402.03300) are losses of these log-probabilities.

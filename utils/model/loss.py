@@ -54,7 +54,7 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
     tensor, without full logits.
 
     Without labels the model answers as before. Call it on the unsharded or the sharded model; nothing is
-    computed here. `check_chunked_loss` should follow once the weights are there.
+    computed here. `settle_chunked_loss` should follow once the weights are there.
     """
     head = model.get_output_embeddings()
     head.logits_to_loss = known_transforms(model)[0]
@@ -90,12 +90,12 @@ def known_transforms(model: nn.Module) -> list[Transform]:
 
 
 @torch.no_grad()
-def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
-    """Compare the chunked logits of 7 tokens with the model's own, without dropout. Every rank calls it, with
-    the weights loaded. The model stays in evaluation mode.
+def settle_chunked_loss(model: nn.Module, device: torch.device) -> None:
+    """Choose what the chunked loss does with the logits after the head: of known_transforms the first with
+    which the logits of 7 tokens agree with the model's own. If none does, the model is switched to full
+    logits, and a warning says why, and how much memory they cost.
 
-    It tries the known transforms, the likeliest first, until the logits agree. If none does, it switches the
-    model to full logits, and prints a warning with the reason and the memory that they cost.
+    Every rank calls it, with the weights loaded. The model stays in evaluation mode.
     """
     model.eval()
     head = model.get_output_embeddings()

@@ -152,9 +152,11 @@ def from_settings(cls: type, cfg: object, **values: object):
     return cls(**shared | values)
 
 
-def check_least(cfg: object, **least: int) -> None:
-    """Raise ConfigError for a value that is none of its setting, such as a misspelt one, and for a number
-    below its minimum: the one in `least` or LEAST, else 0. A Path that a program gave becomes text.
+def convert_settings(cfg: object, **least: int) -> None:
+    """Convert values that a program gave to the types of their settings, in place: a Path becomes text.
+
+    Raises ConfigError for a value that its setting does not have, such as a misspelt one, and for a number
+    below its minimum: the one in `least` or LEAST, else 0.
     """
     least = LEAST | least
     for name, (kind, bare) in kinds_of(type(cfg)).items():
@@ -166,8 +168,8 @@ def check_least(cfg: object, **least: int) -> None:
 
 
 def check_training(cfg: object, **least: int) -> None:
-    """Raise ConfigError for settings that every recipe that trains refuses; see check_least."""
-    check_least(cfg, **least)
+    """convert_settings, and a ConfigError for settings that every recipe that trains refuses."""
+    convert_settings(cfg, **least)
     check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {type(cfg).lr:g})")
     check(
         cfg.activation_checkpointing != "none" or not cfg.activation_offload,

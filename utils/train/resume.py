@@ -113,7 +113,7 @@ class Continued(Resumed):
         return self.state["step"]
 
 
-def print_way_on(stop: str, checkpoint: Path, cfg: object, world: World) -> None:
+def print_resume_command(stop: str, checkpoint: Path, cfg: object, world: World) -> None:
     """Print which signal stopped the run, and the command that continues it. How several machines find each
     other only torchrun knows, so these flags are left to the user.
     """

@@ -23,7 +23,7 @@ from ..model.attention import fuse_norms
 from ..model.folder import Source, find_model, open_model, read_header, run_facts, tokenizer_of
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
-from ..model.loss import add_chunked_loss, check_chunked_loss
+from ..model.loss import add_chunked_loss, settle_chunked_loss
 from ..model.options import Lora
 from ..model.sharding import (
     DTYPES,
@@ -206,7 +206,7 @@ def frozen_copy(
     if hasattr(model, "score"):
         add_scores(model, model.config.get_text_config().pad_token_id)
     else:
-        check_chunked_loss(add_chunked_loss(model), device)
+        settle_chunked_loss(add_chunked_loss(model), device)
     return model.eval()
 
 
