@@ -36,7 +36,7 @@ from utils.data.questions import choices_of, harness_of, load_questions, scored,
 from utils.data.rewards import check_columns, parse_rewards, score, without_thoughts
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json, run_facts
-from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.loss import add_chunked_loss, settle_chunked_loss
 from utils.model.saving import generation_config
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
 from utils.plan.generation import check_room, estimate_generation
@@ -51,7 +51,7 @@ from utils.run.distributed import (
 from utils.run.errors import ConfigError, act, check, differences, others_code, print0
 from utils.run.files import disk_errors, replace_file
 from utils.run.folder import claim_output, releases_output
-from utils.run.settings import check_least, from_settings, parse_cli
+from utils.run.settings import convert_settings, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import Asker
 from utils.train.trained_run import Trained, compute_alone, load_trained, open_trained, shard_model
@@ -110,7 +110,7 @@ class Config:
     output_dir: str = ""  # folder of the results; empty: the next free one in output/
 
     def __post_init__(self):
-        check_least(self, seq_len=0, num_fewshot=-1)
+        convert_settings(self, seq_len=0, num_fewshot=-1)
         own = HAS[self.task].split()
         for field in fields(self):
             name = field.name
@@ -211,7 +211,7 @@ def main(cfg: Config) -> Path:
     # --- load: the first act that costs memory ----------------------------------------------------
     act("load")
     load_trained(trained, cfg.adapter, world)
-    check_chunked_loss(add_chunked_loss(model), world.device)
+    settle_chunked_loss(add_chunked_loss(model), world.device)
     print0(f"compute   {dtype}")
 
     # --- evaluate ---------------------------------------------------------------------------------

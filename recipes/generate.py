@@ -53,7 +53,7 @@ from utils.run.distributed import (
 from utils.run.errors import ConfigError, act, check, escaped, others_code, print0
 from utils.run.files import replace_file
 from utils.run.folder import releases_output
-from utils.run.settings import check_least, parse_cli
+from utils.run.settings import convert_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.train.rollout import pad_left
 from utils.train.trained_run import compute_alone, load_trained, open_trained, shard_model
@@ -101,7 +101,7 @@ class Config:
     output: str = ""  # .jsonl file for the answers; empty: the terminal
 
     def __post_init__(self):
-        check_least(self, max_new_tokens=1)
+        convert_settings(self, max_new_tokens=1)
         check(
             0 < self.top_p <= 1,
             f"--top_p {self.top_p} is not a share (fix: above 0, at most 1)",

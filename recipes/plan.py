@@ -71,7 +71,7 @@ from utils.plan.search import (
 from utils.plan.trace import Trace
 from utils.run.distributed import mesh_axes
 from utils.run.errors import ConfigError, check, escaped, others_code, say
-from utils.run.settings import check_least, from_settings, parse_cli
+from utils.run.settings import convert_settings, from_settings, parse_cli
 from utils.run.signals import report_errors
 from utils.run.units import GIB
 from utils.train.in_backward import check_in_backward
@@ -190,7 +190,7 @@ class Config:
     def __post_init__(self):
         fix = "--gpu_memory 24"
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
-        check_least(self, gpus=1, gpus_per_machine=1, center_weight=-1)
+        convert_settings(self, gpus=1, gpus_per_machine=1, center_weight=-1)
         packs = self.recipe in ("finetune", "prefer") and self.loss != "kto"
         fix = "(fix: leave it out)"
         check(

@@ -45,7 +45,7 @@ from utils.data.stream import StreamBatches
 from utils.data.tokens import load_tokenizer, pad_id
 from utils.model.folder import check_vocab, find_model, open_model, quiet_transformers, run_facts
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
+from utils.model.loss import add_chunked_loss, eval_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.saving import save_model
 from utils.model.sharding import (
     DTYPES,
@@ -314,7 +314,7 @@ def main(cfg: Config) -> Path:
         disk = estimate_disk(
             source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
         )
-    check_space(out, disk, world, but="checkpoints/*/*")
+    check_space(out, disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
@@ -328,7 +328,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, whole=source.folder)
+        model = build_model(*structure, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
@@ -393,7 +393,7 @@ def main(cfg: Config) -> Path:
         if cfg.init == "random":
             draw_weights(model, rules, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
-    check_chunked_loss(model, world.device)
+    settle_chunked_loss(model, world.device)
     if cfg.document_mask:
         check_packing(model, world.device, "--document_mask", "--document_mask false")
 
@@ -508,9 +508,9 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        from utils.train.resume import print_way_on
+        from utils.train.resume import print_resume_command
 
-        print_way_on(stop, path, cfg, world)
+        print_resume_command(stop, path, cfg, world)
         return out
     set_timeout()
 

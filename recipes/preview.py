@@ -56,7 +56,7 @@ from utils.run.distributed import (
     together,
 )
 from utils.run.errors import ConfigError, act, check, escaped, print0, print_once
-from utils.run.settings import check_least, from_settings, parse_cli
+from utils.run.settings import convert_settings, from_settings, parse_cli
 from utils.run.signals import report_errors, stop_at_once
 from utils.run.units import IGNORE
 
@@ -142,7 +142,7 @@ class Config:
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
 
     def __post_init__(self):
-        check_least(self)
+        convert_settings(self)
         fix = "(fix: --activation_checkpointing full)"
         recomputes = self.activation_checkpointing != "none"
         check(

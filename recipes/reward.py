@@ -305,7 +305,7 @@ def main(cfg: Config) -> Path:
         disk = estimate_disk(
             source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
         )
-    check_space(out, 0 if lora else disk, world, but="checkpoints/*/*")
+    check_space(out, 0 if lora else disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
@@ -506,9 +506,9 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        from utils.train.resume import print_way_on
+        from utils.train.resume import print_resume_command
 
-        print_way_on(stop, path, cfg, world)
+        print_resume_command(stop, path, cfg, world)
         return out
     set_timeout()
 

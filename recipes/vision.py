@@ -53,7 +53,7 @@ from utils.model.folder import (
 )
 from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss, eval_loss, summed_cross_entropy
+from utils.model.loss import add_chunked_loss, eval_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.options import Lora, Quant, check_adapter_flags
 from utils.model.saving import save_model
 from utils.model.sharding import (
@@ -326,7 +326,7 @@ def main(cfg: Config) -> Path:
         disk = estimate_disk(
             source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
         )
-    check_space(out, 0 if lora else disk, world, but="checkpoints/*/*")
+    check_space(out, 0 if lora else disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
@@ -423,7 +423,7 @@ def main(cfg: Config) -> Path:
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
-    check_chunked_loss(model, world.device)
+    settle_chunked_loss(model, world.device)
     # A micro-batch without pictures skips units, and FSDP2 needs each unit to have been gathered once.
     for unit in found:
         unit.modules[0].unshard()
@@ -543,9 +543,9 @@ def main(cfg: Config) -> Path:
             if stop:
                 break
     if stop:
-        from utils.train.resume import print_way_on
+        from utils.train.resume import print_resume_command
 
-        print_way_on(stop, path, cfg, world)
+        print_resume_command(stop, path, cfg, world)
         return out
     set_timeout()
 

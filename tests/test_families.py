@@ -29,7 +29,7 @@ from utils.model.folder import (
     open_weights,
 )
 from utils.model.loading import build_model, check_kind, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.saving import save_model
 from utils.model.sharding import recompute_activations
 from utils.plan.generation import estimate_generation
@@ -169,7 +169,7 @@ def compare_gradients(model, reference, world, exact: bool) -> list[str]:
     batch, wrong = some_batch(), []
     trained = (batch.labels[:, 1:] != IGNORE).sum()
     add_chunked_loss(model)
-    check_chunked_loss(model, world.device)
+    settle_chunked_loss(model, world.device)
     loss = summed_cross_entropy(model.train(), batch) / trained
     loss.backward()
     ours = {}

@@ -26,7 +26,7 @@ from utils.model.attention import fuse_norms
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
-from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.options import SHARDS_INTEGERS
 from utils.model.quantize import KINDS
 from utils.plan.fit import room_here
@@ -190,7 +190,7 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_full_logits(setting, dt
     folder, _, _ = setting
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().train()
     chunked = in_chunks(copy.deepcopy(plain), 64)
-    check_chunked_loss(chunked, torch.device("cuda"))
+    settle_chunked_loss(chunked, torch.device("cuda"))
     assert not chunked.full_logits
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 271, (3, 100), generator=generator).cuda()

@@ -394,20 +394,20 @@ WITHOUT_COPIES = {
 def train_alone(world, flags, copies):
     """(run folder, which parameters are no DTensors); with copies FSDP2 manages all of them."""
     chosen = finetune.stored_as_computed
-    loaded = finetune.check_chunked_loss
+    loaded = finetune.settle_chunked_loss
     kinds = set()
 
     def note(model, device):
         kinds.update((p.requires_grad, isinstance(p, DTensor)) for p in model.parameters())
         return loaded(model, device)
 
-    finetune.check_chunked_loss = note
+    finetune.settle_chunked_loss = note
     if copies:
         finetune.stored_as_computed = lambda *given, **named: set()
     try:
         return finetune.main(finetune.Config(**flags)), kinds
     finally:
-        finetune.stored_as_computed, finetune.check_chunked_loss = chosen, loaded
+        finetune.stored_as_computed, finetune.settle_chunked_loss = chosen, loaded
 
 
 @pytest.mark.parametrize(

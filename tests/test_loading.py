@@ -31,7 +31,7 @@ def loaded(world, folder, dtype=torch.float32, whole=False):
     """(model, pieces)"""
     config = AutoConfig.from_pretrained(folder)
     model = (
-        build_model(config, torch.float32, whole=folder)
+        build_model(config, torch.float32, read_from=folder)
         if whole
         else build_model(config, torch.float32)
     )

@@ -21,7 +21,7 @@ from utils.data.packing import PackedBatches
 from utils.model.attention import wants_flat_packs
 from utils.model.log_probs import token_log_probs
 from utils.model.lora import adapters_off, add_adapters
-from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.loss import add_chunked_loss, settle_chunked_loss
 from utils.model.options import Lora
 from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
@@ -109,7 +109,7 @@ def test_values_and_gradients_equal_those_of_full_logits(kind, change, chunk_tok
     if change:
         change(reference)
     model = in_chunks(copy.deepcopy(reference), chunk_tokens)
-    check_chunked_loss(model, CPU)
+    settle_chunked_loss(model, CPU)
     assert model.full_logits == (change is adapt_head)
     expected, factors = of_full_logits(reference, batch, temperature), factors_of(batch)
     (expected * factors).sum().backward()
@@ -176,7 +176,7 @@ def test_with_adapters_off_they_are_those_of_the_base(change):
     with torch.no_grad():
         expected = token_log_probs(in_chunks(copy.deepcopy(model), 16), batch)
         change(model)
-        check_chunked_loss(in_chunks(model, 16), CPU)
+        settle_chunked_loss(in_chunks(model, 16), CPU)
         assert (token_log_probs(model, batch) - expected).abs().max() > 1e-2
         with adapters_off(model):
             torch.testing.assert_close(token_log_probs(model, batch), expected, rtol=1e-6, atol=0)
@@ -298,7 +298,7 @@ def sharded_step(world, kind, change, ranks_share, temperature, dtype=torch.floa
     in_chunks(model, 8)
     if ranks_share:
         shard_training(model, build_mesh(world), dtype)
-    check_chunked_loss(model, CPU)
+    settle_chunked_loss(model, CPU)
     whole = some_batch(4)
     rows = slice(world.rank, None, world.size) if ranks_share else slice(None)
     batch = replace(whole, **{n: getattr(whole, n)[rows] for n in ("ids", "labels", "mask")})

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.data.batches import Batch
 from utils.model.log_probs import token_log_probs
-from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
 from utils.run.distributed import build_mesh
 from utils.run.units import IGNORE
 
@@ -48,7 +48,7 @@ def own_loss_and_gradients(model, batch, times=1):
 def test_loss_and_gradients_equal_the_models_own(kind, dtype):
     reference, batch = tiny_model(kind, dtype), some_batch()
     model = in_chunks(copy.deepcopy(reference), 16)
-    check_chunked_loss(model, CPU)
+    settle_chunked_loss(model, CPU)
     assert not model.full_logits
     model.train()  # only then the router's loss is part of it
     exact, trained = dtype == torch.float32, (batch.labels[:, 1:] != IGNORE).sum()
@@ -152,7 +152,7 @@ def test_an_unknown_transform_falls_back_to_full_logits_and_says_the_price(capsy
 
     model.__class__ = Capped
     add_chunked_loss(model)
-    check_chunked_loss(model, CPU)
+    settle_chunked_loss(model, CPU)
     warning = capsys.readouterr().out
     assert "full logits are used" in warning
     assert "GiB" in warning
@@ -167,7 +167,7 @@ def test_an_unknown_transform_falls_back_to_full_logits_and_says_the_price(capsy
 
 def test_dropout_is_no_change_of_the_logits():
     model = add_chunked_loss(tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train())
-    check_chunked_loss(model, CPU)
+    settle_chunked_loss(model, CPU)
     assert not model.full_logits
 
 

@@ -29,7 +29,7 @@ from utils.data.packing import PackedBatches, pack
 from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 from utils.model.folder import NOT_CAUSAL, open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss, summed_cross_entropy
+from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.options import Quant
 from utils.model.quantize import quantize_linears
 from utils.model.sharding import recompute_activations
@@ -208,7 +208,7 @@ def test_attention_without_masks_has_the_logits_of_the_documents_alone(model_typ
     if settle_attention(model, "auto", CPU, torch.float32) != "varlen":
         return
     add_chunked_loss(model)
-    check_chunked_loss(model, CPU)
+    settle_chunked_loss(model, CPU)
     try:
         check_packing(model, CPU)
     except ConfigError:  # layers with a state
@@ -296,7 +296,7 @@ def family_with_loss(model_type: str, dtype: torch.dtype, seed: int = 0, **chang
     for name, value in changes.items():
         setattr(config, name, value)
     model = add_chunked_loss(family_model(model_type, seed, config).to(dtype))
-    check_chunked_loss(model, CPU)
+    settle_chunked_loss(model, CPU)
     return model
 
 

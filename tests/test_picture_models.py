@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from utils.model.folder import open_weights, read_config
 from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.model.loss import add_chunked_loss, check_chunked_loss
+from utils.model.loss import add_chunked_loss, settle_chunked_loss
 from utils.model.options import Lora
 from utils.model.saving import save_model
 from utils.model.sharding import decoder_layers, recompute_activations
@@ -60,7 +60,7 @@ def read_and_save(world, folder, out) -> tuple[bool, set[str], float]:
     add_chunked_loss(model)
     shard_training(model, build_mesh(world), torch.float32)
     load_pieces(model, pieces, world.device)
-    check_chunked_loss(model, world.device)
+    settle_chunked_loss(model, world.device)
     reference = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     expected = reference.state_dict()
     state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}

@@ -134,7 +134,7 @@ def test_a_resume_needs_no_room_for_the_checkpoints_that_are_there(tmp_path):
     try:
         (tmp_path / "checkpoints" / "step_00000080").mkdir(parents=True)
         (tmp_path / "checkpoints" / "step_00000080" / "tensors").write_bytes(bytes(600 * 1024))
-        check_space(tmp_path, 900 * 1024, but="checkpoints/*/*")
+        check_space(tmp_path, 900 * 1024, counted="checkpoints/*/*")
         with pytest.raises(ConfigError, match="no space left"):
             check_space(tmp_path, 900 * 1024)  # a new one beside it
     finally:

@@ -213,7 +213,7 @@ def test_a_layer_whose_weight_the_model_reads_itself_is_not_quantized(family, le
     model = build_model(family_config(family), torch.float32)
     why = "does not simply call"
     add_adapters(model, Lora(4, 8, "all-linear"))
-    stays = quantize_linears(model, Quant("8bit"), torch.float32).left
+    stays = quantize_linears(model, Quant("8bit"), torch.float32).in_16bit
     assert {text.split(" ")[0] for text in stays if why in text} == left
 
 
@@ -333,7 +333,7 @@ def sharded(world, folder, adapter, kind, dtype=torch.float32, lever=""):
     config = AutoConfig.from_pretrained(folder)
     levers = lever.split()
     if "whole" in levers:
-        model = build_model(config, torch.float32, whole=folder)
+        model = build_model(config, torch.float32, read_from=folder)
     else:
         model = build_model(config, torch.float32)
     pieces = plan_pieces(model, open_weights(folder), folder)

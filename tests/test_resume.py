@@ -30,7 +30,7 @@ from utils.run import signals
 from utils.run.distributed import ALONE, World
 from utils.run.errors import ConfigError
 from utils.run.signals import CAUGHT, stop_at_once
-from utils.train.resume import print_way_on
+from utils.train.resume import print_resume_command
 
 RUN = {
     "steps": 5,
@@ -335,7 +335,7 @@ def test_a_named_checkpoint_starts_a_new_folder_and_the_same_command_goes_on_the
 def test_the_way_on_does_not_refuse_what_the_run_has_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["finetune.py", "--resume", "none"])
     checkpoint = tmp_path / "checkpoints" / "step_00000072"
-    print_way_on("SIGTERM", checkpoint, finetune.Config(resume="none"), ALONE)
+    print_resume_command("SIGTERM", checkpoint, finetune.Config(resume="none"), ALONE)
     stopped, way_on = capsys.readouterr().out.splitlines()
     assert stopped == f"stopped   by SIGTERM after step 72: {checkpoint}"
     command = f"python finetune.py --resume none --output_dir {tmp_path} --resume auto"
@@ -348,7 +348,7 @@ def test_the_way_on_of_several_machines_is_not_the_command_of_one(tmp_path, caps
     command = "torchrun --nproc_per_node=8 finetune.py --output_dir run"
     for ranks, begin in [(8, ""), (16, "on each machine, with its --nnodes and rendezvous: ")]:
         world = World(0, ranks, 0, 8, torch.device("cpu"))
-        print_way_on("SIGTERM", checkpoint, finetune.Config(output_dir="run"), world)
+        print_resume_command("SIGTERM", checkpoint, finetune.Config(output_dir="run"), world)
         _, way_on = capsys.readouterr().out.splitlines()
         assert way_on == f"to go on  {begin}{command}"
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from utils.data.rewards import Rollout, rollout_batch
 from utils.model.log_probs import token_log_probs
-from utils.model.loss import check_chunked_loss
+from utils.model.loss import settle_chunked_loss
 from utils.train.rollout import token_means, token_sums
 
 RECORDED = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
@@ -38,7 +38,7 @@ def recorded(name: str) -> torch.Tensor:
 def ready(model):
     """A model whose log-probabilities are taken in chunks."""
     in_chunks(model, 16)
-    check_chunked_loss(model, torch.device("cpu"))
+    settle_chunked_loss(model, torch.device("cpu"))
     assert not model.full_logits
     return model
 

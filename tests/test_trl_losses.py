@@ -18,7 +18,7 @@ from torch import Tensor
 
 from utils.data.pairs import PairBatch
 from utils.model.kinds import add_scores, sequence_scores
-from utils.model.loss import check_chunked_loss
+from utils.model.loss import settle_chunked_loss
 from utils.train.answers import log_probs_of, means_of, sums_of
 
 RECORDED = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
@@ -31,7 +31,7 @@ NAMES = [name for name in LOSSES if not name.startswith("reward") and name not i
 def ready(model):
     """A model whose log-probabilities are taken in chunks."""
     in_chunks(model, 16)
-    check_chunked_loss(model, torch.device("cpu"))
+    settle_chunked_loss(model, torch.device("cpu"))
     assert not model.full_logits
     return model
 

@@ -106,12 +106,16 @@ def attend_documents(
 
 
 @torch.compiler.disable
-def attend_one_by_one(module, query, key, value, cu_seq_lens, *how) -> Tensor:
-    """The same, document by document, for a CPU, which has no kernel for it."""
+def attend_one_by_one(module, query, key, value, cu_seq_lens, scaling, sliding_window) -> Tensor:
+    """causal_attention within each document, for devices that have no kernel for it. Shapes are those of
+    attend_documents.
+    """
     lengths = cu_seq_lens.diff().tolist()
     documents = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
     # a document: three of (1, H, length, D)
-    return torch.cat([causal_attention(module, *document, *how) for document in documents], 1)
+    return torch.cat(
+        [causal_attention(module, *document, scaling, sliding_window) for document in documents], 1
+    )
 
 
 def causal_attention(module, query, key, value, scaling, sliding_window) -> Tensor:
@@ -138,15 +142,15 @@ def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: t
     kind = config.model_type
     set_fields = [field for field in NOT_IN_VARLEN if fields.get(field)]
     has_sinks = any("sink" in name for name, _ in model.named_parameters())
-    why = ""
+    reason = ""  # why varlen does not work
     if lacks_grouped_kernels(device, dtype):
-        why = f"needs a GPU of compute capability 8 and 16 bit, not {dtype}"
+        reason = f"needs a GPU of compute capability 8 and 16 bit, not {dtype}"
     elif set_fields or has_sinks:
-        why = f"has no {', '.join(set_fields) or 'sinks'}, as {kind} wants it"
+        reason = f"has no {', '.join(set_fields) or 'sinks'}, as {kind} wants it"
     elif not type(model)._supports_flash_attn or kind in NEED_MASKS or "auto_map" in fields:
-        why = f"is not known to be right for {kind}"
-    check(not why or attn == "auto", f"--attn varlen {why} (fix: leave out --attn)")
-    if why:
+        reason = f"is not known to be right for {kind}"
+    check(not reason or attn == "auto", f"--attn varlen {reason} (fix: leave out --attn)")
+    if reason:
         return attn
     model.set_attn_implementation("varlen")
     return "varlen"
@@ -180,8 +184,8 @@ def check_packing(
     """
     config = model.config.get_text_config()
     blocks = re.findall(BLOCK, config.to_json_string(use_diff=False))
-    most = getattr(config, "max_position_embeddings", LONGEST)
-    length = min(max([16, *map(int, blocks)]) + 1, LONGEST, most)
+    longest = getattr(config, "max_position_embeddings", LONGEST)
+    length = min(max([16, *map(int, blocks)]) + 1, LONGEST, longest)
     positions = torch.arange(length, device=device).repeat(2, 2)  # (2, 2 * length)
     ids = positions * 7919
     ids[1, :length] += 1  # the rows begin with different documents and end with the same one
@@ -219,14 +223,14 @@ def check_packing(
     model.train()
     reshard(model)
 
-    one, two = torch.cat(kept).chunk(2)
+    first, second = torch.cat(kept).chunk(2)  # logits of the same documents, in each forward
     attention = model.config._attn_implementation
     # Eager attention and sdpa share one mask: where one fails, so does the other.
-    other = "--attn sdpa, or " if "flash" in attention else ""
+    alternative = "--attn sdpa, or " if "flash" in attention else ""
     # Measured with tiny random models of all families on a CPU, as a share of the largest logit: 0 in fp32
     # and bf16 where documents are apart, and at least 0.017 where they are not.
     check(
-        (one - two).abs().max() <= 1e-3 * one.abs().max(),
+        (first - second).abs().max() <= 1e-3 * first.abs().max(),
         f"{flag}: in {type(model.base_model).__name__} with {attention} attention documents see each other"
-        f" (fix: {other}{fix})",
+        f" (fix: {alternative}{fix})",
     )

@@ -76,7 +76,8 @@ def find_model(name: str | Path, world: World, trust_remote_code: bool) -> Path:
     with together(world):
         if not folder.is_dir():
             check(not any(found), f"{name} is no folder on {host_name()} (fix: a shared disk)")
-            check(  # plan.json: it is in a run, and the hub is not asked for what that has not written
+            # plan.json: `name` is a result that a run has not written yet, so the hub is not asked.
+            check(
                 re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
                 and not (folder.parent / "plan.json").exists(),
                 f"{name} is not a folder, and no hub id like owner/name{did_you_mean(folder)}"
@@ -180,19 +181,22 @@ def check_model_config(folder: Path, trust_remote_code: bool) -> None:
     )
     file = file_inside(folder, "config.json")
     config = read_json(file)
-    for section in filter(lambda part: isinstance(part, dict), (config, config.get("text_config"))):
-        for field in RUNS_CODE if not trust_remote_code else ():
+    for section in (config, config.get("text_config")):
+        if not isinstance(section, dict):
+            continue
+        for field in RUNS_CODE:
             check(
-                not section.get(field),
+                trust_remote_code or not section.get(field),
                 f"{file}: {field}: the folder would run its code (fix: --trust_remote_code if you have read"
                 " it, or remove the field if transformers has the model)",
             )
         for field in ("quantization_config", "compression_config"):
-            how = section.get(field)
-            how = how.get("quant_method", "unnamed") if isinstance(how, dict) else how
+            method = section.get(field)
+            if isinstance(method, dict):
+                method = method.get("quant_method", "unnamed")
             check(
-                not how,
-                f"{file}: {field}: {how} weights cannot be trained (fix: the model before quantization; of"
+                not method,
+                f"{file}: {field}: {method} weights cannot be trained (fix: the model before quantization; of"
                 f" fp8 and mxfp4 recipes/export.py --model {folder} --output_dir NEW makes bf16)",
             )
         check(
@@ -275,14 +279,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def refuse_without_weights(folder: Path) -> None:
     """Raise ConfigError, which says what a folder without safetensors holds, and how to convert it."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    other = [name for name in names if name.endswith(OTHER_FORMATS)]
+    found = [name for name in names if name.endswith(OTHER_FORMATS)]
     check(
-        other,
+        found,
         f"{folder}: no model.safetensors and no index of one, but {first_five(names) or 'nothing'}"
         " (fix: another --model)",
     )
     raise ConfigError(
-        f"{folder}: only {first_five(other)}: other formats than safetensors can run code (fix: of .bin, if"
+        f"{folder}: only {first_five(found)}: other formats than safetensors can run code (fix: of .bin, if"
         f' you trust it: AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("NEW"), and copy'
         " the tokenizer there; of others, the model that they were made from)"
     )

@@ -22,7 +22,7 @@ from ..run.distributed import World, together
 from ..run.errors import check, first_five, others_code
 from ..run.units import seed_of
 from .folder import Source, TensorInfo, read_config, read_json
-from .loading import runs, whole
+from .loading import local_parts, whole
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "shapes"
 BLOCK = 2**20  # elements
@@ -136,7 +136,7 @@ def draw_weights(model: nn.Module, plan: dict[str, list[Step]], seed: int) -> No
     for name, steps in plan.items():
         tensor = state[name]
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        for first, values in runs(tensor, whole(name, tensor)):
+        for first, values in local_parts(tensor, whole(name, tensor)):
             last = first + len(values)
             for begin in range(first // BLOCK * BLOCK, last, BLOCK):
                 block = torch.empty(min(BLOCK, tensor.numel() - begin), dtype=dtype)

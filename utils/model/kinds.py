@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..run.errors import check, first_five
 from .loading import Piece, local
 from .loss import backbone, documents_by, one_document
-from .sharding import cast_to, numel, plain_name, reads_text
+from .sharding import cast_to, language_model, numel, plain_name
 
 # --- a score of each sequence: the head of a reward model
 #
@@ -96,7 +96,7 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
     Parameters outside the language model and the tower belong to the projector, as do those that
     match PROJECTOR.
     """
-    text = [reads_text(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    text = [language_model(model), model.get_input_embeddings(), model.get_output_embeddings()]
     of_text = {p for module in text for p in module.parameters()}
     of_tower = set(model.get_encoder("image").parameters())
     names = {part: [] for part in PARTS}
@@ -117,7 +117,7 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
     """
     layers = []
     least = 0.05 * numel(model)
-    seen = set(reads_text(model).modules())
+    seen = set(language_model(model).modules())
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and module not in seen
         # Not of a projector: it may run once for each picture, and ranks have different numbers of pictures.

@@ -156,14 +156,16 @@ def is_writer(parameter: Tensor, world: World) -> bool:
     """Whether this rank writes its shard: of the ranks that hold the same values, the first does."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
-    places = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
-    return all(rank == 0 or not placement.is_replicate() for rank, placement in places)
+    axes = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    return all(index == 0 or not placement.is_replicate() for index, placement in axes)
 
 
-def runs(parameter: Tensor, piece: Piece, most: int = 2**62) -> Iterator[tuple[int, Tensor]]:
-    """The part of a piece that this rank's shard holds, in runs of at most `most` elements: (index of the
-    first element in the tensor as it is stored, values). They are views of the shard, unless the piece is
-    transposed.
+def local_parts(
+    parameter: Tensor, piece: Piece, max_elements: int = 2**62
+) -> Iterator[tuple[int, Tensor]]:
+    """The values of a piece that this rank's shard holds, in parts of at most `max_elements`: (index of the
+    first element in the tensor as it is stored, values (n,)). The values are views of the shard, unless the
+    piece is transposed.
     """
     boxes = local_box(parameter, piece)
     if boxes is None:
@@ -177,8 +179,8 @@ def runs(parameter: Tensor, piece: Piece, most: int = 2**62) -> Iterator[tuple[i
     assert rows.shape[1:] == shape[1:], f"{list(rows.shape)} are no rows of {list(shape)}"
     begin = in_piece[0].start * math.prod(shape[1:]) if shape else 0
     values = rows.view(-1)
-    for start in range(0, len(values), most):
-        yield begin + start, values[start : start + most]
+    for start in range(0, len(values), max_elements):
+        yield begin + start, values[start : start + max_elements]
 
 
 def transfer(call: Callable, file: IO[bytes], at: int, data: Tensor) -> int:
@@ -207,7 +209,7 @@ KINDS = {  # by what a model reads or returns
 CHUNK = 2**20  # elements that are read, and converted or quantized, at a time
 # How experts that are separate on disk are fused in memory: stacked along a new dim 0; gate and up are also
 # concatenated along dim 1.
-KNOWN = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+EXPERT_FUSIONS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 HEADS = ("lm_head.", "embed_out.")  # names of the head in checkpoints
 UNPADS = [("Inkling2UnpadVocab", None)]
 TRANSPOSES = [("Transpose", None)]
@@ -218,32 +220,32 @@ def build_model(
     dtype: torch.dtype,
     attn="auto",
     trust_remote_code=False,
-    whole: Path | str = "",
+    read_from: Path | str = "",
     kind="text",
 ) -> nn.Module:
     """The model of a config on meta: structure, names, shapes and ties, no memory.
 
-    attn: sdpa, flash_attention_2, eager; auto lets transformers choose. whole: a folder whose weights
+    attn: sdpa, flash_attention_2, eager; auto lets transformers choose. read_from: a folder whose weights
     transformers reads at once (`--low_cpu_fsdp false`); the model is then not on meta. kind: a key of KINDS;
     "scores" is a sequence classifier with `score` as its head, for which config.num_labels must be 1. Raises
     ConfigError if the model cannot be built.
     """
     check_kind(config, kind)
-    family = KINDS[kind]
+    auto_class = KINDS[kind]
     options = {
         "dtype": dtype,
         "attn_implementation": None if attn == "auto" else attn,
         "trust_remote_code": trust_remote_code,
     }
     problem = f"{config.model_type} cannot be built with --attn {attn}"
-    if not whole:
+    if not read_from:
         fix = f"another --attn, or other values in the config.json of {config.name_or_path or 'the model'}"
         with others_code(problem, fix), torch.device("meta"):
-            model = family.from_config(config, **options)
+            model = auto_class.from_config(config, **options)
     else:
         with others_code(problem, "--low_cpu_fsdp, which reads each rank's own slices"):
-            model = family.from_pretrained(
-                whole, config=config, use_safetensors=True, local_files_only=True, **options
+            model = auto_class.from_pretrained(
+                read_from, config=config, use_safetensors=True, local_files_only=True, **options
             )
     if kind == "scores":
         check(
@@ -261,7 +263,7 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
     listed = type(config) in KINDS[kind]._model_mapping
     if kind == "scores":
         check_kind(config, "text")
-        what = "model for which transformers has a sequence classifier"
+        wanted = "model for which transformers has a sequence classifier"
         fix = "another --model, such as llama or qwen3"
     elif kind == "text":
         for reason, families in NOT_CAUSAL.items():
@@ -270,13 +272,14 @@ def check_kind(config: PretrainedConfig, kind: str) -> None:
                 f"--model: {config.model_type} is {reason}"
                 " (fix: another --model, a causal language model such as llama or qwen3)",
             )
-        what = "text-only causal model"
+        wanted = "text-only causal model"
         fix = "recipes/vision.py, for plan.py --images 1344x896; or a text-only model, such as qwen2.5-7b"
     else:
-        what = "model of pictures and text that is part of transformers"
+        wanted = "model of pictures and text that is part of transformers"
         fix = "a model whose code is, such as MiniCPM-V 4.6 for MiniCPM-V 2.6 and OmniLMM"
-    listed = listed or kind != "pictures" and getattr(config, "auto_map", None)
-    check(listed, f"--model: {config.model_type} is no {what} (fix: {fix})")
+    if kind != "pictures":
+        listed = listed or getattr(config, "auto_map", None)  # the folder has code of its own
+    check(listed, f"--model: {config.model_type} is no {wanted} (fix: {fix})")
 
 
 def plan_pieces(
@@ -315,6 +318,7 @@ def plan_pieces(
         parameter = state[target]
         if pattern is not None:
             at, shape = _converted_box(name, info, pattern, converters, folder, parameter)
+        # A shape of as many dims as on disk, but another one: its last two are swapped.
         transposed = len(shape) == len(info.shape) and shape != info.shape
         piece = Piece(name, info, target, at, shape, transposed)
         if not _fits(piece, parameter):
@@ -366,7 +370,7 @@ def _converted_box(
     if operations == TRANSPOSES and info.shape == parameter.mT.shape and parameter.ndim == 3:
         return (0, 0, 0), tuple(parameter.shape)
     expert = re.search(r"\.(\d+)\.(?!.*\.\d+\.)", name)  # the last number in the name
-    if operations not in KNOWN or expert is None or len(info.shape) != 2:
+    if operations not in EXPERT_FUSIONS or expert is None or len(info.shape) != 2:
         steps = ", ".join(kind for kind, _ in operations)
         raise ConfigError(
             f"{folder}: {name} is stored in a layout that is not read in slices: {steps}"
@@ -442,7 +446,7 @@ def _load_piece(file, piece, target, filled, staging):
     key = (id(target), piece.at)
     twice = key in filled  # a tied weight that the checkpoint stores twice
     filled.add(key)
-    for first, values in runs(target, piece, CHUNK):
+    for first, values in local_parts(target, piece, CHUNK):
         read = staging.view(piece.info.dtype)[: len(values)]
         read_elements(file, piece, first, read)
         read = read.to(values.device)  # still in the stored dtype: a GPU casts faster

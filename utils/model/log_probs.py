@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .loss import PerToken, arguments, chunk_by_chunk
+from .loss import PerToken, arguments, losses_and_grads
 
 
 def token_log_probs(
@@ -30,10 +30,10 @@ def token_log_probs(
     Any loss of the result can be differentiated, once. A batch without trained tokens gives zeros with a
     graph, so that every rank takes part in the backward. The router loss of a mixture of experts is left out.
     Extra memory: the logits of one chunk in 16 bit, and some copies of them in fp32; for the backward (n, D),
-    and the head's gradient if it trains; full logits of the trained tokens if check_chunked_loss has chosen
+    and the head's gradient if it trains; full logits of the trained tokens if settle_chunked_loss has chosen
     them.
 
-    Source: the log-probs of DPO, https://arxiv.org/abs/2305.18290, and of GRPO, arXiv 2402.03300.
+    DPO (arXiv 2305.18290) and GRPO (arXiv 2402.03300) are losses of these log-probabilities.
     """
     if temperature != 1:
         per_token = partial(_cross_entropy, temperature=temperature)
@@ -64,11 +64,11 @@ class _TokenLosses(torch.autograd.Function):
         tensors = (hidden, weight, bias, targets)
         ctx.options = (transform, per_token, chunks)
         by_hidden, *by_head = ctx.needs_input_grad[:3]
-        ctx.trains = any(by_head)
-        keeps = grad and by_hidden and not ctx.trains
+        ctx.head_trains = any(by_head)
+        keeps = grad and by_hidden and not ctx.head_trains
         wanted = (keeps, False, False)
-        losses, found = chunk_by_chunk(wanted, None, *tensors, *ctx.options, keeps)
-        saved = tensors if ctx.trains else found[:1]
+        losses, found = losses_and_grads(wanted, None, *tensors, *ctx.options, keeps)
+        saved = tensors if ctx.head_trains else found[:1]
         ctx.save_for_backward(*saved)
         return losses
 
@@ -76,9 +76,9 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx, factors):
         assert not torch.is_grad_enabled(), "create_graph: gradients of these losses have no graph"
         factors = factors[:, None]  # (n, 1)
-        if ctx.trains:
+        if ctx.head_trains:
             wanted = ctx.needs_input_grad
-            _, grads = chunk_by_chunk(wanted, factors, *ctx.saved_tensors, *ctx.options, True)
+            _, grads = losses_and_grads(wanted, factors, *ctx.saved_tensors, *ctx.options, True)
             return (*grads, *[None] * 5)
         (kept,) = ctx.saved_tensors  # (n, D)
         d_hidden = (kept * factors).to(kept.dtype)

@@ -38,8 +38,8 @@ from .folder import read_header, read_json
 from .loading import lay_out, local, local_box, whole
 from .options import Lora, Quant, changed_flags
 from .quantize import ROUTER, Quantized, is_plain, quantize_linears
-from .saving import local_parts, save_folder, save_tokenizer
-from .sharding import cast_to, plain_name, reads_text
+from .saving import save_folder, save_tokenizer, written_parts
+from .sharding import cast_to, language_model, plain_name
 
 SETTINGS = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -88,19 +88,22 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     tied = head.weight is embedding.weight
-    scores = ["score"] if head is getattr(model, "score", None) else []  # trains without LoRA
+    # the head of a reward model trains in full
+    scores = ["score"] if head is getattr(model, "score", None) else []
     if lora.adapter:
         config = read_lora_config(Path(lora.adapter))
         inject(model, config, lora.adapter)
         match_tensors(model, Path(lora.adapter))
     else:
-        whole = _known(lora.modules_to_save, dict(model.named_modules()), "--modules_to_save")
+        modules = _split_names(
+            lora.modules_to_save, dict(model.named_modules()), "--modules_to_save"
+        )
         config = LoraConfig(
             r=lora.lora_rank,
             lora_alpha=lora.lora_alpha,
             lora_dropout=lora.lora_dropout,
             target_modules=_target_modules(model, lora.lora_targets),
-            modules_to_save=[*whole, *scores] or None,
+            modules_to_save=[*modules, *scores] or None,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
         )
@@ -114,7 +117,12 @@ def add_adapters(model: nn.Module, lora: Lora) -> LoraConfig:
         }
         for module in copies:
             module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
-        model.tie_weights = lambda: None if copies else setattr(head, "weight", embedding.weight)
+
+        def tie_weights():
+            if not copies:
+                head.weight = embedding.weight
+
+        model.tie_weights = tie_weights
     return config
 
 
@@ -127,12 +135,12 @@ def read_lora_config(folder: Path, merge: bool = False) -> LoraConfig:
     """
     file = file_inside(folder, SETTINGS)
     stored = read_json(file)
-    plain = LoraConfig().to_dict()
+    defaults = LoraConfig().to_dict()
     read = READ + MERGED if merge else READ
     odd = []
     for name, value in stored.items():
         same_base = name == "init_lora_weights" and value in ("gaussian", "orthogonal")
-        if value and value != plain.get(name) and name not in read + IGNORED and not same_base:
+        if value and value != defaults.get(name) and name not in read + IGNORED and not same_base:
             odd.append(f"{name} {value}")
     fix = "merge it with peft" if merge else ANOTHER
     check(not odd, f"{file}: {first_five(odd)} cannot be used here (fix: {fix})")
@@ -176,11 +184,11 @@ def base_names(model: nn.Module) -> dict[str, list[str]]:
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
     """Name in a peft file -> name of the parameter, for all trainable parameters."""
-    unnamed = r"\.modules_to_save\.default|(\.lora_magnitude_vector)\.default\.weight|(\.lora_\w+)\.default"
+    of_peft = r"\.modules_to_save\.default|(\.lora_magnitude_vector)\.default\.weight|(\.lora_\w+)\.default"
     names = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            names[PREFIX + re.sub(unnamed, r"\1\2", name)] = name
+            names[PREFIX + re.sub(of_peft, r"\1\2", name)] = name
     return names
 
 
@@ -205,8 +213,9 @@ def init_lora(model: nn.Module, seed: int) -> None:
             full = _magnitude(model.get_submodule(path).base_layer)
         if len(full) != len(parameter):  # the magnitudes of this rank's rows
             local(parameter).copy_(full)
-        elif box := local_box(parameter, whole(key, parameter)):
-            local(parameter)[box[0]].copy_(full[box[1]])
+        elif boxes := local_box(parameter, whole(key, parameter)):
+            in_shard, in_full = boxes
+            local(parameter)[in_shard].copy_(full[in_full])
 
 
 def _magnitude(base: nn.Module) -> Tensor:
@@ -258,13 +267,14 @@ def load_adapter(model: nn.Module, folder: Path, merge=False) -> None:
     with others_code(str(file), "copy it again"), safe_open(file, framework="pt") as tensors:
         for key, name in names.items():
             parameter = model.get_parameter(name)
-            if box := local_box(parameter, whole(key, parameter)):
-                values = tensors.get_slice(key)[box[1]]
+            if boxes := local_box(parameter, whole(key, parameter)):
+                in_shard, in_file = boxes
+                values = tensors.get_slice(key)[in_file]
                 check(
                     values.isfinite().all(),
                     f"{file}: {key} holds numbers that are not finite (fix: {ANOTHER})",
                 )
-                local(parameter)[box[0]].copy_(values)
+                local(parameter)[in_shard].copy_(values)
 
 
 def match_tensors(model: nn.Module, folder: Path, merge=False) -> dict[str, str]:
@@ -339,7 +349,7 @@ def save_adapter(
         save_tokenizer(tokenizer, temp)
 
     layout = lay_out(pieces, save_dtype, max_file_bytes=math.inf, stem="adapter_model")
-    save_folder(out, world, pieces, partial(local_parts, state, world), prepare, layout)
+    save_folder(out, world, pieces, partial(written_parts, state, world), prepare, layout)
     numbers = sum(math.prod(piece.shape) for piece in pieces)
     return f"{len(pieces)} tensors, {numbers:,} numbers"
 
@@ -365,12 +375,12 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
     """Names of the layers that get adapters."""
     kinds = nn.Linear | Conv1D | nn.Embedding
     layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    alone = {name for name, layer in layers.items() if not is_plain(model, name, layer)}
+    bypassed = {name for name, layer in layers.items() if not is_plain(model, name, layer)}
     if targets == "all-linear":
-        return _all_linear(model, layers.keys() - alone)
+        return _all_linear(model, layers.keys() - bypassed)
     pattern = targets
     if not re.search(r"[\\*+?\[\](){}|^$]", targets):
-        pattern = rf"(.*\.)?({'|'.join(_known(targets, layers, TARGETS))})"
+        pattern = rf"(.*\.)?({'|'.join(_split_names(targets, layers, TARGETS))})"
     with others_code(f"{TARGETS} {targets}", "names separated by commas"):
         wanted = {name for name in layers if re.fullmatch(pattern, name)}
     example = next((name for name in layers if "0" in name), "")
@@ -378,10 +388,10 @@ def _target_modules(model: nn.Module, targets: str) -> list[str]:
         wanted,
         f"{TARGETS} {targets} matches no layer (fix: all-linear, or match whole names, as {example})",
     )
-    unseen = first_five(sorted(wanted & alone))
+    without_effect = first_five(sorted(wanted & bypassed))
     check(
-        not unseen,
-        f"{TARGETS} {targets}: {model.config.model_type} reads weights past an adapter: {unseen}"
+        not without_effect,
+        f"{TARGETS} {targets}: {model.config.model_type} reads weights past an adapter: {without_effect}"
         " (fix: all-linear, which leaves them out)",
     )
     return sorted(wanted)
@@ -391,7 +401,7 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
     """The linear layers among `names` in the part that reads text, except the head, routers, and layers that
     peft takes for fused experts.
     """
-    inside = {m for m in reads_text(model).modules() if isinstance(m, nn.Linear | Conv1D)}
+    inside = {m for m in language_model(model).modules() if isinstance(m, nn.Linear | Conv1D)}
     inside.discard(model.get_output_embeddings())
     linear = [
         name for name in names if model.get_submodule(name) in inside and not ROUTER.search(name)
@@ -405,14 +415,14 @@ def _all_linear(model: nn.Module, names: set[str]) -> list[str]:
     return sorted(config.target_modules)
 
 
-def _known(text: str, known: dict[str, nn.Module], flag: str) -> list[str]:
-    """Split names at commas. Raises ConfigError unless each is the end of a known name."""
+def _split_names(text: str, known: dict[str, nn.Module], flag: str) -> list[str]:
+    """The names in `text`, separated by commas. Raises ConfigError unless each is the end of a known name."""
     leaves = sorted({name.rpartition(".")[2] for name in known})
     wanted = [name.strip() for name in text.split(",") if name.strip()]
     for name in wanted:
         nearest = ", ".join(difflib.get_close_matches(name, leaves, 3, cutoff=0))
         check(
-            any(f".{other}".endswith(f".{name}") for other in known),
+            any(f".{path}".endswith(f".{name}") for path in known),
             f"{flag} {name}: the model has no such layer (fix: {nearest})",
         )
     return wanted

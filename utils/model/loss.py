@@ -33,7 +33,7 @@ from .sharding import family_of, reshard
 PerToken = Callable[[Tensor, Tensor], Tensor]
 Transform = Callable[[Tensor], Tensor]
 CHUNK_TOKENS = 512  # each chunk costs a pass over the weight's gradient
-# of a chunk: 64 and 256 MiB in fp32
+# Least and most logits of a chunk: 64 and 256 MiB in fp32.
 LEAST_LOGITS = 2**24
 MOST_LOGITS = 2**26
 CPU_ROWS = 256  # rows of a product on a CPU, so that it fits the cache
@@ -54,7 +54,7 @@ def add_chunked_loss(model: nn.Module) -> nn.Module:
     tensor, without full logits.
 
     Without labels the model answers as before. Call it on the unsharded or the sharded model; nothing is
-    computed here. `check_chunked_loss` should follow once the weights are there.
+    computed here. `settle_chunked_loss` should follow once the weights are there.
     """
     head = model.get_output_embeddings()
     head.logits_to_loss = known_transforms(model)[0]
@@ -90,22 +90,22 @@ def known_transforms(model: nn.Module) -> list[Transform]:
 
 
 @torch.no_grad()
-def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
-    """Compare the chunked logits of 7 tokens with the model's own, without dropout. Every rank calls it, with
-    the weights loaded. The model stays in evaluation mode.
+def settle_chunked_loss(model: nn.Module, device: torch.device) -> None:
+    """Choose what the chunked loss does with the logits after the head: of known_transforms the first with
+    which the logits of 7 tokens agree with the model's own. If none does, the model is switched to full
+    logits, and a warning says why, and how much memory they cost.
 
-    It tries the known transforms, the likeliest first, until the logits agree. If none does, it switches the
-    model to full logits, and prints a warning with the reason and the memory that they cost.
+    Every rank calls it, with the weights loaded. The model stays in evaluation mode.
     """
     model.eval()
     head = model.get_output_embeddings()
     vocab_size = head.weight.shape[0]
     if model.full_logits:
-        why = "the head has an adapter or is quantized, or the router has a loss of its own"
+        reason = "the head has an adapter or is quantized, or the router has a loss of its own"
     else:
         ids = torch.arange(8, device=device)[None] * (vocab_size // 8)
-        own = model(ids, use_cache=False).logits[0, :-1].float()  # (7, V)
-        chunks = []  # of logits straight from the head
+        expected = model(ids, use_cache=False).logits[0, :-1].float()  # (7, V)
+        chunks = []  # logits straight from the head, chunk by chunk
 
         def keep(logits):
             chunks.append(logits.clone())  # the loss overwrites them
@@ -115,16 +115,16 @@ def check_chunked_loss(model: nn.Module, device: torch.device) -> None:
         model(ids, labels=ids)
         reshard(model)
         plain = torch.cat(chunks)  # (7, V)
-        tolerance = (1e-4 if plain.dtype == torch.float32 else 3e-2) * own.abs().max()
+        tolerance = (1e-4 if plain.dtype == torch.float32 else 3e-2) * expected.abs().max()
         for transform in known_transforms(model):
-            if (transform(plain).float() - own).abs().max() <= tolerance:
+            if (transform(plain).float() - expected).abs().max() <= tolerance:
                 head.logits_to_loss = transform
                 return
-        why = f"{type(model.base_model).__name__} changes its logits after the head"
+        reason = f"{type(model.base_model).__name__} changes its logits after the head"
     model.full_logits = True
     gib = 1024 * vocab_size * 16 / GIB  # fp32 logits, softmax, and gradients
     print0(
-        f"warning: {why}, which the chunked loss does not know: full logits are used, about {gib:.2f} GiB"
+        f"warning: {reason}, which the chunked loss does not know: full logits are used, about {gib:.2f} GiB"
         " for 1,024 tokens of a micro-batch"
     )
 
@@ -157,7 +157,7 @@ def arguments(batch) -> dict:
 
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its head."""
-    # Llama 4 has no attribute with the name in its base_model_prefix
+    # Llama 4 has no attribute of the name in its base_model_prefix, and base_model is then the model itself.
     return model.model if model.base_model is model else model.base_model
 
 
@@ -215,11 +215,11 @@ def _model_forward(
     return loss
 
 
-def documents_by(known: Callable) -> AbstractContextManager:
-    """Within it transformers finds packed documents with `known`, a function of the positions (B, T). Its own
+def documents_by(find: Callable) -> AbstractContextManager:
+    """Within it transformers finds packed documents with `find`, a function of the positions (B, T). Its own
     function asks the device whether a row has several documents, and waits for the answer.
     """
-    return patch.object(masking_utils, "find_packed_sequence_indices", known)
+    return patch.object(masking_utils, "find_packed_sequence_indices", find)
 
 
 def documents(position_ids: Tensor) -> Tensor:
@@ -256,8 +256,8 @@ class _ChunkedLoss(torch.autograd.Function):
     """The summed loss of F.linear(hidden, weight, bias); its gradient is computed in the forward."""
 
     @staticmethod
-    def forward(ctx, *given):
-        losses, ctx.grads = chunk_by_chunk(ctx.needs_input_grad, None, *given)
+    def forward(ctx, *inputs):
+        losses, ctx.grads = losses_and_grads(ctx.needs_input_grad, None, *inputs)
         return losses.sum()
 
     @staticmethod
@@ -271,21 +271,22 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*grads, *[None] * 5)
 
 
-def chunk_by_chunk(
+def losses_and_grads(
     wanted, factors, hidden, weight, bias, targets, transform, per_token, chunks, grad
 ):
-    """(losses (n,) of F.linear(hidden, weight, bias), the gradients of their sum with respect to hidden,
-    weight and bias), computed c tokens at a time. A gradient that is not wanted is None. factors (n, 1):
-    weights of the losses in the sum; None: 1.
+    """(the losses (n,) of the logits F.linear(hidden, weight, bias); the gradients of their sum with respect
+    to hidden, weight and bias), computed chunk by chunk. wanted: which of the three gradients are computed,
+    if `grad`; others are None. factors (n, 1): weights of the losses in the sum; None: 1. chunks: from
+    chunk_slices.
 
     Extra memory: the logits (c, V) in the weight's dtype and in fp32; the gradient of the hidden states; the
     gradient of the weight, with several chunks in fp32, since a sum in 16 bit loses small terms.
     """
-    by_hidden, by_weight, by_bias = (grad and one for one in wanted[:3])
+    by_hidden, by_weight, by_bias = (grad and is_wanted for is_wanted in wanted[:3])
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if by_hidden else None
     d_weight = None
-    sums = []
+    sums = []  # the gradient of the weight in fp32, in blocks (ROWS, D); empty if there is one chunk
     if by_weight and len(chunks) != 1:
         sums = [torch.zeros_like(rows, dtype=torch.float32) for rows in weight.split(ROWS)]
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if by_bias else None
@@ -343,11 +344,11 @@ def _cross_entropy_in_place(logits, targets):
     torch's own function needs four tensors of this size, which would set the peak memory of a step.
     """
     logits -= logits.amax(-1, keepdim=True)
-    right = logits.gather(1, targets[:, None])  # (c, 1)
+    of_targets = logits.gather(1, targets[:, None])  # (c, 1)
     sums = logits.exp_().sum(-1, keepdim=True)
-    loss = (sums.log() - right).flatten()
+    loss = (sums.log() - of_targets).flatten()
     logits /= sums
-    logits.scatter_add_(1, targets[:, None], torch.full_like(right, -1.0))
+    logits.scatter_add_(1, targets[:, None], torch.full_like(of_targets, -1.0))
     return loss, logits
 
 

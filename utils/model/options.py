@@ -61,12 +61,14 @@ def changed_flags(options: Lora | Quant) -> str:
 
 def check_adapter_flags(lora: Lora, quant: Quant, param_dtype: str) -> None:
     """Raise ConfigError if flags of adapters or of a quantized base do not fit together."""
-    alone = changed_flags(lora)
-    check(lora or not alone, f"{alone} without --lora_rank changes nothing (fix: --lora_rank 16)")
-    alone = changed_flags(quant)
+    changed = changed_flags(lora)
     check(
-        quant or not alone,
-        f"{alone} without --quantization changes nothing (fix: --quantization 8bit)",
+        lora or not changed, f"{changed} without --lora_rank changes nothing (fix: --lora_rank 16)"
+    )
+    changed = changed_flags(quant)
+    check(
+        quant or not changed,
+        f"{changed} without --quantization changes nothing (fix: --quantization 8bit)",
     )
     check(
         lora or not quant,

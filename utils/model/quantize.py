@@ -24,10 +24,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..run.errors import check
 from ..run.units import GIB
-from .loading import Piece, local, local_box
+from .loading import CHUNK, Piece, local, local_box
 from .options import Quant
 
-ELEMENTS = 2**20  # quantized at a time while loading
 BLOCK = 64  # weights that share an nf4 scale
 ADDED = re.compile(r"\.(lora_|modules_to_save\.|original_module)")  # modules that peft adds
 OUTLIER = 6.0  # LLM.int8(): columns with an activation above this are not quantized
@@ -109,16 +108,19 @@ class QuantizedLinear(nn.Module):
 
         read(first, into) reads elements of the piece in full precision.
         """
-        box = local_box(self.weight, replace(piece, shape=(piece.shape[0], *self.weight.shape[1:])))
-        if box is None:
+        # The codes of a row may have another width than its weights.
+        of_codes = replace(piece, shape=(piece.shape[0], *self.weight.shape[1:]))
+        boxes = local_box(self.weight, of_codes)
+        if boxes is None:
             return
-        (mine, *_), (rows, *_) = box
+        in_shard, in_piece = boxes
+        rows = in_piece[0]
         width = math.prod(piece.shape[1:])
-        step = max(1, ELEMENTS // width)
+        step = max(1, CHUNK // width)
         for start in range(rows.start, rows.stop, step):
             part = torch.empty(min(step, rows.stop - start), width, dtype=piece.info.dtype)
             read(start * width, part.view(-1))
-            self.copy_rows(mine.start + start - rows.start, part.to(device), piece.name)
+            self.copy_rows(in_shard[0].start + start - rows.start, part.to(device), piece.name)
 
 
 class Int8Linear(QuantizedLinear):
@@ -206,19 +208,19 @@ class Quantized:
 
     kind: str
     layers: int
-    left: dict[str, int]  # linears that stay in 16 bit, with the reason -> how many
+    in_16bit: dict[str, int]  # linears that stay in 16 bit, with the reason -> their number
     expert_bytes: int
     expert_share: float
 
     def sentence(self) -> str:
         """The line that the plan prints."""
-        left = [f"{count} x {what}" for what, count in self.left.items()]
+        in_16bit = [f"{count} x {name}" for name, count in self.in_16bit.items()]
         if self.expert_bytes:
-            left.append(
+            in_16bit.append(
                 f"all experts, {self.expert_bytes / GIB:.3f} GiB or {self.expert_share:.0%} of the weights"
             )
-        rest = f"; in 16 bit: {'; '.join(left)}" if left else ""
-        return f"{self.kind} for {self.layers} linear layers{rest}"
+        exceptions = f"; in 16 bit: {'; '.join(in_16bit)}" if in_16bit else ""
+        return f"{self.kind} for {self.layers} linear layers{exceptions}"
 
 
 @torch.no_grad()
@@ -240,13 +242,13 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
     )
     stays_whole = set() if quant.quantize_head else set(head.modules())
     layers = 0
-    left = Counter()
+    in_16bit = Counter()
     for name, old in list(model.named_modules()):
         if not isinstance(old, nn.Linear | Conv1D) or old in stays_whole or ADDED.search(name):
             continue
         plain = name.removesuffix(".base_layer")
         if reason := _reason(model, plain, old, kind):
-            left[f"{plain.rpartition('.')[2]} ({reason})"] += 1
+            in_16bit[f"{plain.rpartition('.')[2]} ({reason})"] += 1
             continue
         new = KINDS[kind](old, dtype, quant.int8_mode)
         if not old.weight.is_meta:
@@ -255,10 +257,10 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
         layers += 1
     check(
         layers,
-        f"--quantization {kind}: {type(model).__name__} has no linear layer that can be: {'; '.join(left)}"
-        " (fix: --quantization none)",
+        f"--quantization {kind}: {type(model).__name__} has no linear layer that can be:"
+        f" {'; '.join(in_16bit)} (fix: --quantization none)",
     )
-    return Quantized(kind, layers, left, 2 * experts, experts / sum(frozen.values()))
+    return Quantized(kind, layers, in_16bit, 2 * experts, experts / sum(frozen.values()))
 
 
 def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
@@ -280,7 +282,7 @@ def is_plain(model: nn.Module, name: str, layer: nn.Module) -> bool:
     """Whether a layer computes what its class in torch does, and the model only calls it: see READ_PAST.
     FalconLinear has a forward of its own, but it computes the same.
     """
-    own_words = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
-    if own_words and type(layer).__name__ != "FalconLinear":
+    has_own_forward = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    if has_own_forward and type(layer).__name__ != "FalconLinear":
         return False
     return name.rpartition(".")[2] not in READ_PAST.get(model.config.model_type, "").split()

@@ -12,11 +12,11 @@ import json
 import os
 import secrets
 import shutil
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import mode
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ..run.errors import ConfigError, check
 from ..run.files import check_replaceable, disk_errors, file_inside, publish, remove_siblings
 from ..run.folder import check_space
 from .folder import INDEX, read_json
-from .loading import Piece, Place, is_writer, lay_out, runs, transfer
+from .loading import Piece, Place, is_writer, lay_out, local_parts, transfer
 
 # Files beside the weights that a save copies from the source. chat_template.json: of older processors.
 COMPANIONS = """*.py LICENSE* NOTICE* USE_POLICY* *processor_config.json
@@ -73,14 +73,14 @@ def save_model(
         # fully_shard renames the class.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         # AutoModelForCausalLM may load the text part alone, which has a dtype of its own.
-        config.get_text_config().dtype = config.dtype = save_dtype or mode(
+        config.get_text_config().dtype = config.dtype = save_dtype or statistics.mode(
             p.info.dtype for p in pieces if p.info.dtype.is_floating_point
         )
         write_config(config, source, temp / "config.json")
         write_json(temp / GENERATION, generation_config(model, source, eos_ids))
         save_tokenizer(tokenizer, temp)
 
-    parts = partial(local_parts, state, world)
+    parts = partial(written_parts, state, world)
     save_folder(out, world, pieces, parts, prepare, lay_out(pieces, save_dtype))
 
 
@@ -139,11 +139,11 @@ def save_folder(
             shutil.rmtree(temp, ignore_errors=True)
 
 
-def local_parts(state: dict[str, Tensor], world: World, piece: Piece) -> Iterator[Part]:
-    """The parts of a piece in this rank's shard, if this rank writes them."""
+def written_parts(state: dict[str, Tensor], world: World, piece: Piece) -> Iterator[Part]:
+    """The parts of a piece that this rank writes."""
     parameter = state[piece.param]
     if is_writer(parameter, world):
-        yield from runs(parameter, piece, CHUNK)
+        yield from local_parts(parameter, piece, CHUNK)
 
 
 def write_chunks(folder: Path, chunks: Iterable[Chunk]) -> int:
@@ -216,19 +216,21 @@ def write_config(config: PretrainedConfig, source: Path, file: Path) -> None:
     """
     # Not save_pretrained, which validates the config and may refuse it, after the training.
     config.to_json_file(file)
-    new = read_json(file)
+    written = read_json(file)
     path = source if source.is_file() else source / file.name
-    whole = read_json(path) if path.exists() else {}
-    for part in (whole, whole.get("text_config", {})):
+    stored = read_json(path) if path.exists() else {}
+    # `config` may be the text part of the stored config.
+    for part in (stored, stored.get("text_config", {})):
         if part.get("model_type") == config.model_type:
-            for old, now in ((part, new), (part.get("text_config"), new.get("text_config"))):
-                if old and now:
-                    old.update((name, now[name]) for name in CHANGED if name in now)
+            texts = (part.get("text_config"), written.get("text_config"))
+            for old, new in ((part, written), texts):
+                if old and new:
+                    old.update((name, new[name]) for name in CHANGED if name in new)
             write_json(file, part)
 
 
 def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[int]) -> dict:
-    """The generation config of the source, because published sampling settings do not always pass
+    """The generation config of the source as it is, because published sampling settings do not always pass
     transformers' check on saving. Without one, the model's own. In it `eos_ids` also end an answer.
     """
     settings = {}
@@ -236,9 +238,10 @@ def generation_config(model: torch.nn.Module, source: Path, eos_ids: Iterable[in
         settings = read_json(file_inside(source, GENERATION))
     elif generation := getattr(model, "generation_config", None):
         settings = json.loads(generation.to_json_string())
-    own = settings.get("eos_token_id")
-    own = own if isinstance(own, list) else [own]
-    return settings | {"eos_token_id": sorted({*own, *eos_ids} - {None}) or None}
+    ids = settings.get("eos_token_id")
+    if not isinstance(ids, list):
+        ids = [ids]
+    return settings | {"eos_token_id": sorted({*ids, *eos_ids} - {None}) or None}
 
 
 def save_tokenizer(tokenizer, folder: Path) -> None:

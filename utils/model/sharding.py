@@ -69,23 +69,23 @@ def units(model: nn.Module, dtype: torch.dtype, towers: Sequence[nn.Module] = ()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     # The head's backward follows its forward. Families with an fp32 residual cast the head's input to the
-    # dtype of its weight, but what they see is the dtype of the shard.
-    of_head = {"reshard_after_forward": False, "cast_forward_inputs": True}
+    # dtype of its weight before they call it: then the weight is still the shard, in another dtype.
+    head_options = {"reshard_after_forward": False, "cast_forward_inputs": True}
     if embedding.weight is head.weight:
         # One unit, since a tied weight cannot be in two. It is needed at both ends of the forward, and right
         # away in the backward.
-        found.append(Unit([embedding, head], dtype, **of_head))
+        found.append(Unit([embedding, head], dtype, **head_options))
     else:
         # The backward of a lookup does not need the table. But an adapter or a norm in the embedding is
         # needed.
         is_lookup = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
         found.append(Unit([embedding], dtype, unshard_in_backward=not is_lookup))
-        found.append(Unit([head], torch.float32 if head in in_fp32 else dtype, **of_head))
+        found.append(Unit([head], torch.float32 if head in in_fp32 else dtype, **head_options))
     taken = {module for unit in found for module in nn.ModuleList(unit.modules).modules()}
-    others = [module for module in in_fp32 if module not in taken]
-    if others:
-        found.append(Unit(others, torch.float32, reshard_after_forward=False))
-    # The rest is small: it stays gathered.
+    outside = [module for module in in_fp32 if module not in taken]
+    if outside:
+        found.append(Unit(outside, torch.float32, reshard_after_forward=False))
+    # The root has only small parameters, which stay gathered.
     return [*found, Unit([model], dtype, reshard_after_forward=False)]
 
 
@@ -97,7 +97,7 @@ def stored_as_computed(found: list[Unit], accumulates: bool) -> set[nn.Parameter
     reduced. The result has all trainable parameters or none: a gradient norm cannot mix DTensors and plain
     tensors.
     """
-    dtypes = {}  # of the computation
+    dtypes = {}  # of a parameter's computation
     for unit in reversed(found):
         for p in nn.ModuleList(unit.modules).parameters():
             dtypes[p] = unit.param_dtype
@@ -115,14 +115,15 @@ def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
     dtypes = dtypes_as_loaded(model, dtype)
     for name, buffer in model.named_buffers():
         cast_to(buffer, dtypes.get(plain_name(name)))
-    apart = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
-    trained = [p for p in model.parameters() if p.requires_grad and p not in apart]
+    in_fp32 = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad and p not in in_fp32]
     largest = max(trained, key=torch.numel, default=None)
     for parameter in trained:
         cast_to(parameter, largest.dtype)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype | None) -> None:
+    """Cast a floating-point tensor in place. Integers stay as they are; None: floats do too."""
     if dtype and tensor.is_floating_point():
         tensor.data = tensor.data.to(dtype)
 
@@ -140,8 +141,8 @@ def fp32_modules(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     found = []
     inside = set()
     for path, module in model.named_modules():
-        own = {f"{path}.{name}" for name, _ in module.named_parameters()}
-        if own and own <= kept and module not in inside:
+        names = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        if names and names <= kept and module not in inside:
             found.append(module)
             inside.update(module.modules())
     return found
@@ -153,7 +154,7 @@ def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dt
     """
     if dtype == torch.float32:
         return {}
-    known = vars(model).setdefault("dtypes_as_loaded", {})  # a plan asks for it often
+    known = vars(model).setdefault("dtypes_as_loaded", {})  # by dtype: a plan asks for it often
     if dtype not in known:
         with torch.device("meta"):
             made = family_of(model)._from_config(model.config, dtype=dtype)
@@ -211,17 +212,17 @@ def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> Tenso
     return norm
 
 
-def reads_text(model: nn.Module) -> nn.Module:
-    """The part of a model that reads text."""
+def language_model(model: nn.Module) -> nn.Module:
+    """The part of a model that reads text, usually without the head."""
     decoder = model.get_decoder()  # in modernbert-decoder this is the head
     return model if isinstance(decoder, nn.Linear) else decoder
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers: in the part that reads text, the ModuleList with the most parameters. Raises
-    ConfigError if there is none.
+    """The decoder layers: the ModuleList of the language model with the most parameters. Raises ConfigError
+    if there is none.
     """
-    lists = [m for m in reads_text(model).modules() if isinstance(m, nn.ModuleList)]
+    lists = [m for m in language_model(model).modules() if isinstance(m, nn.ModuleList)]
     check(any(lists), f"{type(model).__name__} has no layers to shard by")
     return max(lists, key=numel)
 
@@ -247,19 +248,23 @@ def recompute_activations(model: nn.Module, mode: str) -> None:
     )
     options = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, worth_keeping)
-    newer = getattr(model, "activation_checkpointing_enable", None)  # in transformers 5.23
-    (newer or model.gradient_checkpointing_enable)(options)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+    # transformers 5.23 has given it another name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or model.gradient_checkpointing_enable
+    enable(options)
     if hasattr(model, "_require_grads_hook"):
         model.disable_input_require_grads()  # only use_reentrant needs them
 
 
-def worth_keeping(context, op, *args, **kwargs) -> CheckpointPolicy:
-    """Keep results that take long to compute for their size: attention, and matrix products. Recompute the
-    grouped products of experts, whose results are as many as the experts of a token, and products with an
-    inner dim below an eighth of their width, such as that of an adapter from its rank to the full width, or
-    below 8, such as Gemma 3n's over its 4 streams: it adds to the result in place, and torch would not notice
-    that the kept one changes.
+def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+    """Whether the backward keeps the result of an operation: only if it takes long to compute for its size,
+    as attention and matrix products do. These products are recomputed:
+
+    - the grouped products of experts, since each token has a result of each of its experts;
+    - products with an inner dim below an eighth of their width, such as an adapter's from its rank R to D;
+    - products with an inner dim below 8, such as Gemma 3n's over its 4 streams. Gemma 3n adds to that result
+      in place, and torch would not notice that a kept result changes.
     """
     name = op.name().partition("::")[2]
     keep = name.startswith(("_scaled_dot_product", "_varlen_attn"))

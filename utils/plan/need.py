@@ -602,7 +602,7 @@ def need_of(setting: Setting) -> Need:
     on_device = States(0, 0, 0) if setting.cpu_offload else states
     load = on_device.weights + LOAD_BYTES + stored * on_host
     if not getattr(model, "full_logits", True):
-        # check_chunked_loss: two forwards of a few tokens, without optimizer states.
+        # settle_chunked_loss: two forwards of a few tokens, without optimizer states.
         replay = Replay(States(states.weights, 0, 0), setting)
         forward(replay, units, None)
         forward(replay, units, None)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ..model.kinds import PROJECTOR, tower_layers
-from ..model.sharding import reads_text
+from ..model.sharding import language_model
 from .need import Replay, Unit
 from .trace import LiveBytes, Segment, aten, on_meta, parameters_in, segments_of, tensors_in
 
@@ -201,7 +201,7 @@ class PictureTrace:
         """Within it small modules run on real zeros, large ones through `run`, and the language
         model raises Reached.
         """
-        decoder = reads_text(self.model)
+        decoder = language_model(self.model)
         heavy = [*self.large, decoder, self.model.get_output_embeddings()]
         with ExitStack() as stack:
             stack.enter_context(parameters_in(self.dtype, self.model, heavy))
@@ -288,7 +288,7 @@ class Before(NamedTuple):
         read = on_tensors(meta_like, self.read) | {"input_ids": None}
         read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
         del embedded, features
-        return reads_text(self.model)(**read).last_hidden_state
+        return language_model(self.model)(**read).last_hidden_state
 
     def forward(self, replay: Replay, towers: list[Unit]) -> None:
         """The part of a step between the embedding and the blocks."""

@@ -127,8 +127,8 @@ def check_architecture(capability: tuple[int, int], built_for: list[str]) -> Non
     """
     for architecture in built_for:
         kind, digits = re.match(r"(\w+)_(\d+)", architecture).groups()
-        of = divmod(int(digits), 10)
-        if of <= capability and (of[0] == capability[0] or kind == "compute"):
+        built = divmod(int(digits), 10)  # (major, minor)
+        if built <= capability and (built[0] == capability[0] or kind == "compute"):
             return
     raise ConfigError(
         f"this GPU has compute capability {'.'.join(map(str, capability))}, and torch {torch.__version__} has"
@@ -141,9 +141,12 @@ def check_own_gpus(world: World, gpu: str) -> None:
     """Raise ConfigError if two ranks use the same GPU. gpu: its UUID, if the launcher does not show all GPUs
     to each rank; "" if it does, because then each rank takes its own by number.
     """
-    own = gather(world, gpu).count(gpu)
+    sharing = gather(world, gpu).count(gpu)
     with together(world):
-        check(not gpu or own == 1, f"{own} ranks have one GPU, {gpu} (fix: fewer --nproc_per_node)")
+        check(
+            not gpu or sharing == 1,
+            f"{sharing} ranks have one GPU, {gpu} (fix: fewer --nproc_per_node)",
+        )
 
 
 def use_all_cores(world: World) -> None:
@@ -228,36 +231,39 @@ def together(world: World, patient: bool = False) -> Iterator[None]:
     So one rank may find a bad file without leaving the others in a collective. The block must not communicate
     after a point where a rank can fail. patient: the block may take hours on one machine.
     """
-    mine = []
+    errors = []  # of this rank
     try:
         yield
     except ConfigError as error:
-        mine = error.lines
-    said = {}  # line -> the ranks that said it
+        errors = error.lines
+    ranks_of = {}  # line -> the ranks that have it
     with patience() if patient and world.size > 1 else nullcontext():
-        of_ranks = gather(world, mine)
+        of_ranks = gather(world, errors)
     for rank, lines in enumerate(of_ranks):
         for line in lines:
-            said.setdefault(line, []).append(str(rank))
-    if said:
+            ranks_of.setdefault(line, []).append(str(rank))
+    if ranks_of:
         lines = [
             line if len(ranks) == world.size else f"rank {','.join(ranks)}: {line}"
-            for line, ranks in said.items()
+            for line, ranks in ranks_of.items()
         ]
         raise ConfigError(lines, agreed=True)
 
 
-def agree(world: World, values: dict, what: str) -> None:
-    """Raise ConfigError on all ranks unless every rank has the values of rank 0; name those that differ."""
+def agree(world: World, values: dict, kind: str) -> None:
+    """Raise ConfigError on all ranks unless every rank has the values of rank 0; name those that differ.
+    kind: what they are, in one word, for the message.
+    """
     with together(world):
         changed = differences(broadcast(world, values), values)
         check(
             not changed,
-            f"other {what} than on rank 0: {changed} (fix: the same {what} on every machine)",
+            f"other {kind} than on rank 0: {changed} (fix: the same {kind} on every machine)",
         )
 
 
 def env_int(name: str, default: int | None = None) -> int | None:
+    """An environment variable as a number; `default` if it is unset or empty. ConfigError for other text."""
     value = os.environ.get(name)
     if not value:
         return default
@@ -277,6 +283,9 @@ def use_expandable_segments() -> None:
 
 
 def device_of(local_rank: int, local_size: int) -> torch.device:
+    """The GPU of a rank, or the CPU if the machine has none. Raises ConfigError for a GPU that this torch
+    cannot use, and for more ranks than GPUs.
+    """
     if not torch.cuda.is_available():
         check(
             os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not NVIDIA.exists(),
@@ -300,14 +309,14 @@ def mesh_axes(ranks: int, replicate: int = 0, shard: int = 0) -> dict[str, int]:
 
     0: derived from the other number. Raises ConfigError if the product is not the number of ranks.
     """
-    each = shard or ranks // max(1, replicate) or 1
-    copies = ranks // each
+    ranks_per_copy = shard or ranks // max(1, replicate) or 1
+    copies = ranks // ranks_per_copy
     check(
-        copies * each == ranks and replicate in (0, copies),
+        copies * ranks_per_copy == ranks and replicate in (0, copies),
         f"--replicate {replicate} x --shard {shard} does not make {ranks} ranks"
         f" (fix: numbers whose product is {ranks}, or 0)",
     )
-    return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": each}
+    return {"shard": ranks} if copies == 1 else {"replicate": copies, "shard": ranks_per_copy}
 
 
 def build_mesh(world: World, axes: dict[str, int] | None = None) -> DeviceMesh:

@@ -129,13 +129,14 @@ def first_five(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def differences(old: dict, new: dict, but: Sequence[str] = ()) -> str:
-    """The fields that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
-    changed = [k for k in sorted(new) if k not in but and old.get(k) != new[k]]
+def differences(old: dict, new: dict, ignored: Sequence[str] = ()) -> str:
+    """The fields of `new` that differ, as "lr 2e-05 -> 1e-05, ..."; "" when none does."""
+    changed = [k for k in sorted(new) if k not in ignored and old.get(k) != new[k]]
     return first_five([f"{k} {str(old.get(k))[:60]} -> {str(new[k])[:60]}" for k in changed])
 
 
 def rank() -> int:
+    """This process's rank, for messages; 0 without torchrun, or if RANK is not a number."""
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdecimal() else 0
 
@@ -144,7 +145,7 @@ def print_once(*lines: str, agreed: bool = False) -> None:
     """Write errors to stderr. If all ranks `agreed` on them, only rank 0 writes. Otherwise each of the other
     ranks writes too, after 5 seconds and with its number.
     """
-    by = ""
+    prefix = ""
     if rank():
         # Rank 0 most likely prints the same error, and then torchrun ends this process. If this process
         # exited first, torchrun would end rank 0 before it has printed.
@@ -152,8 +153,8 @@ def print_once(*lines: str, agreed: bool = False) -> None:
         time.sleep(5)
         if agreed:
             return
-        by = f"rank {rank()}: "
-    write_errors(*(f"{by}{line}" for line in lines))
+        prefix = f"rank {rank()}: "
+    write_errors(*(f"{prefix}{line}" for line in lines))
 
 
 def write_errors(*lines: str) -> None:

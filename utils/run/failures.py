@@ -101,7 +101,7 @@ def ranks_gone() -> list[int]:
         return []
     first = rank() - int(os.environ.get("LOCAL_RANK", "0"))
     expected = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return [other for other in expected if other not in present]
+    return [number for number in expected if number not in present]
 
 
 def ranks_present() -> set[int]:

@@ -17,8 +17,8 @@ AGAIN = "(fix: copy or download the folder again)"
 
 def did_you_mean(path: Path) -> str:
     """A file of almost the same name in the same folder, as "; did you mean X?"; "" if there is none."""
-    others = {other.name for other in path.parent.glob("*")} - {path.name}
-    near = difflib.get_close_matches(path.name, others, n=1)
+    names = {file.name for file in path.parent.glob("*")} - {path.name}
+    near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
@@ -41,9 +41,10 @@ def file_inside(folder: Path, name: str) -> Path:
     root = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(root / name))
     cached = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
-    written = not os.path.isabs(name) and Path(os.path.normpath(root / name)).is_relative_to(root)
+    # The name itself, before links are followed, leads into the folder.
+    inside = not os.path.isabs(name) and Path(os.path.normpath(root / name)).is_relative_to(root)
     check(
-        written and (cached or real.is_relative_to(root)),
+        inside and (cached or real.is_relative_to(root)),
         f"{folder}: {name!r} leads out of the folder, and was not opened (fix: a copy inside it)",
     )
     check(
@@ -90,6 +91,7 @@ def drop_half_line(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)

@@ -39,7 +39,7 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     `source`: the folder that the model is read from.
     """
     out = Path(output_dir).absolute() if output_dir else None
-    who = ""
+    owner = ""
     with together(world), disk_errors(out or Path("output")):
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         check(
@@ -49,10 +49,10 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
         if world.rank == 0:
             if out:
                 check_replaceable(out / "model", source)
-            out, who = _claim(out, stem)
-    out, who = broadcast(world, (out, who))
+            out, owner = _claim(out, stem)
+    out, owner = broadcast(world, (out, owner))
     with together(world), disk_errors(out):
-        check_seen(out, who)
+        check_seen(out, owner)
     # NCCL's flight recorder: when a collective times out, each rank writes here which collective it was in.
     os.environ.update(
         TORCH_NCCL_DUMP_ON_TIMEOUT="1",
@@ -62,11 +62,11 @@ def claim_output(output_dir: str, stem: str, world: World, source: Path | None =
     return out
 
 
-def check_seen(out: Path, who: str) -> None:
-    """Raise ConfigError unless this rank sees the folder that `who` has locked."""
+def check_seen(out: Path, owner: str) -> None:
+    """Raise ConfigError unless this rank sees the folder that `owner`, the text in its lock, has locked."""
     lock = out / ".lock"
     check(
-        lock.exists() and lock.read_text(errors="replace") == who,
+        lock.exists() and lock.read_text(errors="replace") == owner,
         f"{out} on {host_name()} is not the folder that rank 0 sees"
         " (fix: an --output_dir that all machines share)",
     )
@@ -129,9 +129,9 @@ def write_plan(out: Path, planned: dict, measured: dict | None = None) -> None:
     replace_file(out / "plan.json", json.dumps(content, indent=2) + "\n")
 
 
-def check_space(folder: Path, needed_bytes: int, world: World = ALONE, but: str = "") -> None:
-    """Raise ConfigError unless the disk has room. but: files in the folder that match this pattern count as
-    free, because needed_bytes contains them.
+def check_space(folder: Path, needed_bytes: int, world: World = ALONE, counted: str = "") -> None:
+    """Raise ConfigError unless the disk has room. counted: a pattern; needed_bytes contains the files
+    of the folder that match it, so their bytes count as free.
 
     If all ranks of a `world` call it, rank 0 reads the free space for all of them. Readings of a busy disk
     differ from rank to rank, and then the error would be printed once per rank.
@@ -139,8 +139,8 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE, but: str 
     disk = shutil.disk_usage(folder)
     # Some network file systems do not report their free space.
     free_bytes = disk.free if disk.total else math.inf
-    if but:
-        free_bytes += sum(file.stat().st_size for file in folder.glob(but))
+    if counted:
+        free_bytes += sum(file.stat().st_size for file in folder.glob(counted))
     free_bytes = broadcast(world, free_bytes)
     if needed_bytes > free_bytes:
         raise ConfigError(
@@ -151,21 +151,21 @@ def check_space(folder: Path, needed_bytes: int, world: World = ALONE, but: str 
 
 
 def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
-    """Make and lock `out`; None: the next free output/STEM-NNN. Returns (the folder, the text in its lock
-    file, which names this process).
+    """Make and lock `out`; None: the next free output/STEM-NNN. Returns (the folder, its owner: the text in
+    the lock, which names this process).
     """
     for number in count(1):
-        free = out or Path("output", f"{stem}-{number:03d}").absolute()
-        made = [folder for folder in (free, *free.parents) if not os.path.lexists(folder)]
-        for folder in reversed(made):
-            _claims.callback(_quietly, folder.rmdir)
+        folder = out or Path("output", f"{stem}-{number:03d}").absolute()
+        missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+        for path in reversed(missing):
+            _claims.callback(_quietly, path.rmdir)
         try:
-            free.mkdir(parents=True, exist_ok=bool(out))
+            folder.mkdir(parents=True, exist_ok=bool(out))
             break
         except FileExistsError:
             if out:
                 raise
-    lock = open(free / ".lock", "a+b")  # noqa: SIM115 - closed with the claim
+    lock = open(folder / ".lock", "a+b")  # noqa: SIM115 - closed with the claim
     _claims.enter_context(lock)
     try:
         # the kernel releases the lock, however the process ends
@@ -174,21 +174,22 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
             raise BlockingIOError  # the run that held the lock has just removed the file
     except BlockingIOError:
         lock.seek(0)
-        who = lock.read().decode(errors="replace") or "another run"
+        owner = lock.read().decode(errors="replace") or "another run"
         raise ConfigError(
-            f"--output_dir {out} is in use by {who} (fix: wait, or another folder)"
+            f"--output_dir {out} is in use by {owner} (fix: wait, or another folder)"
         ) from None
     except OSError:  # a file system without locks
         pass
-    _claims.callback(_quietly, (free / ".lock").unlink)
-    who = f"process {os.getpid()} on {host_name()} since {datetime.now():%Y-%m-%d %H:%M:%S.%f}"
+    _claims.callback(_quietly, (folder / ".lock").unlink)
+    owner = f"process {os.getpid()} on {host_name()} since {datetime.now():%Y-%m-%d %H:%M:%S.%f}"
     lock.truncate(0)
-    lock.write(who.encode())
+    lock.write(owner.encode())
     lock.flush()
     os.fsync(lock)  # so that other machines see the text
-    return free, who
+    return folder, owner
 
 
 def _quietly(call):
+    """Call it, whether the file system lets it or not."""
     with suppress(OSError):
         call()

@@ -34,13 +34,13 @@ def peak_memory_bytes() -> int:
     """
     if cuda := _cuda():
         return cuda.max_memory_allocated()
-    status = numbers(Path("/proc/self/status"))
+    status = read_numbers(Path("/proc/self/status"))
     return 1024 * (status["VmHWM:"] - status["RssFile:"] - status["RssShmem:"])
 
 
 def memory_bytes() -> int:
     """Private memory of this process now, on the host."""
-    return 1024 * numbers(Path("/proc/self/status"))["RssAnon:"]
+    return 1024 * read_numbers(Path("/proc/self/status"))["RssAnon:"]
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
@@ -50,7 +50,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     Cached files do not count as in use: the kernel drops them before it kills a process. root: the folder
     that holds proc and sys.
     """
-    meminfo = numbers(root / "proc/meminfo")
+    meminfo = read_numbers(root / "proc/meminfo")
     total_bytes = meminfo["MemTotal:"] * 1024
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
@@ -63,7 +63,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
             with suppress(OSError, LookupError, ValueError):  # "max" is no number
                 limit_bytes = int((mount / part / limit_file).read_text())
                 if limit_bytes < total_bytes:
-                    stat = numbers(mount / part / "memory.stat")
+                    stat = read_numbers(mount / part / "memory.stat")
                     cached_bytes = stat[f"{prefix}inactive_file"] + stat[f"{prefix}active_file"]
                     used_bytes = int((mount / part / used_file).read_text())
                     return used_bytes - cached_bytes, limit_bytes
@@ -81,7 +81,7 @@ def cores(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return count or 1
 
 
-def numbers(file: Path) -> dict[str, int]:
+def read_numbers(file: Path) -> dict[str, int]:
     """The number of each line such as `MemTotal: 123 kB`, by the line's first word, in the file's unit."""
     found = {}
     for line in file.read_text().splitlines():

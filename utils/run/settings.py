@@ -134,27 +134,29 @@ def read_value(kind: type, bare: str | None, where: str, text: str) -> str | int
 
 def hint(name: str, kinds: dict) -> str:
     """What the user may have meant by an unknown name, also by one of another project."""
-    same = {ours: ours for ours in kinds}
+    known = {name: name for name in kinds}  # name, of ours or of another project -> ours
     with suppress(ModuleNotFoundError):
         from .foreign_flags import HINTS
 
-        same |= HINTS | same
-    near = difflib.get_close_matches(name.lower(), same, n=1, cutoff=0.8)
-    ours = same[near[0]].partition(" ")[0] if near else ""
+        known = HINTS | known
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+    ours = known[near[0]].partition(" ")[0] if near else ""
     return f"did you mean --{ours}?" if ours in kinds else "--help lists them all"
 
 
-def from_settings(cls: type, cfg: object, **own: object):
-    """An instance of the dataclass `cls`: fields named in `own` get those values, other fields the value of
-    the setting in `cfg` with the same name, if there is one.
+def from_settings(cls: type, cfg: object, **values: object):
+    """An instance of the dataclass `cls`. A field gets its value from `values`, else from the setting of
+    this name in `cfg`, else its default.
     """
-    taken = {k: v for k, v in vars(cfg).items() if k in cls.__dataclass_fields__}
-    return cls(**taken | own)
+    shared = {k: v for k, v in vars(cfg).items() if k in cls.__dataclass_fields__}
+    return cls(**shared | values)
 
 
-def check_least(cfg: object, **least: int) -> None:
-    """Raise ConfigError for a value that is none of its setting, such as a misspelt one, and for a number
-    below its minimum: the one in `least` or LEAST, else 0. A Path that a program gave becomes text.
+def convert_settings(cfg: object, **least: int) -> None:
+    """Convert values that a program gave to the types of their settings, in place: a Path becomes text.
+
+    Raises ConfigError for a value that its setting does not have, such as a misspelt one, and for a number
+    below its minimum: the one in `least` or LEAST, else 0.
     """
     least = LEAST | least
     for name, (kind, bare) in kinds_of(type(cfg)).items():
@@ -166,8 +168,8 @@ def check_least(cfg: object, **least: int) -> None:
 
 
 def check_training(cfg: object, **least: int) -> None:
-    """Raise ConfigError for settings that every recipe that trains refuses; see check_least."""
-    check_least(cfg, **least)
+    """convert_settings, and a ConfigError for settings that every recipe that trains refuses."""
+    convert_settings(cfg, **least)
     check(cfg.lr > 0, f"--lr {cfg.lr} trains nothing (fix: --lr {type(cfg).lr:g})")
     check(
         cfg.activation_checkpointing != "none" or not cfg.activation_offload,
@@ -189,11 +191,11 @@ def check_packages(cfg: object, gpu: str) -> None:
             # A folder named wandb, left by an earlier run, is found too, but has no origin.
             check(spec and spec.origin, f"--{name} needs a package (fix: pip install {name})")
     # inductor writes C++ for a CPU; for a GPU, triton compiles C
-    name, usual = ("CC", "gcc clang") if gpu else ("CXX", "g++")
+    variable, usual = ("CC", "gcc clang") if gpu else ("CXX", "g++")
     check(
-        not cfg.compile or any(map(which, os.environ.get(name, usual).split())),
+        not cfg.compile or any(map(which, os.environ.get(variable, usual).split())),
         f"--compile needs a compiler ({usual}), none is here"
-        f" (fix: apt install build-essential, or {name}=COMPILER)",
+        f" (fix: apt install build-essential, or {variable}=COMPILER)",
     )
     if cfg.attn == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available

@@ -37,10 +37,10 @@ def stop_at_once() -> None:
     signal.set_wakeup_fd(writer)
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT),
-        after_in_parent=_let_in,
+        after_in_parent=_unblock,
         after_in_child=begin_child,
     )
-    threading.Thread(target=_look, args=(reader,), daemon=True).start()
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
 
 
 def stop_after_step() -> None:
@@ -69,13 +69,15 @@ def stop_asked(group=None) -> str:
     return signal.Signals(number).name
 
 
-def _look(reader):
-    begun = 0.0
+def _watch(reader):
+    """Act on signals that the main thread cannot handle while it waits. reader: a pipe of their numbers."""
+    interrupted = 0.0  # when the first Ctrl-C came
     while number := os.read(reader, 1)[0]:
         # On Ctrl-C the terminal and torchrun may each send SIGINT, at almost the same time; a person's second
-        # Ctrl-C comes later. On the second one torchrun sends SIGTERM. A timer of the user's code is neither.
-        # A rank that has left already at the second one is not said to be gone.
-        if 0 < begun < time.monotonic() - 0.5 and number in CAUGHT[:2]:
+        # Ctrl-C comes later, and on it torchrun sends SIGTERM. Only these two signals count: others may be of
+        # a timer in the user's code. This comes before the look for ranks that are gone: after a second
+        # Ctrl-C they have left as they should.
+        if 0 < interrupted < time.monotonic() - 0.5 and number in CAUGHT[:2]:
             print("second Ctrl-C: leaving at once, without a checkpoint", flush=True)
             os._exit(130)
         # torchrun sends SIGTERM when a rank has ended.
@@ -87,7 +89,7 @@ def _look(reader):
                 say_who_is_gone()
             _received.append(number)  # nobody was gone when it came
         if number == signal.SIGINT:
-            begun = begun or time.monotonic()
+            interrupted = interrupted or time.monotonic()
 
 
 def begin_child() -> None:
@@ -95,13 +97,14 @@ def begin_child() -> None:
     also one that came during the fork; the other signals are the parent's matter.
     """
     signal.set_wakeup_fd(-1)  # it leads to the parent
-    for number in CAUGHT:  # to ignore SIGTERM would lose one that waits
+    for number in CAUGHT:
+        # SIGTERM is never ignored, not even for a moment: that would lose one that waits.
         ends = number == signal.SIGTERM
         signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
-    _let_in()
+    _unblock()
 
 
-def _let_in():
+def _unblock():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
 
 
@@ -152,6 +155,7 @@ def report_errors() -> Iterator[None]:
             from .failures import abort_nccl
 
             abort_nccl()
-        # otherwise Python's last collection visits every object of torch and transformers: about a second;
-        # since 3.9 triton prints a page about its own objects that were not collected
-        (gc.unfreeze if "triton" in sys.modules else gc.freeze)()
+        if "triton" in sys.modules:
+            gc.unfreeze()  # since 3.9 it prints a page about its objects that were not collected
+        else:
+            gc.freeze()  # Python's last collection would visit all objects of torch: about a second

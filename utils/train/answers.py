@@ -98,16 +98,16 @@ class Reference:
         for of_rank in gather(self.world, found):
             known = of_rank | known  # what a run has read from the file stays
         self.known = known
-        said = f"{'kept in' if missing else 'read from'} {file}"
+        outcome = f"{'kept in' if missing else 'read from'} {file}"
         if self.world.rank == 0 and missing:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(file, json.dumps(known))
             except OSError as error:  # a resume computes them again
-                said = (
+                outcome = (
                     f"not kept in {file}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
                 )
-        print0(f"reference {len(known):,} answers {said}")
+        print0(f"reference {len(known):,} answers {outcome}")
 
 
 @torch.no_grad()
@@ -148,8 +148,17 @@ def means_of(sums: Tensor, of_pairs: bool, sft_weight: float) -> dict[str, Tenso
     """The loss and other means, with TRL's names, from the results of sums_of added over batches and ranks.
     Log-probabilities are per answer, not per token.
     """
-    loss, chosen_log_prob, rejected_log_prob, tokens, *sums = sums
-    chosen, rejected, chosen_reward, rejected_reward, in_order = sums
+    (
+        loss,
+        chosen_log_prob,
+        rejected_log_prob,
+        tokens,
+        chosen,
+        rejected,
+        chosen_reward,
+        rejected_reward,
+        in_order,
+    ) = sums
     count = chosen if of_pairs else chosen + rejected
     means = {
         "loss": loss / count - sft_weight * chosen_log_prob / tokens.clamp(min=1),

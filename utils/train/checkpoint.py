@@ -115,9 +115,10 @@ class CheckpointSaver(AbstractContextManager):
             self.wait()
             dist.destroy_process_group(self.group)
 
-    def _finish(self, done) -> None:
+    def _finish(self, save) -> None:
+        """Call `save`, which returns when the checkpoint is published. Raises ConfigError on all ranks."""
         try:
-            done()
+            save()
         except dcp.api.CheckpointException as error:  # on all ranks: none of them still writes
             shutil.rmtree(self.writer.path, ignore_errors=True)
             raise ConfigError(
@@ -247,10 +248,10 @@ def _warn_of_grace(writer: _Writer) -> None:
 
 
 def _retire(final, keep):
-    """Remove all checkpoints up to `final` but the newest `keep`."""
-    older = [path for path in complete_checkpoints(final.parent) if path < final]
+    """Of the checkpoints up to `final`, remove all but the newest `keep`; 0: remove none."""
+    checkpoints = [path for path in complete_checkpoints(final.parent) if path <= final]
     with suppress(OSError):  # a failed removal must not stop the training
-        for path in older[: 1 - keep or None] if keep else []:  # with `final`, `keep` stay
+        for path in checkpoints[:-keep]:  # none if keep is 0
             path.rename(path.with_name(f".tmp_{path.name}_{secrets.token_hex(4)}"))
     _remove_leftovers(final.parent)
 

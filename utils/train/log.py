@@ -56,7 +56,7 @@ class RunLog(AbstractContextManager):
         self.token_mfu = token_mfu
         self.options = options
         self.skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
-        self.unread = []  # steps whose values are still on the GPU
+        self.unread = []  # a tuple for each step whose values are still on the device, see add
         self.profiler = None
         self.trackers = ()
         if options.profile or options.tensorboard or options.wandb:
@@ -74,7 +74,7 @@ class RunLog(AbstractContextManager):
             drop_half_line(folder / name)  # it would spoil the next line
 
     def begin(self) -> None:
-        """Call it where a step begins."""
+        """Call it where a step begins. The clock starts with the first step since the last read."""
         if not self.unread:
             self.started = time.monotonic()
 
@@ -94,7 +94,7 @@ class RunLog(AbstractContextManager):
             self.profiler.step()
 
     def due(self, done: int, every: int) -> bool:
-        """Whether what happens after each `every` steps (0: never), and after the last, is due."""
+        """Whether something is due after step `done`: every `every` steps (0: never), and after the last."""
         return done == self.total_steps or (every > 0 and done % every == 0)
 
     def read(self) -> None:
@@ -105,8 +105,8 @@ class RunLog(AbstractContextManager):
         """
         values = torch.stack([on_device for on_device, *_ in self.unread]).tolist()
         self.seconds = (time.monotonic() - self.started) / len(self.unread)
-        for (loss, grad_norm, *others), step in zip(values, self.unread, strict=True):
-            _, losses, rows, names, numbers = step
+        for (loss, grad_norm, *mean_values), record in zip(values, self.unread, strict=True):
+            _, losses, rows, means, numbers = record
             overflows = self.options.dtype == "fp16" and not math.isfinite(grad_norm)
             self.skipped = self.skipped + 1 if overflows else 0
             goes_on = math.isfinite(grad_norm) or 0 < self.skipped < 20
@@ -120,7 +120,7 @@ class RunLog(AbstractContextManager):
             per_second = numbers["tokens"] / self.seconds
             self.step(
                 **numbers,
-                **dict(zip(names, others, strict=True)),
+                **dict(zip(means, mean_values, strict=True)),
                 loss=loss,
                 grad_norm=grad_norm,
                 skipped=int(self.skipped > 0),

@@ -59,6 +59,7 @@ class Tracker:
         self.service = self.attempt(start, folder, done)  # (log, close), or None
 
     def attempt(self, call: Callable, *arguments: object) -> tuple | None:
+        """call(*arguments), or a warning, after which the service is not called again."""
         try:
             return call(*arguments)
         except Exception as error:  # in a package, a disk or a network
@@ -109,8 +110,8 @@ def start_recording(
         asked["TensorBoard"] = start_tensorboard
     if options.wandb:
         asked["Weights & Biases"] = start_wandb
-    started = [Tracker(*one, out, done) for one in asked.items() if world.rank == 0]
-    return profiler, started
+    trackers = [Tracker(name, start, out, done) for name, start in asked.items() if world.rank == 0]
+    return profiler, trackers
 
 
 # Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;

@@ -60,8 +60,8 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
             finished = measured.get("steps", 0)
         if finished:
             saved = asdict(cfg) | saved  # it may lack newer settings
-            now = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
-            changed = differences(saved, now, but="output_dir resume log_every".split())
+            current = dict.fromkeys(saved) | asdict(cfg)  # another recipe has other settings
+            changed = differences(saved, current, ignored="output_dir resume log_every".split())
             check(
                 not changed,
                 f"{out} holds a finished run with other settings: {changed}"
@@ -75,7 +75,7 @@ def continue_run(out: Path, resume: str, cfg: object, world: World) -> Resumed:
         return Resumed()
     with together(world):
         state = read_state(checkpoint)
-        if changed := differences(state["config"], asdict(cfg), but=("resume",)):
+        if changed := differences(state["config"], asdict(cfg), ignored=("resume",)):
             print0(f"changed   since the checkpoint: {changed}")
         newer = [p for p in complete_checkpoints(out / "checkpoints") if p.name > checkpoint.name]
         if newer:
@@ -98,7 +98,7 @@ class Continued(Resumed):
             self.state["step"] <= steps,
             f"{self.checkpoint} has more than {steps} steps (fix: --steps {self.state['step']})",
         )
-        changed = differences(facts | self.state, facts, but=("data",) * allow_new_data)
+        changed = differences(facts | self.state, facts, ignored=("data",) * allow_new_data)
         check(
             not changed,
             f"the checkpoint is of another run: {changed}"
@@ -113,7 +113,7 @@ class Continued(Resumed):
         return self.state["step"]
 
 
-def print_way_on(stop: str, checkpoint: Path, cfg: object, world: World) -> None:
+def print_resume_command(stop: str, checkpoint: Path, cfg: object, world: World) -> None:
     """Print which signal stopped the run, and the command that continues it. How several machines find each
     other only torchrun knows, so these flags are left to the user.
     """
@@ -161,10 +161,10 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
         found = [named_checkpoint("--resume", resume, world)]
     damaged = {}  # checkpoint -> what is wrong with it
     for checkpoint in found:
-        said = sorted({*gather(world, damage(checkpoint, world.rank, world.size))} - {""})
-        if not said:
+        problems = sorted({*gather(world, damage(checkpoint, world.rank, world.size))} - {""})
+        if not problems:
             break
-        damaged[checkpoint] = "; ".join(said)
+        damaged[checkpoint] = "; ".join(problems)
     else:
         if damaged:
             raise ConfigError(
@@ -173,9 +173,11 @@ def find_checkpoint(resume: str, out: Path, world: World) -> Path | None:
                 agreed=True,
             )
         return None
-    for path, what in damaged.items():
+    for path, problem in damaged.items():
         aside = path.with_name(f"damaged_{path.name}_{secrets.token_hex(4)}")
-        print0(f"warning: {what}; it is set aside as {aside.name}, and {checkpoint.name} is used")
+        print0(
+            f"warning: {problem}; it is set aside as {aside.name}, and {checkpoint.name} is used"
+        )
         with together(world):  # no rank goes on before it is renamed
             if world.rank == 0:
                 path.rename(aside)
@@ -253,8 +255,10 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], world: World = ALONE) -
         dcp.load(tensors, storage_reader=Reader(path), process_group=world.group)
     except CheckpointException as error:  # DCP raises it on all ranks
         exists = (path / "manifest.json").is_file()
-        why = f"cannot be read: {reason_of(error)}" if exists else "was removed while it was read"
-        raise ConfigError(f"{path} {why} {REMOVED}", agreed=True) from error
+        reason = (
+            f"cannot be read: {reason_of(error)}" if exists else "was removed while it was read"
+        )
+        raise ConfigError(f"{path} {reason} {REMOVED}", agreed=True) from error
 
 
 class Reader(dcp.FileSystemReader):

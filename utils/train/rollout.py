@@ -147,38 +147,44 @@ def _draw_batch(model, prompts, keys, sampling, world, lockstep) -> list[Complet
     randoms = torch.stack([random_numbers(key, sampling.max_new_tokens) for key in keys]).to(
         world.device
     )  # (B, new tokens)
-    takes = inspect.signature(type(model).forward).parameters
-    cache = next(name for name in CACHES if name in takes)
+    parameters = inspect.signature(type(model).forward).parameters
+    cache = next(name for name in CACHES if name in parameters)
     # The load-balancing loss of mixtures of experts does not work with a cache.
-    given = {"use_cache": True, "logits_to_keep": 1, "output_router_logits": False}
+    arguments = {"use_cache": True, "logits_to_keep": 1, "output_router_logits": False}
     found = active = [Completion([], []) for _ in prompts]  # active: those that have not ended
     for number in range(sampling.max_new_tokens):
         if lockstep:
             all_reduce_sum(1, world)
-        given |= {"attention_mask": mask, "position_ids": positions}
+        arguments |= {"attention_mask": mask, "position_ids": positions}
         # Families differ; some, for example, mask their states only in the first forward.
         inputs = model.prepare_inputs_for_generation(
             ids,
             is_first_iteration=number == 0,
-            **{name: given[name] for name in given if name in takes},
+            **{name: arguments[name] for name in arguments if name in parameters},
         )
         output = model(**inputs)
         logits = output.logits[:, -1]  # (B, V)
         tokens, log_probs = draw_tokens(logits, randoms[:, number], sampling.temperature)
-        for one, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
-            one.ids.append(token)
-            one.log_probs.append(log_prob)
-        rows = [row for row, one in enumerate(active) if one.ids[-1] not in sampling.end_ids]
+        for completion, token, log_prob in zip(
+            active, tokens.tolist(), log_probs.tolist(), strict=True
+        ):
+            completion.ids.append(token)
+            completion.log_probs.append(log_prob)
+        rows = [
+            row
+            for row, completion in enumerate(active)
+            if completion.ids[-1] not in sampling.end_ids
+        ]
         if not rows:
             break
-        given[cache] = output[cache]
+        arguments[cache] = output[cache]
         ids = tokens[:, None]  # (B, 1)
         positions = positions[:, -1:] + 1
         mask = F.pad(mask, (0, 1), value=1)
         if len(rows) < len(active):
             active = [active[row] for row in rows]
             kept = torch.tensor(rows, device=world.device)
-            given[cache].reorder_cache(kept)  # batch_select_indices ignores linear attention
+            arguments[cache].reorder_cache(kept)  # batch_select_indices ignores linear attention
             ids, positions, mask, randoms = (t[kept] for t in (ids, positions, mask, randoms))
     return found
 
@@ -290,15 +296,15 @@ class Asker:
         """
 
         @torch.no_grad()
-        def answers(batches, own):
-            sequences = [sequence for i in own for sequence in groups[i]]
+        def answers(batches, numbers):
+            sequences = [sequence for i in numbers for sequence in groups[i]]
             batch = self.batch_of(sequences).to(self.world.device)
             values = token_log_probs(self.model, batch, per_token=signed_cross_entropy).double()
             tokens = (batch.labels != IGNORE).sum(1)
             likeliest = (values <= 0).all(1)
             sums = -values.abs().sum(1)  # (B,), from values (B, T)
             scores = zip(sums.tolist(), tokens.tolist(), likeliest.tolist(), strict=True)
-            return [[next(scores) for _ in groups[i]] for i in own]
+            return [[next(scores) for _ in groups[i]] for i in numbers]
 
         return self.ask(groups, answers, judge)
 
@@ -307,7 +313,7 @@ class Asker:
         tokens). A prompt is an Example.
         """
 
-        def answers(batches, own):
+        def answers(batches, numbers):
             ids = [prompts[i].ids.tolist() for batch in batches for i in batch]
             found = generate(
                 self.model,
@@ -324,8 +330,8 @@ class Asker:
 
     def ask(self, groups: list[list], answers: Callable, judge: Callable) -> list[dict]:
         """The rows of all groups. Only rows that the file does not have are computed. answers: called with
-        (the batches of all ranks, this rank's batch), where a batch is a list of group numbers; returns an
-        answer for each group of this rank's batch.
+        (the batches of all ranks, this rank's batch), where a batch is a list of numbers of groups; returns
+        an answer for each group of this rank's batch.
 
         Batches are cut from the whole list, sorted by length. So the content of a batch and the order of the
         file depend neither on the number of ranks nor on an earlier run that was killed.
@@ -345,12 +351,12 @@ class Asker:
         ) as bar:
             for start in range(0, len(batches), self.world.size):
                 several = batches[start : start + self.world.size]
-                own = several[rank] if rank < len(several) else []
-                found = answers(several, own)
+                numbers = several[rank] if rank < len(several) else []
+                found = answers(several, numbers)
                 with together(self.world, patient=True):  # functions of the user may take long
                     rows = {
                         i: {"number": i} | judge(i, answer)
-                        for i, answer in zip(own, found, strict=True)
+                        for i, answer in zip(numbers, found, strict=True)
                     }
                 for of_rank in gather(self.world, rows):
                     if self.file and rank == 0:

@@ -23,7 +23,7 @@ from ..model.attention import fuse_norms
 from ..model.folder import Source, find_model, open_model, read_header, run_facts, tokenizer_of
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
-from ..model.loss import add_chunked_loss, check_chunked_loss
+from ..model.loss import add_chunked_loss, settle_chunked_loss
 from ..model.options import Lora
 from ..model.sharding import (
     DTYPES,
@@ -206,7 +206,7 @@ def frozen_copy(
     if hasattr(model, "score"):
         add_scores(model, model.config.get_text_config().pad_token_id)
     else:
-        check_chunked_loss(add_chunked_loss(model), device)
+        settle_chunked_loss(add_chunked_loss(model), device)
     return model.eval()
 
 
@@ -262,7 +262,7 @@ class RewardModel:
         count = len(texts)
         turns = math.ceil(count / world.size)  # equal on each rank: some texts are scored twice
         share = [(i * world.size + world.rank) % count for i in range(turns)]
-        own = {}  # number of a text -> its score
+        scores = {}  # number of a text -> its score
         for start in range(0, turns, batch_size):
             part = share[start : start + batch_size]
             rows = [torch.tensor(self.ids_of(asked[i], texts[i])) for i in part]
@@ -270,11 +270,11 @@ class RewardModel:
             places = [k * ids.shape[1] + len(row) - 1 for k, row in enumerate(rows)]
             ends = torch.tensor(places, device=world.device)
             values = self.model(ids.to(world.device), ends=ends)
-            own |= zip(part, values.tolist(), strict=True)
+            scores |= zip(part, values.tolist(), strict=True)
         reshard(self.model)  # without a backward, FSDP2 keeps some units gathered
-        for of_rank in gather(world, own):
-            own |= of_rank
-        return [own[i] for i in range(count)]
+        for of_rank in gather(world, scores):
+            scores |= of_rank
+        return [scores[i] for i in range(count)]
 
     def ids_of(self, question, text: str) -> list[int]:
         """The ids of the conversation with its answer, in the model's chat template. Only the last
@@ -303,8 +303,8 @@ def open_reward_model(
             source.config, dtype, trust_remote_code=trust_remote_code, kind="scores"
         )
         pieces = plan_pieces(model, source.weights, source.folder)
-        of_turns = "train it on turns, or with reward.py --chat_template plain"
-        with others_code(f"--reward_model {name}: its tokenizer", of_turns):
+        fix = "train it on turns, or with reward.py --chat_template plain"
+        with others_code(f"--reward_model {name}: its tokenizer", fix):
             tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
             tokenizer.get_chat_template()
         digest = run_facts(source.config, source.weights, "")["weights"]
