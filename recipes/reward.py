@@ -541,9 +541,9 @@ MEANS = ("loss", "accuracy", "margin", "mean_reward")
 
 def score_sums(scores: torch.Tensor, center_weight: float) -> torch.Tensor:
     """Sums (4,) over P pairs: loss, whether the chosen answer has the higher score, difference of the scores,
-    mean of the scores. scores: (2 P,), alternately of chosen and rejected answers. Other losses go here.
+    mean of the scores. scores: (2 P, 1), alternately of chosen and rejected answers. Other losses go here.
     """
-    chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,)
+    chosen, rejected = scores[0::2], scores[1::2]  # (P, 1)
     # Bradley-Terry, as in https://arxiv.org/abs/2203.02155; centering: https://arxiv.org/abs/2312.09244
     losses = -F.logsigmoid(chosen - rejected) + center_weight * (chosen + rejected) ** 2
     in_order = (chosen > rejected).float()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from families import family_config
 from metrics import read_metrics
 from peft import PeftModel
-from ranks import run_ranks
+from ranks import gathered, run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_folder, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -26,9 +26,9 @@ from utils.data.tokens import load_tokenizer
 from utils.model.folder import open_weights, read_config
 from utils.model.kinds import SCORE, add_scores, fill_score, sequence_scores, settle_pad
 from utils.model.loading import build_model, load_pieces, plan_pieces
-from utils.run.distributed import ALONE
+from utils.run.distributed import ALONE, build_mesh
 from utils.run.errors import ConfigError
-from utils.train.trained_run import open_reward_model
+from utils.train.trained_run import open_reward_model, shard_model
 
 slow = pytest.mark.slow
 STEPS = 4
@@ -83,10 +83,10 @@ def two_ranks(files, tmp_path_factory):
     return out, trained(2, out, files, save_every=2, keep=0)
 
 
-def scoring(folder):
-    """A model with a score, on meta."""
+def scoring(folder, labels=1):
+    """A model with a score, or several, on meta."""
     config = read_config(Path(folder), False)
-    config.num_labels = 1
+    config.num_labels = labels
     return build_model(config, torch.float32, kind="scores")
 
 
@@ -171,6 +171,28 @@ def test_a_causal_checkpoint_gets_a_score_and_no_head(kind, tmp_path):
     first = own[SCORE].clone()
     fill_score(model, pieces, 1)
     assert not torch.equal(first, model.score.weight)
+
+
+def three_scores(world, folder):
+    """(new head, scores of two places) of a model with three scores."""
+    model = add_scores(scoring(folder, labels=3), 0)
+    pieces = plan_pieces(model, open_weights(Path(folder)), Path(folder), SCORE)
+    if world.size > 1:
+        shard_model(model, build_mesh(world), torch.float32)
+    load_pieces(model, pieces, CPU)
+    fill_score(model, pieces, 0)
+    with torch.no_grad():
+        scores = model(torch.arange(5, 15).view(2, 5), ends=torch.tensor([4, 7]))
+    return gathered(model.score.weight.detach()), scores
+
+
+def test_several_scores_begin_alike_on_any_ranks(files):
+    head, scores = three_scores(ALONE, files["model"])
+    assert len(head.unique(dim=0)) == 3
+    assert scores.shape == (2, 3)
+    for found in run_ranks(three_scores, 2, files["model"]):
+        assert torch.equal(found[0], head)
+        torch.testing.assert_close(found[1], scores)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..run.errors import check, first_five
-from .loading import Piece, local
+from .loading import Piece, local_parts
 from .loss import backbone, documents_by, one_document
 from .sharding import cast_to, language_model, numel, plain_name
 
@@ -21,14 +21,14 @@ from .sharding import cast_to, language_model, numel, plain_name
 # a pad token with which transformers takes the same token
 # (https://github.com/huggingface/transformers/issues/35352).
 #
-# B batch, T tokens, D hidden, S sequences.
+# B batch, T tokens, D hidden, S sequences, L labels: config.num_labels, 1 for a reward model.
 
-SCORE = "score.weight"  # (1, D)
+SCORE = "score.weight"  # (L, D)
 
 
 def add_scores(model: nn.Module, pad_id: int) -> nn.Module:
-    """Make `model(ids, ends=ends)` return a score (S,) in fp32 at each of the positions `ends` (S,) in the
-    flattened (B, T). Without ends the model answers as before. pad_id: from settle_pad; saved with the model.
+    """Make `model(ids, ends=ends)` return scores (S, L) in fp32 at the positions `ends` (S,) in the
+    flattened (B, T). pad_id: from settle_pad; saved with the model.
     """
     model.config.get_text_config().pad_token_id = pad_id
     model.forward = MethodType(_scores_at, model)
@@ -36,22 +36,21 @@ def add_scores(model: nn.Module, pad_id: int) -> nn.Module:
 
 
 def sequence_scores(model: nn.Module, batch) -> Tensor:
-    """The score (S,) of each sequence of a PairBatch on the device, in fp32; (0,) for a filler batch.
+    """The scores (S, L) of the sequences of a Batch on the device, in fp32; (0, L) for a filler batch.
 
     Padding is on the right, so causal attention needs no mask.
     """
     rows, length = batch.ids.shape
     begins = torch.arange(0, rows * length, length, device=batch.ids.device)
-    return model(batch.ids, ends=begins + batch.mask.sum(1) - 1)[: len(batch.keys)]
+    scores = model(batch.ids, ends=begins + batch.mask.sum(1) - 1)
+    return scores[: 0 if batch.where == ["filler"] else None]
 
 
-def _scores_at(self, input_ids, ends=None, **kwargs):
-    if ends is None:
-        return type(self).forward(self, input_ids, **kwargs)
+def _scores_at(self, input_ids, ends):
     with documents_by(one_document):
-        output = backbone(self)(input_ids, use_cache=False, **kwargs)
+        output = backbone(self)(input_ids, use_cache=False)
     hidden = output.last_hidden_state.flatten(0, 1).index_select(0, ends)  # (S, D)
-    return self.score(hidden).float().sum(1)  # one label; a view would make FSDP2 warn
+    return self.score(hidden).float()
 
 
 @torch.no_grad()
@@ -66,8 +65,8 @@ def fill_score(model: nn.Module, pieces: list[Piece], seed: int) -> str:
     values.normal_(std=piece.shape[1] ** -0.5, generator=torch.Generator().manual_seed(seed))
     for name, parameter in model.named_parameters():
         if plain_name(name) == SCORE:  # with adapters there are two
-            rows = local(parameter)
-            rows.copy_(values[: len(rows)])  # (1, D), or none of it
+            for begin, rows in local_parts(parameter, piece):
+                rows.copy_(values.view(-1)[begin:][: len(rows)])
     return f"new, of seed {seed}"
 
 

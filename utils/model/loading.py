@@ -227,8 +227,8 @@ def build_model(
 
     attn: sdpa, flash_attention_2, eager; auto lets transformers choose. read_from: a folder whose weights
     transformers reads at once (`--low_cpu_fsdp false`); the model is then not on meta. kind: a key of KINDS;
-    "scores" is a sequence classifier with `score` as its head, for which config.num_labels must be 1. Raises
-    ConfigError if the model cannot be built.
+    "scores" is a sequence classifier with `score` as its head, of config.num_labels rows. Raises ConfigError
+    if the model cannot be built.
     """
     check_kind(config, kind)
     auto_class = KINDS[kind]

@@ -270,7 +270,7 @@ class RewardModel:
             places = [k * ids.shape[1] + len(row) - 1 for k, row in enumerate(rows)]
             ends = torch.tensor(places, device=world.device)
             values = self.model(ids.to(world.device), ends=ends)
-            scores |= zip(part, values.tolist(), strict=True)
+            scores |= zip(part, values.flatten().tolist(), strict=True)
         reshard(self.model)  # without a backward, FSDP2 keeps some units gathered
         for of_rank in gather(world, scores):
             scores |= of_rank
