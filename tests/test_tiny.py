@@ -190,8 +190,8 @@ def test_pairs_teach_it_too(tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
-    """Of recipes/reward.py, in three of the demo's five epochs, on one rank; score.py asks for 90 %."""
-    command = f"python {ROOT}/recipes/reward.py --batch_size 32 --epochs 3"
+    """Of recipes/reward.py, in two of the demo's five epochs, on one rank; score.py asks for 90 %."""
+    command = f"python {ROOT}/recipes/reward.py --batch_size 32 --epochs 2"
     trained = forked(command, tmp_path)
     assert trained.returncode == 0, trained.stdout
     command = f"python {TINY}/score.py {TINY} output/reward-001/model"

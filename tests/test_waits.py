@@ -10,7 +10,7 @@ from launch import forked
 
 STEPS, LOGGED = 4, 2
 RUN = f"--steps {STEPS} --log_every {STEPS // LOGGED} --batch_size 4 --grad_accum 2"
-RUN += " --save_every 0 --save_model false"
+RUN += " --max_rows 64 --save_every 0 --save_model false"
 slow = pytest.mark.slow
 
 
@@ -29,7 +29,7 @@ slow = pytest.mark.slow
         "reward",
         pytest.param("prefer --loss dpo --lora_rank 8", marks=slow),
         pytest.param("prefer --loss kto", marks=slow),
-        pytest.param("pretrain", marks=slow),
+        pytest.param("pretrain --seq_len 256", marks=slow),
     ],
 )
 def test_a_step_waits_only_where_it_is_logged(flags, tmp_path, monkeypatch):
