@@ -289,10 +289,10 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        stored = param_dtype if learns else dtype  # a generator trains nothing
-        attn, structure = cfg.attn, (source.config, stored)
-        model = build_model(*structure, attn, trust)  # on meta
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype] if learns else dtype  # a generator trains nothing
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
     judge, frozen = None, []  # reward model; all models that are not trained
     if cfg.reward_model:
@@ -337,7 +337,7 @@ def main(cfg: Config) -> Path:
             Setting,
             cfg,
             config=source.config,
-            param_dtype=param_dtype,
+            param_dtype=DTYPES[cfg.param_dtype],  # of a rank that trains
             dtype=dtype,
             seq_len=math.ceil((longest + cfg.max_new_tokens) / multiple) * multiple,
             shards=axes["shard"],
@@ -363,7 +363,8 @@ def main(cfg: Config) -> Path:
             cfg.force,
             cfg.generate_ranks,
         )
-    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -376,15 +377,20 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
-        loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *shares)
+        options = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
+        loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *options)
         loader.multiple = multiple
         length = cfg.seq_len  # of a row, for the MFU: the longest, since completions are not known
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         earlier.check_facts(facts, steps, cfg.allow_new_data)
         disk = estimate_disk(
-            source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
+            source.weights,
+            steps,
+            cfg.save_every,
+            cfg.keep,
+            cfg.optimizer,
+            DTYPES[cfg.param_dtype],
         )
     check_space(out, 0 if lora else disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
@@ -406,7 +412,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, read_from=source.folder)
+        model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
@@ -416,12 +422,12 @@ def main(cfg: Config) -> Path:
         if setting.repeats_keys:
             repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
-    names = None  # name in the base -> names in the model with adapters
+    adapted_names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, dtype)
+            adapters, adapted_names = adapt(model, lora, quant, dtype)
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:
@@ -432,24 +438,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype)
+    all_units = units(model, dtype)
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -460,7 +470,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -471,8 +481,8 @@ def main(cfg: Config) -> Path:
     started = time.monotonic()
     with together(everyone, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
-            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
-        elif plain:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
@@ -513,7 +523,7 @@ def main(cfg: Config) -> Path:
     draw = partial(
         draw_all,
         model=model,
-        found=found if gathers else [],
+        found=all_units if gathers else [],
         reshard_after_forward=cfg.reshard_after_forward,
         world=world,
     )
@@ -561,7 +571,7 @@ def main(cfg: Config) -> Path:
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
-        if held_out and earlier.state.get("eval_left"):  # a signal came before it
+        if held_out and earlier.state.get("eval_left"):  # a signal came before the evaluation
             log.step(step=first, **evaluate(list(held_out), draw, reward, sampling))
         for step in range(first, steps):
             log.begin()
@@ -661,13 +671,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, everyone)
+        print_resume_command(stop, checkpoint, cfg, everyone)
         return out
     set_timeout(group=world.group)
 
@@ -676,9 +686,8 @@ def main(cfg: Config) -> Path:
     result = out / ("adapter" if lora else "model")
     save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
-        )
+        saved = save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)
+        print0(f"adapter   {saved}")
     elif cfg.save_model:
         save_model(
             result,

@@ -216,9 +216,10 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        attn, structure = cfg.attn, (source.config, param_dtype)
-        model = build_model(*structure, attn, trust, kind="scores")  # on meta
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype]
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust, kind="scores")  # on meta
         pieces = plan_pieces(model, source.weights, source.folder, SCORE)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
     fitted = {}
@@ -250,7 +251,8 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # The flag's, or the checkpoint's; 0: divide_batch computes it.
+        given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
@@ -265,7 +267,7 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -274,7 +276,8 @@ def main(cfg: Config) -> Path:
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -285,18 +288,18 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or wanted, world.size
+            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
         )
         facts["global_batch_size"] = global_batch
-        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
+        options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        loader = PairBatches(examples, cfg.seed, global_batch, *shares)
+        loader = PairBatches(examples, cfg.seed, global_batch, *options)
         loader.multiple = multiple
         if held_out:
-            eval_loader = PairBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
+            eval_loader = PairBatches(held_out, cfg.seed, cfg.batch_size * world.size, *options)
             eval_loader.multiple = loader.multiple
         length = answers[0].lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -320,7 +323,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, source.folder, kind="scores")
+        model = build_model(source.config, param_dtype, attn, trust, source.folder, kind="scores")
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
@@ -330,12 +333,12 @@ def main(cfg: Config) -> Path:
         if setting.repeats_keys:
             repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
-    names = None  # name in the base -> names in the model with adapters
+    adapted_names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, dtype)
+            adapters, adapted_names = adapt(model, lora, quant, dtype)
     add_scores(model, pad_id(tokenizer))
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:
@@ -346,24 +349,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype)
+    all_units = units(model, dtype)
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -374,7 +381,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -385,8 +392,8 @@ def main(cfg: Config) -> Path:
     started = time.monotonic()
     with together(world, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
-            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
-        elif plain:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         score = fill_score(model, pieces, cfg.seed)
         if lora:
@@ -433,7 +440,7 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
+        if held_out and earlier.state.get("eval_left"):  # a signal ended the last evaluation
             log.step(step=first, **evaluate(model, eval_loader, cfg.center_weight, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
@@ -502,13 +509,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, world)
+        print_resume_command(stop, checkpoint, cfg, world)
         return out
     set_timeout()
 
@@ -517,9 +524,8 @@ def main(cfg: Config) -> Path:
     result = out / ("adapter" if lora else "model")
     save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
-        )
+        saved = save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)
+        print0(f"adapter   {saved}")
     elif cfg.save_model:
         save_model(
             result,

@@ -230,9 +230,10 @@ def main(cfg: Config) -> Path:
     )
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        attn, structure = cfg.attn, (source.config, param_dtype)
-        model = build_model(*structure, attn, trust, kind="pictures")  # on meta
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype]
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust, kind="pictures")  # on meta
         check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
         processor = load_processor(source.folder, tokenizer)
         pieces = plan_pieces(model, source.weights, source.folder)
@@ -267,7 +268,8 @@ def main(cfg: Config) -> Path:
     with together(world):
         read = (pad_id(tokenizer), rows, processor, cfg.workers)
         pictured = PictureBatches(examples, 0, 1, 1, 0, 1, *read)
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # The flag's, or the checkpoint's; 0: divide_batch computes it.
+        given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
@@ -281,7 +283,7 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -294,7 +296,8 @@ def main(cfg: Config) -> Path:
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -306,7 +309,7 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or wanted, world.size
+            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
         )
         facts["global_batch_size"] = global_batch
         shares = (cfg.batch_size, world.rank, world.size, *read)
@@ -342,19 +345,19 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, source.folder, kind="pictures")
+        model = build_model(source.config, param_dtype, attn, trust, source.folder, kind="pictures")
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
 
         fuse_norms(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
-    names = None  # name in the base -> names in the model with adapters
+    adapted_names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, dtype)
+            adapters, adapted_names = adapt(model, lora, quant, dtype)
     else:
         freeze_parts(model, parse_parts(cfg.train), dtype)
     rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}
@@ -378,24 +381,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype, tower_layers(model))
+    all_units = units(model, dtype, tower_layers(model))
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -406,7 +413,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -417,15 +424,15 @@ def main(cfg: Config) -> Path:
     started = time.monotonic()
     with together(world, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
-            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
-        elif plain:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     settle_chunked_loss(model, world.device)
     # A micro-batch without pictures skips units, and FSDP2 needs each unit to have been gathered once.
-    for unit in found:
+    for unit in all_units:
         unit.modules[0].unshard()
         unit.modules[0].reshard()
 
@@ -473,7 +480,7 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, 0.0, cfg) as log,
     ):
-        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
+        if held_out and earlier.state.get("eval_left"):  # a signal ended the last evaluation
             log.step(step=first, eval_loss=eval_loss(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
@@ -539,13 +546,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, world)
+        print_resume_command(stop, checkpoint, cfg, world)
         return out
     set_timeout()
 
@@ -554,9 +561,8 @@ def main(cfg: Config) -> Path:
     result = out / ("adapter" if lora else "model")
     save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
-        )
+        saved = save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)
+        print0(f"adapter   {saved}")
     elif cfg.save_model:
         save_model(
             result,
