@@ -272,7 +272,8 @@ def main(cfg: Config) -> Path:
         )
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
-    everyone, roles, learns = world, None, True
+    everyone = world  # all ranks: with --generate_ranks, `world` will be those of one role
+    roles, learns = None, True
     if cfg.generate_ranks:
         from utils.train.weight_sync import ask, divide_world, generators_end, plan_weights, serve
 
@@ -294,7 +295,7 @@ def main(cfg: Config) -> Path:
         attn = cfg.attn
         model = build_model(source.config, param_dtype, attn, trust)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
-    judge, frozen = None, []  # reward model; all models that are not trained
+    judge, frozen = None, []  # the reward model; it and the reference, which are not trained
     if cfg.reward_model:
         judge = open_reward_model(cfg.reward_model, dtype, world, trust)
         frozen.append(judge.model)
@@ -314,8 +315,9 @@ def main(cfg: Config) -> Path:
     with together(world, patient=True):
         rewards = parse_rewards(cfg.rewards)
         rows = from_settings(Rows, cfg, seq_len=cfg.seq_len - cfg.max_new_tokens)  # of a prompt
-        progress = world.rank == 0
-        examples, held_out = load_data(rows, tokenizer, progress, load=load_questions)
+        examples, held_out = load_data(
+            rows, tokenizer, progress=world.rank == 0, load=load_questions
+        )
         for part in filter(None, (examples, held_out)):
             check_columns(rewards, part, judge and judge.ids_of)
 
@@ -407,7 +409,7 @@ def main(cfg: Config) -> Path:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on, only the ranks with the same role
         axes = axes if learns else mesh_axes(world.size)
-        micro_batches *= learns  # 0 on generators, which have no gradients
+        micro_batches = micro_batches if learns else 0  # generators have no gradients
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
@@ -517,7 +519,7 @@ def main(cfg: Config) -> Path:
         rewards,
         tokenizer=tokenizer,
         world=world,
-        scores=judge and partial(judge.scores, cfg.batch_size, world),
+        scores=partial(judge.scores, cfg.batch_size, world) if judge else None,
         weight=cfg.reward_model_weight,
     )
     draw = partial(
@@ -528,11 +530,11 @@ def main(cfg: Config) -> Path:
         world=world,
     )
     if roles:
-        weights = plan_weights(model, roles)
+        sent_weights = plan_weights(model, roles)
         if not learns:
-            serve(draw, model, weights, roles)
+            serve(draw, model, sent_weights, roles)
             return out
-        draw = partial(ask, model=model, weights=weights, roles=roles)
+        draw = partial(ask, model=model, weights=sent_weights, roles=roles)
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
@@ -580,17 +582,17 @@ def main(cfg: Config) -> Path:
             asked = [examples[row] for row in loader.rows_of(step) for _ in range(cfg.group_size)]
             # The keys determine the random numbers of each completion: see generate.
             keys = [(cfg.seed, step, *divmod(i, cfg.group_size)) for i in range(len(asked))]
-            completions = draw([q.ids for q in asked], keys, sampling)
+            completions = draw([prompt.ids for prompt in asked], keys, sampling)
             drawn_at = time.monotonic()
             lengths = [len(completion.ids) for completion in completions]
             rewarded = reward(asked, completions, group_size=cfg.group_size)
-            advantages = advantages_of(cfg, [one["reward"] for one in rewarded])
+            advantages = advantages_of(cfg, [row["reward"] for row in rewarded])
             rollouts = [
-                Rollout(q.ids, c.ids, c.log_probs, a, weight, q.where)
-                for q, c, a, weight in zip(
+                Rollout(prompt.ids, drawn.ids, drawn.log_probs, advantage, weight, prompt.where)
+                for prompt, drawn, advantage, weight in zip(
                     asked, completions, advantages, weights_of(cfg, lengths), strict=True
                 )
-                if a or cfg.kl_beta  # without advantage or KL there is no gradient
+                if advantage or cfg.kl_beta  # otherwise there is no gradient
             ]
             batches = loader.share(rollouts)  # this rank's micro-batches
             rewarded_at = time.monotonic()
@@ -606,20 +608,25 @@ def main(cfg: Config) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             norms, sums = [], []
-            old = []  # log pi of the tokens of each micro-batch, before the first update
+            old_log_pis = []  # log pi of the tokens of each micro-batch, before the first update
             for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
                 last_of_update = number % len(batches) == 0
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or last_of_update)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                start = None
-                if cfg.kl_beta:
-                    start = log_probs_at_start(model, reference, batch, cfg.temperature)
-                # log pi of each token (B, T): `now`, and `before` the first update of this step
-                now = token_log_probs(model, batch, cfg.temperature)
+                # log pi of each token, (B, T): of the model at the start of the run, of the model as it is,
+                # and of the model before the first update of this step
+                log_pi_ref = (
+                    log_probs_at_start(model, reference, batch, cfg.temperature)
+                    if cfg.kl_beta
+                    else None
+                )
+                log_pi = token_log_probs(model, batch, cfg.temperature)
                 if number <= len(batches):
-                    old.append(now.detach())
-                before = old[(number - 1) % len(batches)]
-                summed = token_sums(batch, before, *policy_loss(cfg, batch, now, before, start))
+                    old_log_pis.append(log_pi.detach())
+                log_pi_old = old_log_pis[(number - 1) % len(batches)]
+                summed = token_sums(  # (6,)
+                    batch, log_pi_old, *policy_loss(cfg, batch, log_pi, log_pi_old, log_pi_ref)
+                )
                 # world.size undoes FSDP's mean; the weights divide by the sizes of the global batch
                 scaler.scale(summed[0] * world.size).backward()
                 sums.append(summed.detach())
@@ -659,7 +666,8 @@ def main(cfg: Config) -> Path:
                 log.read()  # the only place that waits for the GPU
             if evals and not stop:
                 log.step(step=done, **evaluate(list(held_out), draw, reward, sampling))
-                evals, stop = False, stop_asked(world.group)  # no signal ends an evaluation
+                evals = False  # complete, since no signal ends this evaluation
+                stop = stop_asked(world.group)
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves or stop:
@@ -725,47 +733,51 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
 
 def weights_of(cfg: Config, lengths: list[int]) -> list[float]:
     """The weight in the loss of each token of a completion, for all completions, which have these lengths."""
+    count = len(lengths)
     divisors = {
+        # the mean over completions of their means over tokens: https://arxiv.org/abs/2402.03300
+        "grpo": [length * count for length in lengths],
         # the mean over all tokens: https://arxiv.org/abs/2503.14476
-        "dapo": sum(lengths),
+        "dapo": [sum(lengths)] * count,
         # a constant divisor, which does not depend on the lengths: https://arxiv.org/abs/2503.20783
-        "dr_grpo": cfg.max_new_tokens * len(lengths),
+        "dr_grpo": [cfg.max_new_tokens * count] * count,
     }
-    # grpo: the mean over completions of their token means, https://arxiv.org/abs/2402.03300
-    return [1 / divisors.get(cfg.loss, length * len(lengths)) for length in lengths]
+    return [1 / divisor for divisor in divisors[cfg.loss]]
 
 
 def policy_loss(
     cfg: Config,
     batch: RolloutBatch,
-    now: torch.Tensor,
-    old: torch.Tensor,
-    start: torch.Tensor | None,
+    log_pi: torch.Tensor,
+    log_pi_old: torch.Tensor,
+    log_pi_ref: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses, whether they are clipped, KL) of each token, all (B, T). now, old, start: log pi of the tokens
-    (B, T), now, before the first update of this step, and at the start of the run; 0 where batch.labels are
-    IGNORE, as in all of a filler. batch.advantages: (B, 1). Other losses go here.
+    """(losses, whether they are clipped, KL) of each token, all (B, T). Other losses go here.
+
+    log_pi, log_pi_old, log_pi_ref: log pi of the tokens (B, T) under the model as it is, before the first
+    update of this step, and at the start of the run; 0 where batch.labels are IGNORE, as in all of a filler.
+    batch.advantages: (B, 1).
     """
-    ratio = torch.exp(now - old)
+    ratio = torch.exp(log_pi - log_pi_old)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
     is_clipped = clipped * batch.advantages < ratio * batch.advantages
-    kl = torch.zeros_like(now)
-    if start is not None:
+    kl = torch.zeros_like(log_pi)
+    if log_pi_ref is not None:
         # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556
-        kl = (torch.exp(start - now) - (start - now) - 1) * ratio
+        kl = (torch.exp(log_pi_ref - log_pi) - (log_pi_ref - log_pi) - 1) * ratio
     return losses + cfg.kl_beta * kl, is_clipped, kl
 
 
 def settle(cfg: Config, world) -> Config:
     """Resolve settings that are empty or auto, and check that needed packages work on this device."""
-    scale = {"auto": "none" if cfg.loss == "dr_grpo" else "group"}
+    default_scale = "none" if cfg.loss == "dr_grpo" else "group"
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY / "started"),
         dataset=cfg.dataset or str(TINY / "chat.jsonl"),
         rewards=cfg.rewards or ("" if cfg.reward_model else "exact"),
-        scale_rewards=scale.get(cfg.scale_rewards, cfg.scale_rewards),
+        scale_rewards=default_scale if cfg.scale_rewards == "auto" else cfg.scale_rewards,
         dtype=settle_dtype(cfg.dtype, world.device),
     )
     check_packages(cfg, world.gpu_name)

@@ -117,7 +117,8 @@ LOSSES_OF = {  # flag -> the losses that use it
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-FALLEN = 2  # a warning if log-probabilities of wanted answers fall by more; nats per answer
+# A warning is printed if the log-probabilities of wanted answers fall by more; nats per answer.
+MAX_FALL = 2
 
 
 @dataclass
@@ -217,8 +218,10 @@ class Config:
             given = vars(self)[flag] != vars(Config)[flag]
             fix = f"(fix: --loss {losses[0]})"
             check(not given or self.loss in losses, f"--{flag} has no effect on {self.loss} {fix}")
-        both = self.packing and self.loss == "kto"
-        check(not both, "--packing: kto pairs each prompt with another answer (fix: without it)")
+        check(
+            not (self.packing and self.loss == "kto"),
+            "--packing: kto pairs each prompt with another answer (fix: without it)",
+        )
         check(self.label_smoothing < 0.5, "--label_smoothing of half is no preference (fix: 0.1)")
         check_training(self, sft_weight=-1)
         check(
@@ -300,6 +303,7 @@ def main(cfg: Config) -> Path:
         given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
+        longest = longest_row(cfg.seq_len, cfg.packing, multiple, *answers)
         setting = from_settings(
             Setting,
             cfg,
@@ -307,8 +311,7 @@ def main(cfg: Config) -> Path:
             param_dtype=param_dtype,
             dtype=dtype,
             # a pair is planned as one row with the length of its two sequences
-            seq_len=longest_row(cfg.seq_len, cfg.packing, multiple, *answers)
-            * (1 + (cfg.loss != "kto")),
+            seq_len=longest if cfg.loss == "kto" else 2 * longest,
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
@@ -461,14 +464,17 @@ def main(cfg: Config) -> Path:
         check_packing(model, world.device)
 
     reference = Reference(model, world)  # log pi_ref(y|x) of each answer
-    if cfg.loss in WITH_REFERENCE and not (lora and not cfg.adapter):
-        loaders = {loader: steps} | ({eval_loader: eval_loader.per_epoch} if held_out else {})
+    # New adapters leave the base as it is: it is the reference, and nothing is computed in advance.
+    if cfg.loss in WITH_REFERENCE and (cfg.adapter or not lora):
+        loaders = {loader: steps}  # loader -> the number of its global batches
+        if held_out:
+            loaders[eval_loader] = eval_loader.per_epoch
         adapter = Path(cfg.adapter, "adapter_model.safetensors").read_bytes() if lora else b""
         model_facts = run_facts(source.config, source.weights, hashlib.sha256(adapter).hexdigest())
         dtypes = {"dtype": cfg.dtype, "param_dtype": cfg.param_dtype}
         reference.score(loaders, model_facts | asdict(quant) | dtypes)
-    watched = loader.batches(0)
-    at_start = mean_of_wanted(model, watched, world)  # see FALLEN
+    first_batches = loader.batches(0)
+    first_mean = mean_of_wanted(model, first_batches, world)  # see MAX_FALL
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
@@ -503,7 +509,8 @@ def main(cfg: Config) -> Path:
     model.train()
     run = start_run(out, cfg, plan.planned, world)  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
-    stop, fallen = "", False
+    stop = ""
+    warned = False
     with (
         CheckpointSaver(
             out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
@@ -537,15 +544,17 @@ def main(cfg: Config) -> Path:
             for number, batch in enumerate(batches, 1):
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                # log pi_ref(y|x) and log pi(y|x) of the answers, (S,); the losses of the pairs, (P,)
-                start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
-                policy = log_probs_of(model, batch)
-                found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
+                # log pi_ref(y|x) and log pi(y|x) of the answers, (S,)
+                log_pi_ref = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
+                log_pi = log_probs_of(model, batch)
+                batch_losses, rewards = preference_loss(cfg, batch, log_pi, log_pi_ref, kl)
+                summed = sums_of(batch, log_pi, batch_losses, rewards)  # (9,)
+                loss_sum, wanted_log_pi = summed[:2]
                 # Means over the global batch: over its pairs, and over the tokens of wanted answers.
-                loss = found[0] / pairs - cfg.sft_weight * found[1] / wanted_tokens
+                loss = loss_sum / pairs - cfg.sft_weight * wanted_log_pi / wanted_tokens
                 scaler.scale(loss * world.size).backward()  # FSDP divides by the ranks
                 losses.append(loss.detach())
-                sums.append(found.detach())
+                sums.append(summed.detach())
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             means = means_of(sums, cfg.loss != "kto", cfg.sft_weight)
             loss = means.pop("loss")
@@ -577,11 +586,13 @@ def main(cfg: Config) -> Path:
                 stop = stop_asked()  # a signal ends an evaluation
                 if not stop:
                     log.step(step=done, **means)
-            if not fallen and (evals or saves or stop or done == steps):
-                fallen = at_start - mean_of_wanted(model, watched, world) > FALLEN
-                if fallen:
-                    why = f"wanted answers lost more than {FALLEN} nats each since the start"
-                    print0(f"warning: {why}: the model may forget them (fix: --sft_weight 1)")
+            if not warned and (evals or saves or stop or done == steps):
+                warned = first_mean - mean_of_wanted(model, first_batches, world) > MAX_FALL
+                if warned:
+                    print0(
+                        f"warning: wanted answers lost more than {MAX_FALL} nats each since the start:"
+                        " the model may forget them (fix: --sft_weight 1)"
+                    )
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
             if saves or stop:
@@ -629,32 +640,32 @@ def main(cfg: Config) -> Path:
 def preference_loss(
     cfg: Config,
     batch: PairBatch,
-    policy: torch.Tensor,
-    reference: torch.Tensor | float,
+    log_pi: torch.Tensor,
+    log_pi_ref: torch.Tensor | float,
     kl: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(losses (P,), rewards (S,)) from log pi(y|x) and log pi_ref(y|x), both (S,). Chosen and rejected
-    answers alternate; for kto, each answer has a label. log pi_ref is 0 without an entry in WITH_REFERENCE.
-    Other losses go here.
+    answers alternate; for kto, each answer has a label. log_pi_ref is 0 without an entry in WITH_REFERENCE.
+    kl: z_0 of kto, (). Other losses go here.
     """
-    scores = policy - reference
+    scores = log_pi - log_pi_ref
     if cfg.loss in ("orpo", "simpo"):
         scores = scores / trained_tokens_of(batch)  # per token, not per answer
     rewards = cfg.beta * scores
     if cfg.loss == "kto":  # https://arxiv.org/abs/2402.01306; its lambdas are the weights
         lead = rewards - cfg.beta * kl
-        wanted = cfg.desirable_weight * torch.sigmoid(-lead)
-        others = cfg.undesirable_weight * torch.sigmoid(lead)
-        return torch.where(batch.desirable, wanted, others), rewards
+        desirable = cfg.desirable_weight * torch.sigmoid(-lead)
+        undesirable = cfg.undesirable_weight * torch.sigmoid(lead)
+        return torch.where(batch.desirable, desirable, undesirable), rewards
     if cfg.loss == "ipo":  # https://arxiv.org/abs/2310.12036, with means over tokens, as TRL
-        chosen, rejected = (scores / trained_tokens_of(batch)).view(-1, 2).unbind(1)  # (P,)
+        chosen, rejected = (scores / trained_tokens_of(batch)).view(-1, 2).unbind(1)  # (P,) each
         return (chosen - rejected - 1 / (2 * cfg.beta)).square(), rewards
-    if cfg.loss == "orpo":
-        # https://arxiv.org/abs/2403.07691: odds are p / (1 - p); clamp keeps them finite at p = 1
-        scores = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
-    chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,) each
-    if cfg.loss == "orpo":
+    if cfg.loss == "orpo":  # https://arxiv.org/abs/2403.07691; beta is its lambda
+        # odds are p / (1 - p); clamp keeps them finite at p = 1
+        log_odds = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
+        chosen, rejected = log_odds.view(-1, 2).unbind(1)  # (P,) each
         return -cfg.beta * F.logsigmoid(chosen - rejected), rewards
+    chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,) each
     # DPO, https://arxiv.org/abs/2305.18290; with a margin, SimPO, https://arxiv.org/abs/2405.14734; with
     # label smoothing, cDPO, https://ericmitchell.ai/cdpo.pdf
     lead = cfg.beta * (chosen - rejected) - (cfg.margin if cfg.loss == "simpo" else 0.0)
@@ -668,7 +679,7 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
     early; then the means are of no use.
     """
     model.eval()
-    sums = torch.zeros(9, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(9, dtype=torch.float64, device=world.device)  # see sums_of
     for step in range(loader.per_epoch):
         batches = loader.batches(step)
         kl = 0.0
@@ -677,10 +688,10 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
             kl = drift(model, reference, loader.mismatched(step), mesh) / pairs
         for batch in batches:
             batch = batch.to(world.device)
-            start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
-            policy = log_probs_of(model, batch)
-            found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
-            sums += found
+            log_pi_ref = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
+            log_pi = log_probs_of(model, batch)
+            losses, rewards = preference_loss(cfg, batch, log_pi, log_pi_ref, kl)
+            sums += sums_of(batch, log_pi, losses, rewards)
         if stop_asked():
             break
     model.train()

@@ -245,6 +245,7 @@ def main(cfg: Config) -> Path:
         )
         answers = [sequences(part) for part in (examples, held_out) if part]
         check_positions(model, *answers)
+        # A score is read at the last token that is no pad token, so no answer may end with a pad token.
         last_ids = [part.ids[part.bounds[1:] - 1] for part in answers]
         settle_pad(tokenizer, {*torch.cat(last_ids).tolist()})
 
@@ -395,10 +396,12 @@ def main(cfg: Config) -> Path:
             load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
         elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
-        score = fill_score(model, pieces, cfg.seed)
+        score_origin = fill_score(model, pieces, cfg.seed)
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
-    print0(f"weights   in place after {time.monotonic() - started:.1f} s; the score is {score}")
+    print0(
+        f"weights   in place after {time.monotonic() - started:.1f} s; the score is {score_origin}"
+    )
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
@@ -462,11 +465,12 @@ def main(cfg: Config) -> Path:
             for number, batch in enumerate(batches, 1):
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                found = score_sums(sequence_scores(model, batch), cfg.center_weight)
-                loss = found[0] / pairs  # the mean over the pairs of the global batch
+                scores = sequence_scores(model, batch)  # (2 P, 1)
+                summed = score_sums(scores, cfg.center_weight)  # (4,): see MEANS
+                loss = summed[0] / pairs  # the mean over the pairs of the global batch
                 scaler.scale(loss * world.size).backward()  # FSDP divides by the ranks
                 losses.append(loss.detach())
-                sums.append(found.detach())
+                sums.append(summed.detach())
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             means = dict(zip(MEANS, sums / pairs, strict=True))
             loss = means.pop("loss")
@@ -563,7 +567,8 @@ def evaluate(model, loader, center_weight: float, world) -> dict[str, float]:
     early; then the means are of no use.
     """
     model.eval()
-    sums, pairs = torch.zeros(4, dtype=torch.float64, device=world.device), 0
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # see MEANS
+    pairs = 0
     for step in range(loader.per_epoch):
         for batch in loader.batches(step):
             scores = sequence_scores(model, batch.to(world.device))
