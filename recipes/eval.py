@@ -85,10 +85,11 @@ class Config:
     # chosen answer likelier than the rejected one; lm_eval: EleutherAI's harness, pip install lm-eval
     task: Literal["exact_match", "perplexity", "choices", "pairs", "lm_eval"] = "exact_match"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl,b.csv; empty: the tiny task
-    format: FormName = "auto"  # completion: texts are not chat turns; others have no effect
+    format: FormName = "auto"  # completion: texts do not become chat turns; others: no effect
     columns: str = ""  # our key=your column: prompt=question,answer=solution
     max_rows: int = 0  # read only the first N rows of each source, or lm_eval task; 0: all
-    match: str = "exact"  # or number (after ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b
+    # right answers: exact, number (after ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b
+    match: str = "exact"
     tasks: str = ""  # names of lm_eval's tasks: hellaswag,gsm8k
     include_path: str = ""  # folder with more tasks of lm_eval, as .yaml
     num_fewshot: int = -1  # lm_eval: solved examples before each question; -1: the task's default

@@ -5,7 +5,7 @@ Supervised fine-tuning. Every rank builds the model on meta and reads only its o
     torchrun --nproc_per_node 8 recipes/finetune.py --model DIR --dataset chat.jsonl --output_dir runs/first
     torchrun --nproc_per_node 2 recipes/finetune.py --model DIR --lora_rank 16 --quantization 8bit
 
-Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do.
+Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do yet.
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
@@ -107,14 +107,14 @@ class Config:
     # auto: the model's default; with --packing: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: FormName = "auto"  # format of the rows
+    format: FormName = "auto"  # format of the rows; auto: recognized from their keys
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # How much
@@ -128,7 +128,7 @@ class Config:
     packing: bool = False  # several documents in one row; batch sizes then count packs
     lr: float = 2e-5  # peak learning rate
     warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all steps
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
     weight_decay: float = 0.01  # not applied to norms and biases
     clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0  # random seed: data order, new weights, dropout
@@ -141,10 +141,10 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -154,7 +154,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host

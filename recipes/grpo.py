@@ -135,13 +135,13 @@ class Config:
     trust_remote_code: bool = False  # run Python code that comes with the model
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: model's default
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: Literal["auto", "completion"] = "auto"  # completion: texts are not chat turns
+    format: Literal["auto", "completion"] = "auto"  # completion: texts do not become chat turns
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # Rewards and loss
@@ -156,8 +156,8 @@ class Config:
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # weights of the tokens: see weights_of
     # group: divide advantages by the group's standard deviation; auto: none with dr_grpo
     scale_rewards: Literal["auto", "group", "none"] = "auto"
-    clip_low: float = 0.2  # probability ratios (new / old) are clipped at 1 - clip_low
-    clip_high: float = 0.28  # and at 1 + clip_high
+    clip_low: float = 0.2  # probability ratios (new / old) are clipped below 1 - clip_low
+    clip_high: float = 0.28  # probability ratios (new / old) are clipped above 1 + clip_high
     kl_beta: float = 0.0  # weight of the KL to the model at the start; 0: none
     epochs_per_rollout: int = 1  # optimizer steps with the completions of one rollout
     generate_ranks: int = 0  # number of ranks that only generate; the others train; 0: all do both
@@ -172,7 +172,7 @@ class Config:
     too_long: Literal["drop", "error"] = "drop"  # what to do with longer rows
     lr: float = 1e-6  # peak learning rate
     warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all steps
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
     weight_decay: float = 0.01  # not applied to norms and biases
     clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0  # random seed: data order, new weights, dropout
@@ -183,10 +183,10 @@ class Config:
     # adamw_8bit: from bitsandbytes, with moments of 2 bytes per weight, not 8
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -196,7 +196,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host

@@ -143,7 +143,7 @@ class Config:
     document_mask: bool = True  # of pretrain.py: tokens attend only to their own document
     # loss of prefer.py (rows are pairs, with kto answers) or of grpo.py; empty: rows of finetune.py
     loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto", *OF_GRPO] = ""
-    rewards: str = ""  # of grpo.py: functions
+    rewards: str = ""  # of grpo.py: reward functions; their names do not change the memory
     reward_model: str = ""  # folder or id of a reward model, such as OUT/model of reward.py
     kl_beta: float = 0.0  # weight of the KL to the model at the start; 0: none
     group_size: int = 8  # completions per prompt, which are compared with each other
@@ -173,7 +173,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host

@@ -111,13 +111,13 @@ class Config:
     # auto: the model's default; with --document_mask: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: FormName = "auto"  # format of the rows
+    format: FormName = "auto"  # format of the rows; auto: recognized from their keys
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # How much
@@ -131,7 +131,7 @@ class Config:
     document_mask: bool = True  # tokens attend only to their own document
     lr: float = 3e-4  # peak learning rate
     warmup: float = 0.02  # steps of linear warm-up; below 1: a share of all steps
-    # after the warm-up; wsd: constant, then linear to 0 over --decay_share of the steps
+    # learning rate after the warm-up; wsd: constant, then linear to 0 over --decay_share of the steps
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     decay_share: float = 0.2  # wsd: share of all steps in which the learning rate falls
     weight_decay: float = 0.1  # not applied to norms and biases
@@ -146,7 +146,8 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host

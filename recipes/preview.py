@@ -81,7 +81,7 @@ class Config:
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     image_dir: str = ""  # folder of the pictures; empty: folder of the data file
     image_max_pixels: int = 0  # shrink larger pictures, before the model's processor; 0: never
-    format: FormName = "auto"  # format of the rows
+    format: FormName = "auto"  # format of the rows; auto: recognized from their keys
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     # loss of prefer.py: rows are pairs, or answers with labels (kto); empty: rows of finetune.py
@@ -90,9 +90,9 @@ class Config:
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
-
-    train: str = ""  # parts: language,projector,vision; empty: first two, with LoRA the first
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
+    # parts to train, of language,projector,vision; empty: language,projector; with LoRA: language
+    train: str = ""
 
     # How much
     show: int = 3  # rows to print with their loss masks
@@ -116,10 +116,10 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -129,7 +129,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
