@@ -492,7 +492,7 @@ def main(cfg: Config) -> Path:
                 grad_norm,
                 losses,
                 batches,
-                {},
+                {},  # no further means
                 step=done,
                 lr=lr,
                 trained_tokens=int(trained_tokens),

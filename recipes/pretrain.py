@@ -182,9 +182,8 @@ class Config:
         )
         check(not (self.tokens and self.steps), "--tokens or --steps? (fix: give one)")
         check(self.decay_share <= 1, f"--decay_share {self.decay_share} is a share (fix: 0.2)")
-        drawn = self.init == "random"
         check(
-            self.low_cpu_fsdp or not drawn,
+            self.low_cpu_fsdp or self.init == "model",
             "--low_cpu_fsdp false reads weights, and --init random has none (fix: leave it out)",
         )
         check(
@@ -226,7 +225,7 @@ def main(cfg: Config) -> Path:
             # The import registers varlen, which build_model looks up.
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
-        stored = source.config.dtype or torch.float32  # build_model changes it
+        stored_dtype = source.config.dtype or torch.float32  # build_model changes it
         dtype = DTYPES[cfg.dtype]
         param_dtype = DTYPES[cfg.param_dtype]
         attn = cfg.attn
@@ -234,7 +233,7 @@ def main(cfg: Config) -> Path:
         if cfg.document_mask:
             attn = settle_attention(model, attn, world.device, dtype)
         if cfg.init == "random":
-            weights, rules = plan_weights(model, stored)
+            weights, rules = plan_weights(model, stored_dtype)
             source = replace(source, weights=weights)
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)

@@ -197,10 +197,10 @@ class Config:
         lora = from_settings(Lora, self)
         check_adapter_flags(lora, from_settings(Quant, self), self.param_dtype)
         self.train = self.train or ("language" if lora else "language,projector")
-        others = parse_parts(self.train) - {"language"}
+        parts_of_pictures = parse_parts(self.train) - {"language"}
         fix = "--lora_targets all-linear for language; --modules_to_save for what trains as a whole"
         check(
-            not (lora and others),
+            not (lora and parts_of_pictures),
             f"--train {self.train} beside --lora_rank: adapters go where --lora_targets says (fix: {fix})",
         )
         check(
@@ -260,15 +260,25 @@ def main(cfg: Config) -> Path:
         rows = from_settings(Rows, cfg, processor=str(source.folder))
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
-        patches = examples.row_sizes[examples.rows]
-        if "language" in cfg.train and not patches.any():  # no pictures
-            cfg = replace(cfg, train="language")  # nothing else has a gradient
+        patches = examples.row_sizes[examples.rows]  # of the pictures of each row
+        if "language" in cfg.train and not patches.any():
+            cfg = replace(cfg, train="language")  # without pictures no other part has a gradient
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        read = (pad_id(tokenizer), rows, processor, cfg.workers)
-        pictured = PictureBatches(examples, 0, 1, 1, 0, 1, *read)
+        # Single rows, only to plan with: the largest pictures, and whether rows can share a micro-batch.
+        single_rows = PictureBatches(
+            examples,
+            seed=0,
+            global_batch_size=1,
+            batch_size=1,
+            rank=0,
+            ranks=1,
+            pad_id=pad_id(tokenizer),
+            source=rows,
+            processor=processor,
+        )
         # The flag's, or the checkpoint's; 0: divide_batch computes it.
         given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
@@ -290,9 +300,9 @@ def main(cfg: Config) -> Path:
             attn=attn,
             kind="pictures",
             train="" if from_settings(Lora, cfg) else cfg.train,
-            pictures=Pictures(pictured.largest),
-            separates=pictured.separates,
-            sync_each_microbatch=cfg.sync_each_microbatch or pictured.separates,
+            pictures=Pictures(single_rows.largest),
+            separates=single_rows.separates,
+            sync_each_microbatch=cfg.sync_each_microbatch or single_rows.separates,
             repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
@@ -313,16 +323,18 @@ def main(cfg: Config) -> Path:
             cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
         )
         facts["global_batch_size"] = global_batch
-        shares = (cfg.batch_size, world.rank, world.size, *read)
-        loader = PictureBatches(examples, cfg.seed, global_batch, *shares)
-        micro_batches += loader.separates
+        options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
+        options += (rows, processor, cfg.workers)
+        loader = PictureBatches(examples, cfg.seed, global_batch, *options)
+        if loader.separates:  # not all rows can share a micro-batch, so a step may have more
+            micro_batches += 1
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
         loader.multiple = multiple
         if held_out:
-            eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
+            eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *options)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -361,10 +373,10 @@ def main(cfg: Config) -> Path:
             adapters, adapted_names = adapt(model, lora, quant, dtype)
     else:
         freeze_parts(model, parse_parts(cfg.train), dtype)
-    rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}
+    rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}  # 0: --lr
     with together(world):
-        for part, members in part_names(model).items():
-            trains = any(model.get_parameter(name).requires_grad for name in members)
+        for part, names in part_names(model).items():
+            trains = any(model.get_parameter(name).requires_grad for name in names)
             fix = f"leave it out, or --train language,{part}; with LoRA see --lora_targets"
             check(trains or not rates.get(part), f"--lr_{part}: nothing there trains (fix: {fix})")
             check(
@@ -440,13 +452,14 @@ def main(cfg: Config) -> Path:
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
     groups = []
-    for part, members in part_names(model).items():
-        scale = (rates.get(part) or cfg.lr) / cfg.lr
-        trained = [p for p in map(model.get_parameter, members) if p.requires_grad]
-        matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    for part, names in part_names(model).items():
+        scale = (rates.get(part) or cfg.lr) / cfg.lr  # act train multiplies the rate by it
+        trained = [p for p in map(model.get_parameter, names) if p.requires_grad]
+        matrices = [p for p in trained if p.ndim >= 2]
+        vectors = [p for p in trained if p.ndim < 2]  # norms and biases
         groups += [
             {"params": matrices, "weight_decay": cfg.weight_decay, "scale": scale},
-            {"params": others, "weight_decay": 0.0, "scale": scale},  # norms and biases
+            {"params": vectors, "weight_decay": 0.0, "scale": scale},
         ]
     if cfg.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)
@@ -521,7 +534,7 @@ def main(cfg: Config) -> Path:
                 grad_norm,
                 losses,
                 batches,
-                {},
+                {},  # no further means
                 step=done,
                 lr=lr,
                 trained_tokens=int(trained_tokens),
