@@ -157,10 +157,9 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
     with together(world):
         merge = plan_merge(trained.model, trained.pieces, adapter)
     piece_of = {piece.name: piece for piece in merge.pieces + merge.untied}
+    # Tensors that the model ignores, such as layers that only draft tokens, are copied.
     for name, info in trained.source.weights.items():
-        if (
-            name not in piece_of
-        ):  # the model ignores it, like layers that only draft tokens: copy it
+        if name not in piece_of:
             piece_of[name] = Piece(name, info, "", (), info.shape)
     pieces = list(piece_of.values())
     of_this_rank = {piece.name for piece in pieces[world.rank :: world.size]}
