@@ -401,8 +401,8 @@ def main(cfg: Config) -> Path:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
-        f"batch     {completions} = {cfg.global_batch_size} prompts x {cfg.group_size} completions, of"
-        f" {cfg.batch_size} x {learners} ranks x {micro_batches} micro-batches; {steps} steps"
+        f"batch     {completions} completions = {cfg.global_batch_size} prompts x {cfg.group_size};"
+        f" {learners} ranks with {micro_batches} micro-batches of at most {cfg.batch_size}; {steps} steps"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(plan.text, ready=True)
@@ -515,6 +515,7 @@ def main(cfg: Config) -> Path:
         pad_id=pad_id(tokenizer),
         batch_size=cfg.generate_batch_size,
     )
+    # reward(questions, completions, group_size) -> a dict for each completion; see reward_all.
     reward = partial(
         reward_all,
         rewards,
@@ -523,6 +524,7 @@ def main(cfg: Config) -> Path:
         scores=partial(judge.scores, cfg.batch_size, world) if judge else None,
         weight=cfg.reward_model_weight,
     )
+    # draw(prompts, keys, sampling) -> completions; with --generate_ranks, learners ask the generators.
     draw = partial(
         draw_all,
         model=model,
@@ -580,8 +582,9 @@ def main(cfg: Config) -> Path:
             log.begin()
             set_seed(cfg.seed, step, world)  # for dropout
             begun_at = time.monotonic()
+            # Each prompt of global batch `step`, group_size times in a row.
             asked = [examples[row] for row in loader.rows_of(step) for _ in range(cfg.group_size)]
-            # The keys determine the random numbers of each completion: see generate.
+            # (seed, step, prompt, completion) determines the random numbers of a completion: see generate.
             keys = [(cfg.seed, step, *divmod(i, cfg.group_size)) for i in range(len(asked))]
             completions = draw([prompt.ids for prompt in asked], keys, sampling)
             drawn_at = time.monotonic()
@@ -724,6 +727,7 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
     """The advantage of each completion within the group of its prompt. https://arxiv.org/abs/2402.03300;
     without division by the standard deviation: https://arxiv.org/abs/2503.20783.
     """
+    # (prompts, group_size)
     groups = torch.tensor(rewards, dtype=torch.float64).view(-1, cfg.group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if cfg.scale_rewards == "group":
