@@ -62,7 +62,7 @@ TINY_ROWS = {  # task -> its rows in recipes/tiny
     "perplexity": "heldout.jsonl",
     "pairs": "heldout_pairs.jsonl",
 }
-HAS = {  # task -> its settings, of those that not all tasks have
+SETTINGS_OF = {  # task -> its settings, without those that all tasks have
     "exact_match": "dataset columns format too_long match max_new_tokens",
     "perplexity": "dataset columns stride",
     "choices": "dataset columns format",
@@ -112,8 +112,8 @@ class Config:
 
     def __post_init__(self):
         convert_settings(self, seq_len=0, num_fewshot=-1)
-        effective = HAS[self.task].split()
-        of_some_tasks = " ".join(HAS.values()).split()
+        effective = SETTINGS_OF[self.task].split()
+        of_some_tasks = " ".join(SETTINGS_OF.values()).split()
         for field in fields(self):
             name = field.name
             is_given = getattr(self, name) != field.default

@@ -62,14 +62,15 @@ from utils.train.checkpoint import checkpoint_tensors
 from utils.train.resume import read_tensors
 from utils.train.trained_run import Trained, load_trained, open_trained, shard_model
 
-OF_ACTIVATIONS = ("activation_scale", "input_scale")  # of fp8 that computes; not needed in bf16
-# Also an adapter that torchtune has written beside the weights it was merged into: transformers
-# would look for the weights in its base.
-WEIGHTS = tuple(
+# Ends of the names of scales with which activations are computed in fp8; bf16 needs none.
+ACTIVATION_SCALES = ("activation_scale", "input_scale")
+# Ends of the names of files that hold weights, and the config of an adapter that torchtune has written beside
+# the weights it was merged into: with it, transformers would look for the weights in the adapter's base.
+WEIGHT_FILES = tuple(
     ".safetensors .bin .index.json .pt .pth .gguf .h5 .msgpack adapter_config.json".split()
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer*",
     "*.jinja",
     TEMPLATES,
@@ -372,7 +373,7 @@ def converted_pieces(stored: dict[str, TensorInfo]) -> tuple[list[Piece], dict[s
     pieces = [
         Piece(name, info, "", (), info.shape)
         for name, info in infos.items()
-        if name not in used_scales and not name.endswith(OF_ACTIVATIONS)
+        if name not in used_scales and not name.endswith(ACTIVATION_SCALES)
     ]
     unknown = [piece.name for piece in pieces if piece.info.dtype.itemsize == 1]
     check(
@@ -402,7 +403,11 @@ def copy_files(folder: Path, temp: Path) -> None:
     one.
     """
     for path in [*folder.iterdir(), *folder.glob(TEMPLATES)]:
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and not path.name.endswith(WEIGHT_FILES)
+        ):
             copy_file(folder, path, temp)
 
 
@@ -426,7 +431,7 @@ def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
     if has_file or settings.exists() and read_json(settings).get("chat_template"):
         for path in [*temp.glob("*.jinja"), *temp.glob(TEMPLATES)]:
             path.unlink()
-    for pattern in TOKENIZER:
+    for pattern in TOKENIZER_FILES:
         for path in adapter.glob(pattern):
             copy_file(adapter, path, temp)
     if settings.exists():
