@@ -62,7 +62,7 @@ TINY_ROWS = {  # task -> its rows in recipes/tiny
     "perplexity": "heldout.jsonl",
     "pairs": "heldout_pairs.jsonl",
 }
-HAS = {  # task -> its settings, of those that not all tasks have
+SETTINGS_OF = {  # task -> its settings, without those that all tasks have
     "exact_match": "dataset columns format too_long match max_new_tokens",
     "perplexity": "dataset columns stride",
     "choices": "dataset columns format",
@@ -70,7 +70,7 @@ HAS = {  # task -> its settings, of those that not all tasks have
     "lm_eval": "tasks include_path num_fewshot apply_chat_template max_new_tokens",
 }
 # Settings that do not change the answers, or whose contents count, not their names: see facts_of.
-FREE = "model adapter checkpoint dataset batch_size force output_dir".split()
+NOT_IN_FACTS = "model adapter checkpoint dataset batch_size force output_dir".split()
 
 
 @dataclass
@@ -85,10 +85,11 @@ class Config:
     # chosen answer likelier than the rejected one; lm_eval: EleutherAI's harness, pip install lm-eval
     task: Literal["exact_match", "perplexity", "choices", "pairs", "lm_eval"] = "exact_match"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl,b.csv; empty: the tiny task
-    format: FormName = "auto"  # completion: texts are not chat turns; others have no effect
+    format: FormName = "auto"  # completion: texts do not become chat turns; others: no effect
     columns: str = ""  # our key=your column: prompt=question,answer=solution
     max_rows: int = 0  # read only the first N rows of each source, or lm_eval task; 0: all
-    match: str = "exact"  # or number (after ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b
+    # right answers: exact, number (after ####), regex:PATTERN, FILE.py:FUNCTION; several: a,b
+    match: str = "exact"
     tasks: str = ""  # names of lm_eval's tasks: hellaswag,gsm8k
     include_path: str = ""  # folder with more tasks of lm_eval, as .yaml
     num_fewshot: int = -1  # lm_eval: solved examples before each question; -1: the task's default
@@ -111,14 +112,17 @@ class Config:
 
     def __post_init__(self):
         convert_settings(self, seq_len=0, num_fewshot=-1)
-        own = HAS[self.task].split()
+        effective = SETTINGS_OF[self.task].split()
+        of_some_tasks = " ".join(SETTINGS_OF.values()).split()
         for field in fields(self):
             name = field.name
             is_given = getattr(self, name) != field.default
-            wrong = is_given and name in " ".join(HAS.values()).split() and name not in own
             fix = "--task lm_eval" if name == "tasks" else "leave it out"
-            check(not wrong, f"--{name} has no effect on --task {self.task} (fix: {fix})")
-        if "max_new_tokens" in own and not self.max_new_tokens:
+            check(
+                not is_given or name in effective or name not in of_some_tasks,
+                f"--{name} has no effect on --task {self.task} (fix: {fix})",
+            )
+        if "max_new_tokens" in effective and not self.max_new_tokens:
             self.max_new_tokens = 256 if self.dataset or self.tasks else 48
         check(
             not (self.adapter and self.checkpoint), "--adapter and --checkpoint: give one of them"
@@ -189,7 +193,8 @@ def main(cfg: Config) -> Path:
     # --- plan: memory; all that fails cheaply has failed after it ---------------------------------
     act("plan")
     with together(world):
-        longest = max((len(one.ids) for group in task.groups for one in group), default=seq_len)
+        lengths = [len(sequence.ids) for group in task.groups for sequence in group]
+        longest = max(lengths, default=seq_len)
         parts = estimate_generation(
             model, world.size, DTYPES[dtype], cfg.batch_size, longest, cfg.max_new_tokens
         )
@@ -321,21 +326,21 @@ def perplexity(cfg: Config, rows: Rows, tokenizer) -> Task:
         size_bytes = int(documents.row_sizes.sum())
         mean = nats / tokens
         # The standard error of a ratio of sums. The independent observations are documents, not tokens.
-        n = len(documents)
-        residuals = [0.0] * n
+        count = len(documents)
+        residuals = [0.0] * count
         for row in answers:
             residuals[row["document"]] += row["nats"] - mean * row["tokens"]
         found = {
             "nats_per_token": mean,
             "perplexity": math.exp(min(mean, 700)),
             "bits_per_byte": nats / math.log(2) / size_bytes,
-            "documents": n,
+            "documents": count,
             "tokens": tokens,
             "bytes": size_bytes,
         }
-        if n > 1:
-            variance = math.fsum(residual**2 for residual in residuals) / (n - 1)
-            found["nats_per_token_stderr"] = math.sqrt(variance * n) / tokens
+        if count > 1:
+            variance = math.fsum(residual**2 for residual in residuals) / (count - 1)
+            found["nats_per_token_stderr"] = math.sqrt(variance * count) / tokens
         return found
 
     return Task(documents.fingerprint, groups, documents.remarks(), results)
@@ -348,7 +353,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
 
     def judge(i: int, scores: list) -> dict:
         log_probs = [log_prob for log_prob, _, _ in scores]
-        by_byte = [
+        per_byte = [
             value / len(text.encode()) for value, text in zip(log_probs, texts[i], strict=True)
         ]
         best = log_probs.index(max(log_probs))
@@ -358,7 +363,7 @@ def choices(cfg: Config, rows: Rows, tokenizer) -> Task:
             "answer": right[i],
             "log_probs": log_probs,
             "acc": float(best == right[i]),
-            "acc_norm": float(by_byte.index(max(by_byte)) == right[i]),
+            "acc_norm": float(per_byte.index(max(per_byte)) == right[i]),
         }
 
     def results(asker: Asker) -> dict:
@@ -418,17 +423,21 @@ def lm_eval(cfg: Config, rows: Rows, tokenizer) -> Task:
                 log_samples=False,
                 bootstrap_iters=1000,
             )
+        if not found:  # only rank 0 has the results
+            return {}
         figures = {}
-        for task, values in found["results"].items() if found else ():  # rank 0 has them
+        for task, values in found["results"].items():
             for name, value in values.items():
                 if isinstance(value, int | float):
-                    metric, error, kind = name.removesuffix(",none").partition("_stderr")
-                    figures[f"{task} {metric}{kind}{error}"] = value
+                    # METRIC_stderr,FILTER becomes METRIC,FILTER_stderr: print_results looks for the end
+                    metric, stderr, filter_name = name.removesuffix(",none").partition("_stderr")
+                    figures[f"{task} {metric}{filter_name}{stderr}"] = value
         return figures
 
     data = f"lm_eval {version}"
-    for end in "py yaml jsonl csv parquet".split() if cfg.include_path else ():
-        data = with_files(data, Path(cfg.include_path).rglob(f"*.{end}"))
+    if cfg.include_path:
+        for suffix in "py yaml jsonl csv parquet".split():
+            data = with_files(data, Path(cfg.include_path).rglob(f"*.{suffix}"))
     return Task(data, [], ", lm_eval counts its own", results)
 
 
@@ -454,11 +463,12 @@ def settle_seq_len(cfg: Config, model) -> int:
     """--seq_len; by default the model's number of positions, at most 2,048."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     seq_len = cfg.seq_len or min(2048, positions)
-    new = cfg.max_new_tokens * (cfg.task == "exact_match")  # lm_eval's tasks have their own
+    # lm_eval's tasks have answers of their own lengths.
+    answer_tokens = cfg.max_new_tokens if cfg.task == "exact_match" else 0
     check(
-        new + 2 <= seq_len <= positions,
-        f"--seq_len {seq_len} does not fit (fix: more than --max_new_tokens {new}, at most the model's"
-        f" {positions} positions)",
+        answer_tokens + 2 <= seq_len <= positions,
+        f"--seq_len {seq_len} does not fit (fix: more than --max_new_tokens {answer_tokens}, at most the"
+        f" model's {positions} positions)",
     )
     return seq_len
 
@@ -473,7 +483,7 @@ def facts_of(cfg: Config, trained: Trained, data: str, dtype: str, seq_len: int)
         f"{trained.checkpoint or cfg.adapter}", "start again, if its run has removed it"
     ):
         model = with_files(hashlib.sha256(base.encode()).hexdigest(), files)
-    flags = {name: value for name, value in asdict(cfg).items() if name not in FREE}
+    flags = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_FACTS}
     return flags | {"dtype": dtype, "seq_len": seq_len, "data": data, "model": model}
 
 

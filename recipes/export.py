@@ -62,14 +62,15 @@ from utils.train.checkpoint import checkpoint_tensors
 from utils.train.resume import read_tensors
 from utils.train.trained_run import Trained, load_trained, open_trained, shard_model
 
-OF_ACTIVATIONS = ("activation_scale", "input_scale")  # of fp8 that computes; not needed in bf16
-# Also an adapter that torchtune has written beside the weights it was merged into: transformers
-# would look for the weights in its base.
-WEIGHTS = tuple(
+# Ends of the names of scales with which activations are computed in fp8; bf16 needs none.
+ACTIVATION_SCALES = ("activation_scale", "input_scale")
+# Ends of the names of files that hold weights, and the config of an adapter that torchtune has written beside
+# the weights it was merged into: with it, transformers would look for the weights in the adapter's base.
+WEIGHT_FILES = tuple(
     ".safetensors .bin .index.json .pt .pth .gguf .h5 .msgpack adapter_config.json".split()
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer*",
     "*.jinja",
     TEMPLATES,
@@ -156,12 +157,13 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
     """
     with together(world):
         merge = plan_merge(trained.model, trained.pieces, adapter)
-    known = {piece.name: piece for piece in merge.pieces + merge.untied}
+    piece_of = {piece.name: piece for piece in merge.pieces + merge.untied}
     # Tensors that the model ignores, such as layers that only draft tokens, are copied.
-    weights = trained.source.weights.items()
-    others = [Piece(n, info, "", (), info.shape) for n, info in weights if n not in known]
-    pieces = [*known.values(), *others]
-    own = {piece.name for piece in pieces[world.rank :: world.size]}
+    for name, info in trained.source.weights.items():
+        if name not in piece_of:
+            piece_of[name] = Piece(name, info, "", (), info.shape)
+    pieces = list(piece_of.values())
+    of_this_rank = {piece.name for piece in pieces[world.rank :: world.size]}
 
     def prepare(temp: Path) -> None:
         copy_companions(trained.model, trained.source.folder, adapter, temp)
@@ -172,11 +174,11 @@ def merge_adapter(trained: Trained, adapter: Path, out: Path, world: World) -> N
             write_json(temp / "config.json", config)
 
     def parts(piece: Piece) -> Iterator[Part]:
-        if piece.name in own:
+        if piece.name in of_this_rank:
             yield 0, merged_tensor(piece, merge).flatten()
 
     save_folder(out, world, pieces, parts, prepare, lay_out(pieces))
-    changed = sum(p.param in merge.own or p.param in merge.layers for p in merge.pieces)
+    changed = sum(p.param in merge.copies or p.param in merge.layers for p in merge.pieces)
     counts = f"{changed} of {len(merge.pieces)} tensors changed, {len(merge.untied)} untied"
     print0(f"merged    {counts}")
 
@@ -186,7 +188,7 @@ class Merge:
     """What becomes of each tensor of the checkpoint."""
 
     pieces: list[Piece]
-    own: dict[str, Tensor]  # parameter -> the adapter's copy of it, in place of the base's
+    copies: dict[str, Tensor]  # parameter -> the adapter's copy of it, in place of the base's
     layers: dict[str, tuple]  # parameter -> (LoRA layer, name in its base)
     untied: list[Piece]  # tied in the base but not any more: the files of the base lack them
 
@@ -202,15 +204,15 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     allocate(model, stored)
     load_adapter(model, folder, merge=True)
 
-    copies = {plain_name(name) for name in stored if ".modules_to_save." in name}
-    own = {}
+    trained_whole = {plain_name(name) for name in stored if ".modules_to_save." in name}
+    copies = {}
     for name in stored:
-        plain, parameter = plain_name(name), model.get_parameter(name)
+        base_name, parameter = plain_name(name), model.get_parameter(name)
         if ".modules_to_save." in name:
-            own[plain] = parameter
+            copies[base_name] = parameter
             continue
-        for other in tied.get(plain, []):  # it is a parameter of the base
-            own.setdefault(other, parameter)
+        for tied_name in tied.get(base_name, []):  # it is a parameter of the base
+            copies.setdefault(tied_name, parameter)
     layers = {}
     for path, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
@@ -222,21 +224,21 @@ def plan_merge(model: nn.Module, pieces: list[Piece], folder: Path) -> Merge:
     piece_of = {piece.param: piece for piece in pieces}
     untied = []
     for pair in model.all_tied_weights_keys.items():
-        if copies.isdisjoint(pair) and layers.keys().isdisjoint(pair):
+        if trained_whole.isdisjoint(pair) and layers.keys().isdisjoint(pair):
             continue
-        stored = next(piece_of[name] for name in pair if name in piece_of)
+        partner = next(piece_of[name] for name in pair if name in piece_of)
         for name in pair:
             if name not in piece_of:
-                untied.append(replace(stored, name=name, param=name))
-    return Merge(pieces, own, layers, untied)
+                untied.append(replace(partner, name=name, param=name))
+    return Merge(pieces, copies, layers, untied)
 
 
 @torch.no_grad()
 def merged_tensor(piece: Piece, merge: Merge) -> Tensor:
     """A tensor of the checkpoint with the adapter merged into it, in its own dtype and shape."""
     info = piece.info
-    if piece.param in merge.own:
-        parameter = merge.own[piece.param]
+    if piece.param in merge.copies:
+        parameter = merge.copies[piece.param]
         box, _ = local_box(parameter, piece)
         value = parameter[box].reshape(info.shape).to(info.dtype, copy=True)
     else:
@@ -252,9 +254,9 @@ def merge_into(layer: BaseTunerLayer, name: str, value: Tensor) -> Tensor:
     peft's merge needs all parameters of the base layer: the others, such as a bias, are set to zeros.
     """
     base = layer.get_base_layer()
-    for other, parameter in list(base.named_parameters()):
-        used = value if other == name else torch.zeros_like(parameter, device="cpu")
-        setattr(base, other, nn.Parameter(used, requires_grad=False))
+    for each, parameter in list(base.named_parameters()):
+        used = value if each == name else torch.zeros_like(parameter, device="cpu")
+        setattr(base, each, nn.Parameter(used, requires_grad=False))
     with others_code(f"{name} of {type(base).__name__}: peft", "serve the adapter beside its base"):
         layer.merge()
     merged = base.get_parameter(name).data
@@ -287,6 +289,9 @@ def write_model(trained: Trained, out: Path, world: World) -> None:
     shard_model(trained.model, build_mesh(world), torch.float32)
     load_trained(trained, "", world)
     tokenizer = tokenizer_of(trained)
+    eos_ids = end_of_turn_ids(tokenizer)
+    if "document_mask" in trained.run:  # a setting of pretrain.py alone, which trains no turns
+        eos_ids = [tokenizer.eos_token_id]
     save_model(
         out,
         trained.model,
@@ -294,10 +299,7 @@ def write_model(trained: Trained, out: Path, world: World) -> None:
         world,
         save_dtype=DTYPES[trained.run.get("save_dtype", "original")],
         tokenizer=tokenizer,
-        # pretrain.py, the only recipe with a document mask, trains no turns
-        eos_ids=[tokenizer.eos_token_id]
-        if "document_mask" in trained.run
-        else end_of_turn_ids(tokenizer),
+        eos_ids=eos_ids,
         source=trained.source.folder,
     )
 
@@ -329,14 +331,14 @@ def convert_weights(folder: Path, out: Path, world: World) -> None:
     check_room(out, (piece.info for piece in pieces), world)
     print0(f"model     {folder}: {method}, {len(scaled)} of {len(pieces)} tensors become bf16")
     act("write")
-    own = {piece.name for piece in pieces[world.rank :: world.size]}
+    of_this_rank = {piece.name for piece in pieces[world.rank :: world.size]}
 
     def prepare(temp: Path) -> None:
         copy_files(folder, temp)
         write_json(temp / "config.json", config)
 
     def parts(piece: Piece) -> Iterator[Part]:
-        if piece.name not in own:
+        if piece.name not in of_this_rank:
             return
         if piece.name in scaled:
             weight, scales = map(read_whole, scaled[piece.name])
@@ -353,28 +355,32 @@ def converted_pieces(stored: dict[str, TensorInfo]) -> tuple[list[Piece], dict[s
     With X the name of a parameter, fp8 has X and X_scale_inv, and mxfp4 X_blocks (E, rows, groups, 16) and
     X_scales (E, rows, groups) for X (E, 32 groups, rows). Scales of activations are left out.
     """
-    infos, scaled, known = {}, {}, set()
+    infos, scaled, used_scales = {}, {}, set()
     for name, info in stored.items():
-        plain = name.removesuffix("_blocks")
-        packed = plain != name
-        scales = f"{plain}_scales" if packed else f"{name}_scale_inv"
+        parameter = name.removesuffix("_blocks")
+        packed = parameter != name  # mxfp4
+        scales = f"{parameter}_scales" if packed else f"{name}_scale_inv"
         if scales in stored and info.dtype == (torch.uint8 if packed else torch.float8_e4m3fn):
             shape = info.shape
             if packed:
-                experts, rows, groups, half = shape
-                shape = (experts, 2 * half * groups, rows)
-            scaled[plain] = info, stored[scales]
-            infos[plain] = TensorInfo(None, torch.bfloat16, shape, 0)
-            known.add(scales)
+                experts, rows, groups, group_bytes = shape  # a byte holds two values
+                shape = (experts, 2 * group_bytes * groups, rows)
+            scaled[parameter] = info, stored[scales]
+            infos[parameter] = TensorInfo(None, torch.bfloat16, shape, 0)
+            used_scales.add(scales)
         else:
             infos[name] = info
-    infos = {n: i for n, i in infos.items() if n not in known and not n.endswith(OF_ACTIVATIONS)}
-    odd = [name for name, info in infos.items() if info.dtype.itemsize == 1]
+    pieces = [
+        Piece(name, info, "", (), info.shape)
+        for name, info in infos.items()
+        if name not in used_scales and not name.endswith(ACTIVATION_SCALES)
+    ]
+    unknown = [piece.name for piece in pieces if piece.info.dtype.itemsize == 1]
     check(
-        not odd,
-        f"unknown scales, or none: {first_five(odd)} (fix: the model before quantization)",
+        not unknown,
+        f"unknown scales, or none: {first_five(unknown)} (fix: the model before quantization)",
     )
-    return [Piece(name, info, "", (), info.shape) for name, info in infos.items()], scaled
+    return pieces, scaled
 
 
 def dequantized(weight: Tensor, scales: Tensor, block: list[int] | None) -> Tensor:
@@ -397,7 +403,11 @@ def copy_files(folder: Path, temp: Path) -> None:
     one.
     """
     for path in [*folder.iterdir(), *folder.glob(TEMPLATES)]:
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and not path.name.endswith(WEIGHT_FILES)
+        ):
             copy_file(folder, path, temp)
 
 
@@ -421,7 +431,7 @@ def copy_companions(model, folder: Path, adapter: Path, temp: Path) -> None:
     if has_file or settings.exists() and read_json(settings).get("chat_template"):
         for path in [*temp.glob("*.jinja"), *temp.glob(TEMPLATES)]:
             path.unlink()
-    for pattern in TOKENIZER:
+    for pattern in TOKENIZER_FILES:
         for path in adapter.glob(pattern):
             copy_file(adapter, path, temp)
     if settings.exists():

@@ -5,7 +5,7 @@ Supervised fine-tuning. Every rank builds the model on meta and reads only its o
     torchrun --nproc_per_node 8 recipes/finetune.py --model DIR --dataset chat.jsonl --output_dir runs/first
     torchrun --nproc_per_node 2 recipes/finetune.py --model DIR --lora_rank 16 --quantization 8bit
 
-Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do.
+Without --model and --dataset it teaches the tiny model in recipes/tiny a task that it cannot do yet.
 The run folder holds config.yaml, metrics.jsonl, checkpoints/ and, at the end, model/ for from_pretrained.
 """
 
@@ -107,14 +107,14 @@ class Config:
     # auto: the model's default; with --packing: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: FormName = "auto"  # format of the rows
+    format: FormName = "auto"  # format of the rows; auto: recognized from their keys
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # How much
@@ -128,7 +128,7 @@ class Config:
     packing: bool = False  # several documents in one row; batch sizes then count packs
     lr: float = 2e-5  # peak learning rate
     warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all steps
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
     weight_decay: float = 0.01  # not applied to norms and biases
     clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0  # random seed: data order, new weights, dropout
@@ -141,10 +141,10 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -154,7 +154,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
@@ -218,11 +219,13 @@ def main(cfg: Config) -> Path:
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         if cfg.packing:
+            # The import registers varlen, which build_model looks up.
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        attn, structure = cfg.attn, (source.config, param_dtype)
-        model = build_model(*structure, attn, trust)  # on meta
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype]
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust)  # on meta
         if cfg.packing:
             attn = settle_attention(model, attn, world.device, dtype)
         pieces = plan_pieces(model, source.weights, source.folder)
@@ -253,7 +256,8 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # The flag's, or the checkpoint's; 0: divide_batch computes it.
+        given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
@@ -267,7 +271,7 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -276,7 +280,8 @@ def main(cfg: Config) -> Path:
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -288,25 +293,24 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or wanted, world.size
+            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
         )
         facts["global_batch_size"] = global_batch
-        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        Batches, options = GlobalBatches, ()
+        Batches = GlobalBatches
+        options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.packing:
             from utils.data.packing import PackedBatches
 
-            Batches, options = PackedBatches, (cfg.seq_len, wants_flat_packs(model))
-        loader = Batches(examples, cfg.seed, global_batch, *shares, *options)
+            Batches = PackedBatches
+            options += (cfg.seq_len, wants_flat_packs(model))
+        loader = Batches(examples, cfg.seed, global_batch, *options)
         loader.multiple = cfg.seq_len if cfg.packing and cfg.compile else multiple
         if held_out:
-            eval_loader = Batches(
-                held_out, cfg.seed, cfg.batch_size * world.size, *shares, *options
-            )
+            eval_loader = Batches(held_out, cfg.seed, cfg.batch_size * world.size, *options)
             eval_loader.multiple = loader.multiple
         length = examples.lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -330,7 +334,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, read_from=source.folder)
+        model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
@@ -340,12 +344,12 @@ def main(cfg: Config) -> Path:
         if setting.repeats_keys:
             repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
-    names = None  # name in the base -> names in the model with adapters
+    adapted_names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, dtype)
+            adapters, adapted_names = adapt(model, lora, quant, dtype)
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:
@@ -356,24 +360,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype)
+    all_units = units(model, dtype)
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -384,7 +392,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -395,8 +403,8 @@ def main(cfg: Config) -> Path:
     started = time.monotonic()
     with together(world, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
-            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
-        elif plain:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
@@ -445,7 +453,7 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
+        if held_out and earlier.state.get("eval_left"):  # a signal ended the last evaluation
             log.step(step=first, eval_loss=eval_loss(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
@@ -484,7 +492,7 @@ def main(cfg: Config) -> Path:
                 grad_norm,
                 losses,
                 batches,
-                {},
+                {},  # no further means
                 step=done,
                 lr=lr,
                 trained_tokens=int(trained_tokens),
@@ -510,13 +518,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, world)
+        print_resume_command(stop, checkpoint, cfg, world)
         return out
     set_timeout()
 
@@ -525,9 +533,8 @@ def main(cfg: Config) -> Path:
     result = out / ("adapter" if lora else "model")
     save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
-        )
+        saved = save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)
+        print0(f"adapter   {saved}")
     elif cfg.save_model:
         save_model(
             result,

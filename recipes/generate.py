@@ -69,7 +69,7 @@ NOT_OURS = (
     "return_dict_in_generate",
 )
 KEPT_BATCHES = 64  # batches whose answers are written together
-FREE = ("output", "force")  # settings that do not change the answers
+WITHOUT_EFFECT = ("output", "force")  # settings that do not change the answers
 
 
 @dataclass
@@ -156,25 +156,28 @@ def main(cfg: Config) -> None:
         tokenizer = load_tokenizer(*trained.tokenizer)
         check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
         rows = Rows(cfg.prompts, 0, image_dir=cfg.image_dir, image_max_pixels=cfg.image_max_pixels)
-        processor = read = ids_of = pictures = None
+        processor = read_row = ids_of = pictures = None  # only for a model that reads pictures
         if trained.kind == "pictures":
             from utils.data.pictures import load_processor, picture_prompt, picture_prompt_ids
             from utils.plan.pictures import Pictures
 
             processor = load_processor(trained.source.folder, tokenizer)
-            read = partial(picture_prompt, rows=rows)
+            read_row = partial(picture_prompt, rows=rows)
             ids_of = partial(picture_prompt_ids, processor, tokenizer)
             pictures = Pictures(None)
         if cfg.prompts:
-            prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read)
+            prompts = read_prompts(Path(cfg.prompts), cfg.raw, cfg.system, read_row)
         settings = generation_settings(cfg, model, trained.source.folder, tokenizer, world)
         positions = positions_of(model)
         at_once = KEPT_BATCHES * cfg.batch_size  # prompts whose answers are written together
-        unfinished, done = unfinished_file(cfg, prompts), 0
+        unfinished = unfinished_file(cfg, prompts)
+        done = 0
         if world.rank == 0:
             done = count_kept(unfinished, prompts, at_once)
-        new = cfg.max_new_tokens
-        encoded = [encode_prompt(tokenizer, p, cfg.raw, new, positions, ids_of) for p in prompts]
+        encoded = [
+            encode_prompt(tokenizer, prompt, cfg.raw, cfg.max_new_tokens, positions, ids_of)
+            for prompt in prompts
+        ]
         if cfg.adapter:
             from utils.model.lora import load_adapter
 
@@ -205,11 +208,11 @@ def main(cfg: Config) -> None:
     if cfg.chat:
         chat(cfg, model, tokenizer, settings, world)
         return
-    beside = None  # makes the model's further inputs, for pictures
+    more_inputs = None  # (prompts, ids) -> the inputs of the model that hold pictures
     if processor:
         from utils.data.picture_batches import picture_inputs
 
-        beside = partial(picture_inputs, processor, rows=rows)
+        more_inputs = partial(picture_inputs, processor, rows=rows)
     bar = tqdm(
         total=len(prompts),
         initial=done,
@@ -219,14 +222,14 @@ def main(cfg: Config) -> None:
     while done < len(prompts):
         # The answers of some batches are written before the next batches are generated.
         asked = range(done, min(done + at_once, len(prompts)))
-        texts = answer(cfg, model, tokenizer, prompts, encoded, asked, settings, world, beside)
+        texts = answer(cfg, model, tokenizer, prompts, encoded, asked, settings, world, more_inputs)
         lines = []
         for i, text in zip(asked, texts, strict=True):
             row = {"prompt": prompts[i].content, "answer": text}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         with together(world):
             if world.rank == 0:
-                keep("".join(lines), unfinished)
+                append_answers("".join(lines), unfinished)
         done = asked.stop
         bar.update(len(asked))
     bar.close()
@@ -234,9 +237,12 @@ def main(cfg: Config) -> None:
         with together(world):
             if world.rank == 0:
                 check_output(Path(cfg.output))  # another process may have made it meanwhile
-                found = unfinished.read_text("utf-8").count("\n")
-                text = f"{unfinished} has {found:,} answers to {len(prompts):,} prompts"
-                check(found == len(prompts), f"{text}: two processes wrote it (fix: remove it)")
+                count = unfinished.read_text("utf-8").count("\n")
+                check(
+                    count == len(prompts),
+                    f"{unfinished} has {count:,} answers to {len(prompts):,} prompts: two processes"
+                    " wrote it (fix: remove it)",
+                )
                 os.rename(unfinished, cfg.output)
     place = f" in {cfg.output}" if cfg.output else ""
     print0(f"finished  {len(prompts)} answers{place}")
@@ -264,27 +270,29 @@ def answer(
     asked: range,
     settings: dict,
     world: World,
-    beside: Callable | None,
+    more_inputs: Callable | None,
 ) -> list[str]:
     """The answers to the prompts `asked`, in order, on every rank. The prompts of a batch have similar
     lengths and the same number of pictures.
 
     Every rank takes part in every forward. A rank without a batch repeats another rank's batch for one token.
+    more_inputs: makes the inputs that hold pictures, from prompts and their ids; None: there are none.
     """
 
-    def pictures(i: int) -> int:
+    def count_pictures(i: int) -> int:
         return len(prompts[i].pictures)
 
-    order = sorted(asked, key=lambda i: (pictures(i), len(encoded[i])))
+    order = sorted(asked, key=lambda i: (count_pictures(i), len(encoded[i])))
     batches = []
-    for _, alike in groupby(order, pictures):
+    for _, alike in groupby(order, count_pictures):
         alike = list(alike)
         batches += [alike[i : i + cfg.batch_size] for i in range(0, len(alike), cfg.batch_size)]
     # In each round, all ranks have pictures or none has, because FSDP gathers a tower on all ranks.
-    texts_only = sum(not pictures(batch[0]) for batch in batches)
+    # A round is (its first batch, the end of the batches of its kind): rank r answers batch first + r.
+    texts_only = sum(not count_pictures(batch[0]) for batch in batches)
     rounds = [(i, texts_only) for i in range(0, texts_only, world.size)]
     rounds += [(i, len(batches)) for i in range(texts_only, len(batches), world.size)]
-    if beside and world.size > 1:
+    if more_inputs and world.size > 1:
         # generate may call the tower before the model, but FSDP2 must see a forward of the root first
         with torch.no_grad():
             model(torch.tensor([[pad_id(tokenizer)]], device=world.device))
@@ -297,8 +305,8 @@ def answer(
         ids, mask = pad_left([encoded[i] for i in batch], pad_id(tokenizer))
         extra = {}
         with together(world):
-            if beside:
-                extra = beside([prompts[i] for i in batch], ids)
+            if more_inputs:
+                extra = more_inputs([prompts[i] for i in batch], ids)
         torch.manual_seed(cfg.seed + asked.start + number)
         output = model.generate(
             input_ids=ids.to(world.device),
@@ -329,12 +337,14 @@ def chat(cfg: Config, model, tokenizer, settings: dict, world: World) -> None:
         messages.append({"role": "user", "content": line})
         with together(world):
             prompt = encode_prompt(tokenizer, Prompt("this chat", messages), False, 0, math.inf)
-            left = positions_of(model) - len(prompt)
-            what = (
-                f"this chat has {len(prompt)} tokens, and the model {positions_of(model)} positions"
+            positions = positions_of(model)
+            free_positions = positions - len(prompt)
+            check(
+                free_positions > 0,
+                f"this chat has {len(prompt)} tokens, and the model {positions} positions"
+                " (fix: begin a new one)",
             )
-            check(left > 0, f"{what} (fix: begin a new one)")
-        limit = {"max_new_tokens": min(cfg.max_new_tokens, left)}
+        limit = {"max_new_tokens": min(cfg.max_new_tokens, free_positions)}
         ids = torch.tensor([prompt], device=world.device)  # (1, T)
         mask = torch.ones_like(ids)
         torch.manual_seed(cfg.seed + len(messages))
@@ -507,12 +517,12 @@ def check_output(path: Path) -> None:
 
 
 def unfinished_file(cfg: Config, prompts: list[Prompt]) -> Path | None:
-    """The file for answers until all are there. Its name has a hash of the settings and pictures that
-    determine them.
+    """The file that holds the answers until the last one is written. Its name has a hash of the settings and
+    pictures that determine the answers.
     """
     if not cfg.output:
         return None
-    settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
+    settings = {name: value for name, value in asdict(cfg).items() if name not in WITHOUT_EFFECT}
     settings["pictures"] = [prompt.pictures for prompt in prompts if prompt.pictures]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return Path(f"{cfg.output}.{digest[:8]}.unfinished")
@@ -536,7 +546,7 @@ def count_kept(file: Path | None, prompts: list[Prompt], at_once: int) -> int:
     return len(lines)
 
 
-def keep(lines: str, file: Path | None) -> None:
+def append_answers(lines: str, file: Path | None) -> None:
     """Append answers to a file, or print them."""
     if not file:
         print0(escaped(lines[:-1], keep="\n"), ready=True)

@@ -135,13 +135,13 @@ class Config:
     trust_remote_code: bool = False  # run Python code that comes with the model
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"  # auto: model's default
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: Literal["auto", "completion"] = "auto"  # completion: texts are not chat turns
+    format: Literal["auto", "completion"] = "auto"  # completion: texts do not become chat turns
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # Rewards and loss
@@ -156,8 +156,8 @@ class Config:
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # weights of the tokens: see weights_of
     # group: divide advantages by the group's standard deviation; auto: none with dr_grpo
     scale_rewards: Literal["auto", "group", "none"] = "auto"
-    clip_low: float = 0.2  # probability ratios (new / old) are clipped at 1 - clip_low
-    clip_high: float = 0.28  # and at 1 + clip_high
+    clip_low: float = 0.2  # probability ratios (new / old) are clipped below 1 - clip_low
+    clip_high: float = 0.28  # probability ratios (new / old) are clipped above 1 + clip_high
     kl_beta: float = 0.0  # weight of the KL to the model at the start; 0: none
     epochs_per_rollout: int = 1  # optimizer steps with the completions of one rollout
     generate_ranks: int = 0  # number of ranks that only generate; the others train; 0: all do both
@@ -172,7 +172,7 @@ class Config:
     too_long: Literal["drop", "error"] = "drop"  # what to do with longer rows
     lr: float = 1e-6  # peak learning rate
     warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all steps
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
     weight_decay: float = 0.01  # not applied to norms and biases
     clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0  # random seed: data order, new weights, dropout
@@ -183,10 +183,10 @@ class Config:
     # adamw_8bit: from bitsandbytes, with moments of 2 bytes per weight, not 8
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -196,7 +196,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
@@ -272,7 +273,8 @@ def main(cfg: Config) -> Path:
         )
         cfg = settle(cfg, world)
     agree(world, asdict(cfg), "flags")
-    everyone, roles, learns = world, None, True
+    everyone = world  # all ranks: with --generate_ranks, `world` will be those of one role
+    roles, learns = None, True
     if cfg.generate_ranks:
         from utils.train.weight_sync import ask, divide_world, generators_end, plan_weights, serve
 
@@ -289,12 +291,12 @@ def main(cfg: Config) -> Path:
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        stored = param_dtype if learns else dtype  # a generator trains nothing
-        attn, structure = cfg.attn, (source.config, stored)
-        model = build_model(*structure, attn, trust)  # on meta
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype] if learns else dtype  # a generator trains nothing
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust)  # on meta
         pieces = plan_pieces(model, source.weights, source.folder)
-    judge, frozen = None, []  # reward model; all models that are not trained
+    judge, frozen = None, []  # the reward model; it and the reference, which are not trained
     if cfg.reward_model:
         judge = open_reward_model(cfg.reward_model, dtype, world, trust)
         frozen.append(judge.model)
@@ -314,8 +316,9 @@ def main(cfg: Config) -> Path:
     with together(world, patient=True):
         rewards = parse_rewards(cfg.rewards)
         rows = from_settings(Rows, cfg, seq_len=cfg.seq_len - cfg.max_new_tokens)  # of a prompt
-        progress = world.rank == 0
-        examples, held_out = load_data(rows, tokenizer, progress, load=load_questions)
+        examples, held_out = load_data(
+            rows, tokenizer, progress=world.rank == 0, load=load_questions
+        )
         for part in filter(None, (examples, held_out)):
             check_columns(rewards, part, judge and judge.ids_of)
 
@@ -337,7 +340,7 @@ def main(cfg: Config) -> Path:
             Setting,
             cfg,
             config=source.config,
-            param_dtype=param_dtype,
+            param_dtype=DTYPES[cfg.param_dtype],  # of a rank that trains
             dtype=dtype,
             seq_len=math.ceil((longest + cfg.max_new_tokens) / multiple) * multiple,
             shards=axes["shard"],
@@ -363,7 +366,8 @@ def main(cfg: Config) -> Path:
             cfg.force,
             cfg.generate_ranks,
         )
-    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -376,15 +380,20 @@ def main(cfg: Config) -> Path:
     }
     agree(world, facts, "files")
     with together(world):
-        shares = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
-        loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *shares)
+        options = (cfg.batch_size, world.rank, learners, pad_id(tokenizer))
+        loader = RolloutBatches(examples, cfg.seed, cfg.global_batch_size, *options)
         loader.multiple = multiple
         length = cfg.seq_len  # of a row, for the MFU: the longest, since completions are not known
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
         earlier.check_facts(facts, steps, cfg.allow_new_data)
         disk = estimate_disk(
-            source.weights, steps, cfg.save_every, cfg.keep, cfg.optimizer, param_dtype
+            source.weights,
+            steps,
+            cfg.save_every,
+            cfg.keep,
+            cfg.optimizer,
+            DTYPES[cfg.param_dtype],
         )
     check_space(out, 0 if lora else disk, world, counted="checkpoints/*/*")
     print0(f"model     {cfg.model}: {source.sentence()}")
@@ -392,8 +401,8 @@ def main(cfg: Config) -> Path:
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print0(f"ranks     {mesh_sentence(world, axes)}")
     print0(
-        f"batch     {completions} = {cfg.global_batch_size} prompts x {cfg.group_size} completions, of"
-        f" {cfg.batch_size} x {learners} ranks x {micro_batches} micro-batches; {steps} steps"
+        f"batch     {completions} completions = {cfg.global_batch_size} prompts x {cfg.group_size};"
+        f" {learners} ranks with {micro_batches} micro-batches of at most {cfg.batch_size}; {steps} steps"
     )
     print0(f"rate      {cfg.lr:g} at its peak, {warmup} steps of warm-up, then {cfg.schedule}")
     print0(plan.text, ready=True)
@@ -401,12 +410,12 @@ def main(cfg: Config) -> Path:
         print0(f"roles     {learners} learn, and the last {cfg.generate_ranks} draw for them")
         world = roles.own  # from here on, only the ranks with the same role
         axes = axes if learns else mesh_axes(world.size)
-        micro_batches *= learns  # 0 on generators, which have no gradients
+        micro_batches = micro_batches if learns else 0  # generators have no gradients
 
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, read_from=source.folder)
+        model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
@@ -416,12 +425,12 @@ def main(cfg: Config) -> Path:
         if setting.repeats_keys:
             repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
-    names = None  # name in the base -> names in the model with adapters
+    adapted_names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, dtype)
+            adapters, adapted_names = adapt(model, lora, quant, dtype)
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:
@@ -432,24 +441,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype)
+    all_units = units(model, dtype)
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -460,7 +473,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -471,8 +484,8 @@ def main(cfg: Config) -> Path:
     started = time.monotonic()
     with together(everyone, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
-            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
-        elif plain:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
@@ -502,27 +515,29 @@ def main(cfg: Config) -> Path:
         pad_id=pad_id(tokenizer),
         batch_size=cfg.generate_batch_size,
     )
+    # reward(questions, completions, group_size) -> a dict for each completion; see reward_all.
     reward = partial(
         reward_all,
         rewards,
         tokenizer=tokenizer,
         world=world,
-        scores=judge and partial(judge.scores, cfg.batch_size, world),
+        scores=partial(judge.scores, cfg.batch_size, world) if judge else None,
         weight=cfg.reward_model_weight,
     )
+    # draw(prompts, keys, sampling) -> completions; with --generate_ranks, learners ask the generators.
     draw = partial(
         draw_all,
         model=model,
-        found=found if gathers else [],
+        found=all_units if gathers else [],
         reshard_after_forward=cfg.reshard_after_forward,
         world=world,
     )
     if roles:
-        weights = plan_weights(model, roles)
+        sent_weights = plan_weights(model, roles)
         if not learns:
-            serve(draw, model, weights, roles)
+            serve(draw, model, sent_weights, roles)
             return out
-        draw = partial(ask, model=model, weights=weights, roles=roles)
+        draw = partial(ask, model=model, weights=sent_weights, roles=roles)
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
@@ -561,26 +576,27 @@ def main(cfg: Config) -> Path:
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
-        if held_out and earlier.state.get("eval_left"):  # a signal came before it
+        if held_out and earlier.state.get("eval_left"):  # a signal came before the evaluation
             log.step(step=first, **evaluate(list(held_out), draw, reward, sampling))
         for step in range(first, steps):
             log.begin()
             set_seed(cfg.seed, step, world)  # for dropout
             begun_at = time.monotonic()
+            # Each prompt of global batch `step`, group_size times in a row.
             asked = [examples[row] for row in loader.rows_of(step) for _ in range(cfg.group_size)]
-            # The keys determine the random numbers of each completion: see generate.
+            # (seed, step, prompt, completion) determines the random numbers of a completion: see generate.
             keys = [(cfg.seed, step, *divmod(i, cfg.group_size)) for i in range(len(asked))]
-            completions = draw([q.ids for q in asked], keys, sampling)
+            completions = draw([prompt.ids for prompt in asked], keys, sampling)
             drawn_at = time.monotonic()
             lengths = [len(completion.ids) for completion in completions]
             rewarded = reward(asked, completions, group_size=cfg.group_size)
-            advantages = advantages_of(cfg, [one["reward"] for one in rewarded])
+            advantages = advantages_of(cfg, [row["reward"] for row in rewarded])
             rollouts = [
-                Rollout(q.ids, c.ids, c.log_probs, a, weight, q.where)
-                for q, c, a, weight in zip(
+                Rollout(prompt.ids, drawn.ids, drawn.log_probs, advantage, weight, prompt.where)
+                for prompt, drawn, advantage, weight in zip(
                     asked, completions, advantages, weights_of(cfg, lengths), strict=True
                 )
-                if a or cfg.kl_beta  # without advantage or KL there is no gradient
+                if advantage or cfg.kl_beta  # otherwise there is no gradient
             ]
             batches = loader.share(rollouts)  # this rank's micro-batches
             rewarded_at = time.monotonic()
@@ -596,20 +612,25 @@ def main(cfg: Config) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             norms, sums = [], []
-            old = []  # log pi of the tokens of each micro-batch, before the first update
+            old_log_pis = []  # log pi of the tokens of each micro-batch, before the first update
             for number, batch in enumerate(batches * cfg.epochs_per_rollout, 1):
                 last_of_update = number % len(batches) == 0
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or last_of_update)
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                start = None
-                if cfg.kl_beta:
-                    start = log_probs_at_start(model, reference, batch, cfg.temperature)
-                # log pi of each token (B, T): `now`, and `before` the first update of this step
-                now = token_log_probs(model, batch, cfg.temperature)
+                # log pi of each token, (B, T): of the model at the start of the run, of the model as it is,
+                # and of the model before the first update of this step
+                log_pi_ref = (
+                    log_probs_at_start(model, reference, batch, cfg.temperature)
+                    if cfg.kl_beta
+                    else None
+                )
+                log_pi = token_log_probs(model, batch, cfg.temperature)
                 if number <= len(batches):
-                    old.append(now.detach())
-                before = old[(number - 1) % len(batches)]
-                summed = token_sums(batch, before, *policy_loss(cfg, batch, now, before, start))
+                    old_log_pis.append(log_pi.detach())
+                log_pi_old = old_log_pis[(number - 1) % len(batches)]
+                summed = token_sums(  # (6,)
+                    batch, log_pi_old, *policy_loss(cfg, batch, log_pi, log_pi_old, log_pi_ref)
+                )
                 # world.size undoes FSDP's mean; the weights divide by the sizes of the global batch
                 scaler.scale(summed[0] * world.size).backward()
                 sums.append(summed.detach())
@@ -649,7 +670,8 @@ def main(cfg: Config) -> Path:
                 log.read()  # the only place that waits for the GPU
             if evals and not stop:
                 log.step(step=done, **evaluate(list(held_out), draw, reward, sampling))
-                evals, stop = False, stop_asked(world.group)  # no signal ends an evaluation
+                evals = False  # complete, since no signal ends this evaluation
+                stop = stop_asked(world.group)
             if step == first:
                 set_timeout(cfg.timeout, world.group)  # the first step may compile
             if saves or stop:
@@ -661,13 +683,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, everyone)
+        print_resume_command(stop, checkpoint, cfg, everyone)
         return out
     set_timeout(group=world.group)
 
@@ -676,9 +698,8 @@ def main(cfg: Config) -> Path:
     result = out / ("adapter" if lora else "model")
     save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
-        )
+        saved = save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)
+        print0(f"adapter   {saved}")
     elif cfg.save_model:
         save_model(
             result,
@@ -706,6 +727,7 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
     """The advantage of each completion within the group of its prompt. https://arxiv.org/abs/2402.03300;
     without division by the standard deviation: https://arxiv.org/abs/2503.20783.
     """
+    # (prompts, group_size)
     groups = torch.tensor(rewards, dtype=torch.float64).view(-1, cfg.group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if cfg.scale_rewards == "group":
@@ -716,47 +738,51 @@ def advantages_of(cfg: Config, rewards: list[float]) -> list[float]:
 
 def weights_of(cfg: Config, lengths: list[int]) -> list[float]:
     """The weight in the loss of each token of a completion, for all completions, which have these lengths."""
+    count = len(lengths)
     divisors = {
+        # the mean over completions of their means over tokens: https://arxiv.org/abs/2402.03300
+        "grpo": [length * count for length in lengths],
         # the mean over all tokens: https://arxiv.org/abs/2503.14476
-        "dapo": sum(lengths),
+        "dapo": [sum(lengths)] * count,
         # a constant divisor, which does not depend on the lengths: https://arxiv.org/abs/2503.20783
-        "dr_grpo": cfg.max_new_tokens * len(lengths),
+        "dr_grpo": [cfg.max_new_tokens * count] * count,
     }
-    # grpo: the mean over completions of their token means, https://arxiv.org/abs/2402.03300
-    return [1 / divisors.get(cfg.loss, length * len(lengths)) for length in lengths]
+    return [1 / divisor for divisor in divisors[cfg.loss]]
 
 
 def policy_loss(
     cfg: Config,
     batch: RolloutBatch,
-    now: torch.Tensor,
-    old: torch.Tensor,
-    start: torch.Tensor | None,
+    log_pi: torch.Tensor,
+    log_pi_old: torch.Tensor,
+    log_pi_ref: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses, whether they are clipped, KL) of each token, all (B, T). now, old, start: log pi of the tokens
-    (B, T), now, before the first update of this step, and at the start of the run; 0 where batch.labels are
-    IGNORE, as in all of a filler. batch.advantages: (B, 1). Other losses go here.
+    """(losses, whether they are clipped, KL) of each token, all (B, T). Other losses go here.
+
+    log_pi, log_pi_old, log_pi_ref: log pi of the tokens (B, T) under the model as it is, before the first
+    update of this step, and at the start of the run; 0 where batch.labels are IGNORE, as in all of a filler.
+    batch.advantages: (B, 1).
     """
-    ratio = torch.exp(now - old)
+    ratio = torch.exp(log_pi - log_pi_old)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
     is_clipped = clipped * batch.advantages < ratio * batch.advantages
-    kl = torch.zeros_like(now)
-    if start is not None:
+    kl = torch.zeros_like(log_pi)
+    if log_pi_ref is not None:
         # k3 of http://joschu.net/blog/kl-approx.html, times the ratio as in https://arxiv.org/abs/2512.02556
-        kl = (torch.exp(start - now) - (start - now) - 1) * ratio
+        kl = (torch.exp(log_pi_ref - log_pi) - (log_pi_ref - log_pi) - 1) * ratio
     return losses + cfg.kl_beta * kl, is_clipped, kl
 
 
 def settle(cfg: Config, world) -> Config:
     """Resolve settings that are empty or auto, and check that needed packages work on this device."""
-    scale = {"auto": "none" if cfg.loss == "dr_grpo" else "group"}
+    default_scale = "none" if cfg.loss == "dr_grpo" else "group"
     cfg = replace(
         cfg,
         model=cfg.model or str(TINY / "started"),
         dataset=cfg.dataset or str(TINY / "chat.jsonl"),
         rewards=cfg.rewards or ("" if cfg.reward_model else "exact"),
-        scale_rewards=scale.get(cfg.scale_rewards, cfg.scale_rewards),
+        scale_rewards=default_scale if cfg.scale_rewards == "auto" else cfg.scale_rewards,
         dtype=settle_dtype(cfg.dtype, world.device),
     )
     check_packages(cfg, world.gpu_name)

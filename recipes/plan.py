@@ -143,7 +143,7 @@ class Config:
     document_mask: bool = True  # of pretrain.py: tokens attend only to their own document
     # loss of prefer.py (rows are pairs, with kto answers) or of grpo.py; empty: rows of finetune.py
     loss: Literal["", "dpo", "ipo", "orpo", "simpo", "kto", *OF_GRPO] = ""
-    rewards: str = ""  # of grpo.py: functions
+    rewards: str = ""  # of grpo.py: reward functions; their names do not change the memory
     reward_model: str = ""  # folder or id of a reward model, such as OUT/model of reward.py
     kl_beta: float = 0.0  # weight of the KL to the model at the start; 0: none
     group_size: int = 8  # completions per prompt, which are compared with each other
@@ -173,7 +173,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
@@ -191,17 +192,16 @@ class Config:
         fix = "--gpu_memory 24"
         check(self.gpu_memory > 0, f"--gpu_memory {self.gpu_memory:g} holds nothing (fix: {fix})")
         convert_settings(self, gpus=1, gpus_per_machine=1, center_weight=-1)
-        packs = self.recipe in ("finetune", "prefer") and self.loss != "kto"
-        fix = "(fix: leave it out)"
+        can_pack = self.recipe in ("finetune", "prefer") and self.loss != "kto"
         check(
-            packs or not self.packing,
-            f"--packing is of finetune.py, or of pairs in prefer.py {fix}",
+            can_pack or not self.packing,
+            "--packing is of finetune.py, or of pairs in prefer.py (fix: leave it out)",
         )
-        leaves = (
-            f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len}"
+        check(
+            self.recipe != "grpo" or self.max_new_tokens < self.seq_len,
+            f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --seq_len {self.seq_len} (fix:"
+            " a longer --seq_len)",
         )
-        has_room = self.recipe != "grpo" or self.max_new_tokens < self.seq_len
-        check(has_room, f"{leaves} (fix: a longer --seq_len)")
         if self.optimizer_in_backward:
             check_in_backward(0, self.micro_batches, self.dtype, self.cpu_offload)
         check(
@@ -229,8 +229,10 @@ class Config:
             recomputes or not self.activation_offload, f"--activation_offload has no inputs {fix}"
         )
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
-        leaves = f"--generate_ranks {self.generate_ranks} leaves none to train"
-        check(self.learners > 0, f"{leaves} (fix: fewer than {self.gpus})")
+        check(
+            self.learners > 0,
+            f"--generate_ranks {self.generate_ranks} leaves none to train (fix: fewer than {self.gpus})",
+        )
 
     @property
     def recipe(self) -> str:
@@ -241,7 +243,9 @@ class Config:
             return "pretrain"
         if self.center_weight >= 0:
             return "reward"
-        return "prefer" if self.loss else "vision" if self.images else "finetune"
+        if self.loss:
+            return "prefer"
+        return "vision" if self.images else "finetune"
 
     @property
     def micro_batches(self) -> int:
@@ -257,7 +261,7 @@ class Config:
     @property
     def answers(self) -> int:
         """Sequences of a row: 2 of a pair."""
-        return 1 + (self.recipe in ("prefer", "reward") and self.loss != "kto")
+        return 2 if self.recipe in ("prefer", "reward") and self.loss != "kto" else 1
 
     @property
     def learners(self) -> int:
@@ -321,15 +325,15 @@ def main(cfg: Config) -> dict:
                 config, best.param_dtype, best.dtype, 1, kind=asked.kind, train=asked.train
             )
             plan["command"] = command(cfg, flags_between(plain, best))
-            other = fastest_traced(scaled, room, may_offload=False)
-            if best.cpu_offload and other:
-                plan["without_offload"] = command(cfg, flags_between(plain, other))
+            on_gpu = fastest_traced(scaled, room, may_offload=False)
+            if best.cpu_offload and on_gpu:
+                plan["without_offload"] = command(cfg, flags_between(plain, on_gpu))
             if best.cpu_offload and asked.param_dtype == torch.float32 and not best.lora:
                 lighter = replace(scaled, param_dtype=torch.bfloat16, optimizer="adamw_8bit")
-                other = fastest_traced(lighter, room, may_offload=False)
-                if other and not other.lora:
+                on_gpu = fastest_traced(lighter, room, may_offload=False)
+                if on_gpu and not on_gpu.lora:
                     in_16_bit = replace(cfg, param_dtype="bf16", optimizer="adamw_8bit")
-                    plan["in_16_bit"] = command(in_16_bit, flags_between(plain, other))
+                    plan["in_16_bit"] = command(in_16_bit, flags_between(plain, on_gpu))
     if cfg.json:
         say(json.dumps(plan, indent=2), ready=True)
     elif has_tables:
@@ -376,7 +380,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
 
 
 def about_completions(cfg: Config, asked: Setting, room: Room) -> str:
-    """What a rank needs to generate, as grpo.py says it, or why that does not fit."""
+    """The memory that a rank needs to generate, in the words of grpo.py, or why it does not fit."""
     try:
         _, plan = plan_rollout(
             asked,
@@ -399,20 +403,20 @@ def scaled_of(asked: Setting) -> Setting:
     """
     window = getattr(asked.config.get_text_config(), "sliding_window", None) or 0
     # A second length to test, on the same side of the window: across it, nothing is scaled.
-    other = asked.seq_len // 2 if asked.seq_len <= window else 2 * asked.seq_len
-    lengths = [replace(asked, seq_len=seq_len) for seq_len in (asked.seq_len, other)]
+    second_length = asked.seq_len // 2 if asked.seq_len <= window else 2 * asked.seq_len
+    tested = [asked, replace(asked, seq_len=second_length)]
     shortest = asked.pictures.rows_of(1).ids.shape[1] if asked.pictures else 0
     first = TOKENS_STEP * math.ceil(max(1024, shortest) / TOKENS_STEP)
     # Loops over tokens pad a row to 64 tokens, so the line is less exact for other lengths.
-    for scaling, most in (
+    for scaling, tolerance in (
         (partial(steps_alike, near=asked.seq_len, window=window), 1e-4),
         (partial(steps_between, first=first), 1e-3),
     ):
         errors = []
-        for setting in lengths:
-            found = need_of(replace(setting, scaling=scaling)).device
-            errors.append(abs(found / need_of(setting).device - 1))
-        if max(errors) <= most:
+        for setting in tested:
+            scaled_bytes = need_of(replace(setting, scaling=scaling)).device
+            errors.append(abs(scaled_bytes / need_of(setting).device - 1))
+        if max(errors) <= tolerance:
             return replace(asked, scaling=scaling)
     return asked
 
@@ -437,13 +441,15 @@ def steps_between(trace: Callable[..., Trace], batch: int, seq_len: int, first: 
     For families that loop over the tokens of a row (linear attention), so that more tokens need more tensors.
     """
     scaled = cache(partial(grown, sizes=((ROWS, batch),)))
-    one, two = (vars(trace(ROWS, tokens, scaled)) for tokens in (first, 2 * first))
+    without_pictures = {"pictures": ()}
+    short, long = (
+        vars(trace(ROWS, tokens, scaled)) | without_pictures for tokens in (first, 2 * first)
+    )
 
-    def on_line(of_one: int, of_two: int) -> int:
-        return round(of_one + (of_two - of_one) * (seq_len / first - 1))
+    def on_line(of_short: int, of_long: int) -> int:
+        return round(of_short + (of_long - of_short) * (seq_len / first - 1))
 
-    without = {"pictures": ()}
-    return Trace(**tree_map(on_line, one | without, two | without))
+    return Trace(**tree_map(on_line, short, long))
 
 
 def grown(size: int, sizes: tuple[tuple[int, int], ...]) -> int:
@@ -454,14 +460,16 @@ def grown(size: int, sizes: tuple[tuple[int, int], ...]) -> int:
     return size
 
 
-def fastest_traced(scaled: Setting, room: Room, **how: bool) -> Setting | None:
-    """The fastest setting that fits. Near the limit, it must also fit when traced at its own size."""
-    best = fastest(scaled, room, any_method=True, **how)
+def fastest_traced(scaled: Setting, room: Room, **options: bool) -> Setting | None:
+    """The fastest setting that fits. Near the limit, it must also fit when traced at its own size. options:
+    of search.fastest.
+    """
+    best = fastest(scaled, room, any_method=True, **options)
     if not best or need_of(best).device < 0.95 * room.device:
         return best
     traced = replace(best, scaling=None)
     if answer_of(traced, need_of(traced), room) == TOO_LARGE:
-        return fastest(replace(scaled, scaling=None), room, any_method=True, **how)
+        return fastest(replace(scaled, scaling=None), room, any_method=True, **options)
     return traced
 
 
@@ -469,9 +477,12 @@ def pictures_of(cfg: Config, asked: Setting):
     """Rows with blank pictures of the sizes in --images, made by the model's own image processor."""
     from utils.plan.pictures import blank_pictures
 
-    sizes = [tuple(map(int, re.findall(r"\d+", size))) for size in cfg.images.split(",")]
-    good = all(re.fullmatch(r" *\d+x\d+ *", size) for size in cfg.images.split(","))
-    check(good, f"--images {cfg.images}: expected sizes in pixels (fix: --images 1344x896,448x448)")
+    sizes = []  # (width, height) in pixels
+    for text in cfg.images.split(","):
+        size = re.fullmatch(r" *(\d+)x(\d+) *", text)
+        fix = "--images 1344x896,448x448"
+        check(size, f"--images {cfg.images}: expected sizes in pixels (fix: {fix})")
+        sizes.append((int(size[1]), int(size[2])))
     model, config = planned_model(asked), asked.config
     fix = "a folder with a preprocessor_config.json, or a shape of configs/shapes with pictures"
     with TemporaryDirectory() as made, others_code(f"--images: {cfg.model}", fix):
@@ -547,9 +558,9 @@ def check_card(name: str) -> None:
     if name.lower() in CARDS:
         return
     check(not name.isdecimal(), f"--gpu {name} is no name of a card (did you mean --gpus {name}?)")
-    near = [card for card in CARDS if card.startswith(name.lower())]
-    near = near or difflib.get_close_matches(name.lower(), CARDS, 1)
-    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+    similar = [card for card in CARDS if card.startswith(name.lower())]
+    similar = similar or difflib.get_close_matches(name.lower(), CARDS, 1)
+    meant = f" (did you mean {' or '.join(similar)}?)" if similar else ""
     fix = f"one of {', '.join(CARDS)}, or --gpu_memory, the GiB that torch shows"
     raise ConfigError(f"--gpu {name} is not known{meant} (fix: {fix})")
 
@@ -573,8 +584,9 @@ def find_config(name: str, trust_remote_code: bool) -> transformers.PretrainedCo
                 folder, trust_remote_code=trust_remote_code
             )
         check(name[0] not in "./~", f"--model {name}: there is no such folder or file (fix: {fix})")
-        near = [] if "/" in name else difflib.get_close_matches(name.lower(), known, 1, 0.8)
-        check(not near, f"--model {name}: did you mean {near and near[0]}? (fix: {fix})")
+        similar = difflib.get_close_matches(name.lower(), known, 1, 0.8)
+        if similar and "/" not in name:
+            raise ConfigError(f"--model {name}: did you mean {similar[0]}? (fix: {fix})")
     with others_code(
         f"--model {name} is no folder, and its config cannot be had from the hub", fix
     ):
@@ -606,23 +618,23 @@ def strategies(asked: Setting, room: Room, answers: int = 1) -> list[dict]:
     """One row of the table per method, kind of recomputation, and offload. answers: sequences of a row."""
     lora = asked.lora or Lora(lora_rank=16)
     train = asked.train or ("language,projector" if asked.pictures else "")  # "" is of adapters
-    of_methods = [("full", replace(asked, lora=Lora(), quant=Quant(), train=train))]
-    kinds = (("LoRA", "none"), ("8bit", "8bit"), ("4bit", "4bit"))
-    if asked.lacks == "lora_rank":
-        kinds = ()
-    for name, kind in kinds:
-        method = replace(asked, lora=lora, quant=replace(asked.quant, quantization=kind))
+    methods = [("full", replace(asked, lora=Lora(), quant=Quant(), train=train))]
+    quantizations = {"LoRA": "none", "8bit": "8bit", "4bit": "4bit"}
+    if asked.lacks == "lora_rank":  # the recipe has no adapters
+        quantizations = {}
+    for name, quantization in quantizations.items():
+        quant = replace(asked.quant, quantization=quantization)
+        method = replace(asked, lora=lora, quant=quant)
         with suppress(ConfigError):  # no linear layer of the model can be quantized
             planned_model(method)
-            of_methods.append((name, method))
+            methods.append((name, method))
     rows = []
     offloads = (False,) if asked.optimizer_in_backward else (False, True)
-    for (name, method), recompute, offload in itertools.product(of_methods, RECOMPUTE, offloads):
-        inputs = asked.activation_offload and recompute != "none"
+    for (name, method), recompute, offload in itertools.product(methods, RECOMPUTE, offloads):
         setting = replace(
             method,
             activation_checkpointing=recompute,
-            activation_offload=inputs,
+            activation_offload=asked.activation_offload and recompute != "none",
             cpu_offload=offload,
         )
         need = need_of(setting)

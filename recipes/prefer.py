@@ -117,7 +117,8 @@ LOSSES_OF = {  # flag -> the losses that use it
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-FALLEN = 2  # a warning if log-probabilities of wanted answers fall by more; nats per answer
+# A warning is printed if the log-probabilities of wanted answers fall by more; nats per answer.
+MAX_FALL = 2
 
 
 @dataclass
@@ -129,13 +130,13 @@ class Config:
     # auto: the model's default; with --packing: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: Literal["auto", "completion"] = "auto"  # completion: texts are not chat turns
+    format: Literal["auto", "completion"] = "auto"  # completion: texts do not become chat turns
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # Loss
@@ -159,7 +160,7 @@ class Config:
     packing: bool = False  # several documents in one row; batch sizes then count packs
     lr: float = 1e-6  # peak learning rate
     warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all steps
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
     weight_decay: float = 0.01  # not applied to norms and biases
     clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0  # random seed: data order, new weights, dropout
@@ -172,10 +173,10 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -185,7 +186,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
@@ -217,8 +219,10 @@ class Config:
             given = vars(self)[flag] != vars(Config)[flag]
             fix = f"(fix: --loss {losses[0]})"
             check(not given or self.loss in losses, f"--{flag} has no effect on {self.loss} {fix}")
-        both = self.packing and self.loss == "kto"
-        check(not both, "--packing: kto pairs each prompt with another answer (fix: without it)")
+        check(
+            not (self.packing and self.loss == "kto"),
+            "--packing: kto pairs each prompt with another answer (fix: without it)",
+        )
         check(self.label_smoothing < 0.5, "--label_smoothing of half is no preference (fix: 0.1)")
         check_training(self, sft_weight=-1)
         check(
@@ -256,11 +260,13 @@ def main(cfg: Config) -> Path:
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         if cfg.packing:
+            # The import registers varlen, which build_model looks up.
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        attn, structure = cfg.attn, (source.config, param_dtype)
-        model = build_model(*structure, attn, trust)  # on meta
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype]
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust)  # on meta
         if cfg.packing:
             attn = settle_attention(model, attn, world.device, dtype)
         pieces = plan_pieces(model, source.weights, source.folder)
@@ -294,9 +300,11 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # The flag's, or the checkpoint's; 0: divide_batch computes it.
+        given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
+        longest = longest_row(cfg.seq_len, cfg.packing, multiple, *answers)
         setting = from_settings(
             Setting,
             cfg,
@@ -304,13 +312,12 @@ def main(cfg: Config) -> Path:
             param_dtype=param_dtype,
             dtype=dtype,
             # a pair is planned as one row with the length of its two sequences
-            seq_len=longest_row(cfg.seq_len, cfg.packing, multiple, *answers)
-            * (1 + (cfg.loss != "kto")),
+            seq_len=longest if cfg.loss == "kto" else 2 * longest,
             shards=axes["shard"],
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
@@ -319,7 +326,8 @@ def main(cfg: Config) -> Path:
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -331,26 +339,28 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or wanted, world.size
+            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
         )
         facts["global_batch_size"] = global_batch
-        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
-        Batches, options = PairBatches, ()
+        Batches = PairBatches
+        options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.packing:
-            Batches, options = PackedPairs, (2 * cfg.seq_len, wants_flat_packs(model))
+            Batches = PackedPairs
+            options += (2 * cfg.seq_len, wants_flat_packs(model))
         elif cfg.loss == "kto":
-            Batches, options = LabelBatches, (cfg.seq_len,)
+            Batches = LabelBatches
+            options += (cfg.seq_len,)
             text = "--loss kto compares each answer with another of its global batch"
             check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
-        loader = Batches(examples, cfg.seed, global_batch, *shares, *options)
+        loader = Batches(examples, cfg.seed, global_batch, *options)
         loader.multiple = 2 * cfg.seq_len if cfg.packing and cfg.compile else multiple
         if held_out:
             # The same size as in training, because the KL term of kto depends on it.
-            eval_loader = Batches(held_out, cfg.seed, global_batch, *shares, *options)
+            eval_loader = Batches(held_out, cfg.seed, global_batch, *options)
             eval_loader.multiple = loader.multiple
         length = answers[0].lengths.double().mean().item()  # of a row, for the MFU
         steps = cfg.steps or cfg.epochs * loader.per_epoch
@@ -375,7 +385,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, read_from=source.folder)
+        model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
@@ -385,12 +395,12 @@ def main(cfg: Config) -> Path:
         if setting.repeats_keys:
             repeat_grouped_keys()
         token_mfu = mfu(flops_per_token(model, length, frozen=bool(lora)), world)
-    names = None  # name in the base -> names in the model with adapters
+    adapted_names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, dtype)
+            adapters, adapted_names = adapt(model, lora, quant, dtype)
     add_chunked_loss(model)
     recompute_activations(model, cfg.activation_checkpointing)
     if cfg.activation_offload:
@@ -401,24 +411,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype)
+    all_units = units(model, dtype)
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -429,7 +443,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -440,8 +454,8 @@ def main(cfg: Config) -> Path:
     started = time.monotonic()
     with together(world, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
-            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
-        elif plain:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
@@ -451,14 +465,17 @@ def main(cfg: Config) -> Path:
         check_packing(model, world.device)
 
     reference = Reference(model, world)  # log pi_ref(y|x) of each answer
-    if cfg.loss in WITH_REFERENCE and not (lora and not cfg.adapter):
-        loaders = {loader: steps} | ({eval_loader: eval_loader.per_epoch} if held_out else {})
+    # New adapters leave the base as it is: it is the reference, and nothing is computed in advance.
+    if cfg.loss in WITH_REFERENCE and (cfg.adapter or not lora):
+        loaders = {loader: steps}  # loader -> the number of its global batches
+        if held_out:
+            loaders[eval_loader] = eval_loader.per_epoch
         adapter = Path(cfg.adapter, "adapter_model.safetensors").read_bytes() if lora else b""
         model_facts = run_facts(source.config, source.weights, hashlib.sha256(adapter).hexdigest())
         dtypes = {"dtype": cfg.dtype, "param_dtype": cfg.param_dtype}
         reference.score(loaders, model_facts | asdict(quant) | dtypes)
-    watched = loader.batches(0)
-    at_start = mean_of_wanted(model, watched, world)  # see FALLEN
+    first_batches = loader.batches(0)
+    first_mean = mean_of_wanted(model, first_batches, world)  # see MAX_FALL
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
@@ -493,14 +510,15 @@ def main(cfg: Config) -> Path:
     model.train()
     run = start_run(out, cfg, plan.planned, world)  # the first write
     write_bad_rows(out, world.rank, examples, held_out)
-    stop, fallen = "", False
+    stop = ""
+    warned = False
     with (
         CheckpointSaver(
             out / "checkpoints", cfg.keep, world, cfg.async_save, timeout=2 * cfg.timeout
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
+        if held_out and earlier.state.get("eval_left"):  # a signal ended the last evaluation
             log.step(step=first, **evaluate(cfg, model, eval_loader, reference, world, mesh))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
@@ -527,15 +545,17 @@ def main(cfg: Config) -> Path:
             for number, batch in enumerate(batches, 1):
                 model.set_requires_gradient_sync(cfg.sync_each_microbatch or number == len(batches))
                 batch = batch.to(world.device)  # batch.ids, batch.labels: (B, T)
-                # log pi_ref(y|x) and log pi(y|x) of the answers, (S,); the losses of the pairs, (P,)
-                start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
-                policy = log_probs_of(model, batch)
-                found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
+                # log pi_ref(y|x) and log pi(y|x) of the answers, (S,)
+                log_pi_ref = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
+                log_pi = log_probs_of(model, batch)
+                batch_losses, rewards = preference_loss(cfg, batch, log_pi, log_pi_ref, kl)
+                summed = sums_of(batch, log_pi, batch_losses, rewards)  # (9,)
+                loss_sum, wanted_log_pi = summed[:2]
                 # Means over the global batch: over its pairs, and over the tokens of wanted answers.
-                loss = found[0] / pairs - cfg.sft_weight * found[1] / wanted_tokens
+                loss = loss_sum / pairs - cfg.sft_weight * wanted_log_pi / wanted_tokens
                 scaler.scale(loss * world.size).backward()  # FSDP divides by the ranks
                 losses.append(loss.detach())
-                sums.append(found.detach())
+                sums.append(summed.detach())
             sums = sum_on_device(torch.stack(sums).sum(0), mesh)
             means = means_of(sums, cfg.loss != "kto", cfg.sft_weight)
             loss = means.pop("loss")
@@ -567,11 +587,13 @@ def main(cfg: Config) -> Path:
                 stop = stop_asked()  # a signal ends an evaluation
                 if not stop:
                     log.step(step=done, **means)
-            if not fallen and (evals or saves or stop or done == steps):
-                fallen = at_start - mean_of_wanted(model, watched, world) > FALLEN
-                if fallen:
-                    why = f"wanted answers lost more than {FALLEN} nats each since the start"
-                    print0(f"warning: {why}: the model may forget them (fix: --sft_weight 1)")
+            if not warned and (evals or saves or stop or done == steps):
+                warned = first_mean - mean_of_wanted(model, first_batches, world) > MAX_FALL
+                if warned:
+                    print0(
+                        f"warning: wanted answers lost more than {MAX_FALL} nats each since the start:"
+                        " the model may forget them (fix: --sft_weight 1)"
+                    )
             if step == first:
                 set_timeout(cfg.timeout)  # the first step may compile
             if saves or stop:
@@ -583,13 +605,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, world)
+        print_resume_command(stop, checkpoint, cfg, world)
         return out
     set_timeout()
 
@@ -598,9 +620,8 @@ def main(cfg: Config) -> Path:
     result = out / ("adapter" if lora else "model")
     save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
-        )
+        saved = save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)
+        print0(f"adapter   {saved}")
     elif cfg.save_model:
         save_model(
             result,
@@ -620,32 +641,32 @@ def main(cfg: Config) -> Path:
 def preference_loss(
     cfg: Config,
     batch: PairBatch,
-    policy: torch.Tensor,
-    reference: torch.Tensor | float,
+    log_pi: torch.Tensor,
+    log_pi_ref: torch.Tensor | float,
     kl: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(losses (P,), rewards (S,)) from log pi(y|x) and log pi_ref(y|x), both (S,). Chosen and rejected
-    answers alternate; for kto, each answer has a label. log pi_ref is 0 without an entry in WITH_REFERENCE.
-    Other losses go here.
+    answers alternate; for kto, each answer has a label. log_pi_ref is 0 without an entry in WITH_REFERENCE.
+    kl: z_0 of kto, (). Other losses go here.
     """
-    scores = policy - reference
+    scores = log_pi - log_pi_ref
     if cfg.loss in ("orpo", "simpo"):
         scores = scores / trained_tokens_of(batch)  # per token, not per answer
     rewards = cfg.beta * scores
     if cfg.loss == "kto":  # https://arxiv.org/abs/2402.01306; its lambdas are the weights
         lead = rewards - cfg.beta * kl
-        wanted = cfg.desirable_weight * torch.sigmoid(-lead)
-        others = cfg.undesirable_weight * torch.sigmoid(lead)
-        return torch.where(batch.desirable, wanted, others), rewards
+        desirable = cfg.desirable_weight * torch.sigmoid(-lead)
+        undesirable = cfg.undesirable_weight * torch.sigmoid(lead)
+        return torch.where(batch.desirable, desirable, undesirable), rewards
     if cfg.loss == "ipo":  # https://arxiv.org/abs/2310.12036, with means over tokens, as TRL
-        chosen, rejected = (scores / trained_tokens_of(batch)).view(-1, 2).unbind(1)  # (P,)
+        chosen, rejected = (scores / trained_tokens_of(batch)).view(-1, 2).unbind(1)  # (P,) each
         return (chosen - rejected - 1 / (2 * cfg.beta)).square(), rewards
-    if cfg.loss == "orpo":
-        # https://arxiv.org/abs/2403.07691: odds are p / (1 - p); clamp keeps them finite at p = 1
-        scores = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
-    chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,) each
-    if cfg.loss == "orpo":
+    if cfg.loss == "orpo":  # https://arxiv.org/abs/2403.07691; beta is its lambda
+        # odds are p / (1 - p); clamp keeps them finite at p = 1
+        log_odds = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
+        chosen, rejected = log_odds.view(-1, 2).unbind(1)  # (P,) each
         return -cfg.beta * F.logsigmoid(chosen - rejected), rewards
+    chosen, rejected = scores.view(-1, 2).unbind(1)  # (P,) each
     # DPO, https://arxiv.org/abs/2305.18290; with a margin, SimPO, https://arxiv.org/abs/2405.14734; with
     # label smoothing, cDPO, https://ericmitchell.ai/cdpo.pdf
     lead = cfg.beta * (chosen - rejected) - (cfg.margin if cfg.loss == "simpo" else 0.0)
@@ -659,7 +680,7 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
     early; then the means are of no use.
     """
     model.eval()
-    sums = torch.zeros(9, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(9, dtype=torch.float64, device=world.device)  # see sums_of
     for step in range(loader.per_epoch):
         batches = loader.batches(step)
         kl = 0.0
@@ -668,10 +689,10 @@ def evaluate(cfg: Config, model, loader, reference: Reference, world, mesh) -> d
             kl = drift(model, reference, loader.mismatched(step), mesh) / pairs
         for batch in batches:
             batch = batch.to(world.device)
-            start = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
-            policy = log_probs_of(model, batch)
-            found = sums_of(batch, policy, *preference_loss(cfg, batch, policy, start, kl))
-            sums += found
+            log_pi_ref = reference.of(batch) if cfg.loss in WITH_REFERENCE else 0.0
+            log_pi = log_probs_of(model, batch)
+            losses, rewards = preference_loss(cfg, batch, log_pi, log_pi_ref, kl)
+            sums += sums_of(batch, log_pi, losses, rewards)
         if stop_asked():
             break
     model.train()

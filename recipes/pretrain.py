@@ -111,13 +111,13 @@ class Config:
     # auto: the model's default; with --document_mask: varlen (no mask) if the model supports it
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
-    format: FormName = "auto"  # format of the rows
+    format: FormName = "auto"  # format of the rows; auto: recognized from their keys
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
 
     # How much
@@ -131,7 +131,7 @@ class Config:
     document_mask: bool = True  # tokens attend only to their own document
     lr: float = 3e-4  # peak learning rate
     warmup: float = 0.02  # steps of linear warm-up; below 1: a share of all steps
-    # after the warm-up; wsd: constant, then linear to 0 over --decay_share of the steps
+    # learning rate after the warm-up; wsd: constant, then linear to 0 over --decay_share of the steps
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     decay_share: float = 0.2  # wsd: share of all steps in which the learning rate falls
     weight_decay: float = 0.1  # not applied to norms and biases
@@ -146,7 +146,8 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
@@ -181,9 +182,8 @@ class Config:
         )
         check(not (self.tokens and self.steps), "--tokens or --steps? (fix: give one)")
         check(self.decay_share <= 1, f"--decay_share {self.decay_share} is a share (fix: 0.2)")
-        drawn = self.init == "random"
         check(
-            self.low_cpu_fsdp or not drawn,
+            self.low_cpu_fsdp or self.init == "model",
             "--low_cpu_fsdp false reads weights, and --init random has none (fix: leave it out)",
         )
         check(
@@ -222,16 +222,18 @@ def main(cfg: Config) -> Path:
             special_ids = settle_special_tokens(source.config, tokenizer)
         check_vocab(len(tokenizer), source.config.get_text_config().vocab_size)
         if cfg.document_mask:
+            # The import registers varlen, which build_model looks up.
             from utils.model.attention import check_packing, settle_attention, wants_flat_packs
 
-        stored = source.config.dtype or torch.float32  # build_model changes it
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        attn, structure = cfg.attn, (source.config, param_dtype)
-        model = build_model(*structure, attn, trust)  # on meta
+        stored_dtype = source.config.dtype or torch.float32  # build_model changes it
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype]
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust)  # on meta
         if cfg.document_mask:
             attn = settle_attention(model, attn, world.device, dtype)
         if cfg.init == "random":
-            weights, rules = plan_weights(model, stored)
+            weights, rules = plan_weights(model, stored_dtype)
             source = replace(source, weights=weights)
         pieces = plan_pieces(model, source.weights, source.folder)
     out = claim_output(cfg.output_dir, Path(__file__).stem, world, source.folder)
@@ -260,7 +262,8 @@ def main(cfg: Config) -> Path:
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # The flag's, or the checkpoint's; 0: divide_batch computes it.
+        given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         setting = from_settings(
             Setting,
             cfg,
@@ -271,7 +274,7 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
             lacks="lora_rank",
             attn=attn,
             masked=cfg.document_mask and attn != "varlen",
@@ -293,16 +296,16 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or wanted, world.size
+            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
         )
         facts["global_batch_size"] = global_batch
-        shares = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
         flat = cfg.document_mask and wants_flat_packs(model)
-        options = (*shares, cfg.seq_len, flat, cfg.document_mask)
+        options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
+        options += (cfg.seq_len, flat, cfg.document_mask)
         loader = StreamBatches(examples, cfg.seed, global_batch, *options)
         if held_out:
             at_once = cfg.batch_size * world.size
@@ -328,7 +331,7 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, read_from=source.folder)
+        model = build_model(source.config, param_dtype, attn, trust, read_from=source.folder)
     token_mfu = 0.0  # MFU at one token per second
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
@@ -348,24 +351,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype)
+    all_units = units(model, dtype)
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -376,7 +383,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -388,7 +395,7 @@ def main(cfg: Config) -> Path:
     with together(world, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
             load_pieces(model, pieces, world.device, cfg.cpu_offload)
-        elif plain:
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         if cfg.init == "random":
             draw_weights(model, rules, cfg.seed)
@@ -437,7 +444,7 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, token_mfu, cfg) as log,
     ):
-        eval_left = earlier.state.get("eval_left")  # a signal has ended it
+        eval_left = earlier.state.get("eval_left")  # a signal ended the last evaluation
         if held_out and (eval_left or not first):
             log.step(step=first, **evaluate(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
@@ -504,13 +511,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, world)
+        print_resume_command(stop, checkpoint, cfg, world)
         return out
     set_timeout()
 

@@ -81,7 +81,7 @@ class Config:
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     image_dir: str = ""  # folder of the pictures; empty: folder of the data file
     image_max_pixels: int = 0  # shrink larger pictures, before the model's processor; 0: never
-    format: FormName = "auto"  # format of the rows
+    format: FormName = "auto"  # format of the rows; auto: recognized from their keys
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     # loss of prefer.py: rows are pairs, or answers with labels (kto); empty: rows of finetune.py
@@ -90,9 +90,9 @@ class Config:
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
-
-    train: str = ""  # parts: language,projector,vision; empty: first two, with LoRA the first
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
+    # parts to train, of language,projector,vision; empty: language,projector; with LoRA: language
+    train: str = ""
 
     # How much
     show: int = 3  # rows to print with their loss masks
@@ -116,10 +116,10 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -129,7 +129,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
@@ -152,13 +153,15 @@ class Config:
             self.packing or self.attn != "varlen",
             "--attn varlen is for --packing (fix: leave out --attn)",
         )
-        both = self.packing and self.loss == "kto"
-        check(not both, "--packing: kto pairs each prompt with another answer (fix: without it)")
+        check(
+            not (self.packing and self.loss == "kto"),
+            "--packing: kto pairs each prompt with another answer (fix: without it)",
+        )
         check_adapter_flags(from_settings(Lora, self), from_settings(Quant, self), self.param_dtype)
 
 
 def main(cfg: Config) -> bool:
-    """Show it; returns whether the run would fit."""
+    """Show rows, lengths and the plan; returns whether the run would fit."""
     quiet_transformers()
 
     # --- world: one process, which stands for all ranks of the run --------------------------------
@@ -166,13 +169,18 @@ def main(cfg: Config) -> bool:
     if env_int("RANK"):  # torchrun has started more
         sys.exit(0)
     ranks = cfg.ranks or env_int("WORLD_SIZE", 1)
-    world = World(0, 1, 0, ranks, device_of(0, 1))
+    world = World(rank=0, size=1, local_rank=0, local_size=ranks, device=device_of(0, 1))
     axes = mesh_axes(ranks, cfg.replicate, cfg.shard)
-    tiny = TINY / "vision" if cfg.train else TINY
-    dtype = settle_dtype(cfg.dtype, world.device)
-    rows = "pairs.jsonl" if cfg.loss else "rows.jsonl" if cfg.train else "chat.jsonl"
+    tiny_model, tiny_rows = TINY, TINY / "chat.jsonl"
+    if cfg.train:
+        tiny_model, tiny_rows = TINY / "vision", TINY / "vision" / "rows.jsonl"
+    elif cfg.loss:
+        tiny_rows = TINY / "pairs.jsonl"
     cfg = replace(
-        cfg, model=cfg.model or str(tiny), dataset=cfg.dataset or str(tiny / rows), dtype=dtype
+        cfg,
+        model=cfg.model or str(tiny_model),
+        dataset=cfg.dataset or str(tiny_rows),
+        dtype=settle_dtype(cfg.dtype, world.device),
     )
 
     # --- folder: the model's ----------------------------------------------------------------------
@@ -188,7 +196,7 @@ def main(cfg: Config) -> bool:
     if type(source.config) in KINDS["pictures"]._model_mapping:
         try:
             check_kind(source.config, "text")
-        except ConfigError:  # for finetune.py it is no model
+        except ConfigError:  # it has no text-only class, so finetune.py would refuse it
             kind = "pictures"
     if kind == "pictures":
         check(not (cfg.packing or cfg.loss), "vision.py has no --packing and no --loss")
@@ -222,36 +230,48 @@ def main(cfg: Config) -> bool:
 
             parts = [sequences(part) for part in parts]
         check_positions(model, *parts)
-    pictured, of_pictures = None, {"train": ""}
+    single_rows = None  # for pictures: batches of single rows, to show and to plan with
+    picture_settings = {"train": ""}
     if kind == "pictures":
-        read = (rows, processor, 0)
-        pictured = PictureBatches(examples, 0, 1, 1, 0, 1, pad_id(tokenizer), *read)
-        if not pictured.patches.any():  # no row has a picture
+        single_rows = PictureBatches(
+            examples,
+            seed=0,
+            global_batch_size=1,
+            batch_size=1,
+            rank=0,
+            ranks=1,
+            pad_id=pad_id(tokenizer),
+            source=rows,
+            processor=processor,
+        )
+        if not single_rows.patches.any():  # no row has a picture
             train = "language"
-        of_pictures = {
+        picture_settings = {
             "kind": "pictures",
             "train": "" if lora else train,
-            "pictures": Pictures(pictured.largest),
-            "separates": pictured.separates,
-            "sync_each_microbatch": cfg.sync_each_microbatch or pictured.separates,
+            "pictures": Pictures(single_rows.largest),
+            "separates": single_rows.separates,
+            "sync_each_microbatch": cfg.sync_each_microbatch or single_rows.separates,
         }
     if cfg.loss:
         show_answers(parts[0], tokenizer, cfg.show)
     else:
-        show_masks(examples, tokenizer, cfg.show, pictured)
+        show_masks(examples, tokenizer, cfg.show, single_rows)
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
-    multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8  # of padded lengths
+    # A GPU selects, or compiles, kernels for each length: use few different lengths.
+    multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
     with together(world):
+        longest = longest_row(cfg.seq_len, cfg.packing, multiple, *parts)
         setting = from_settings(
             Setting,
             cfg,
             config=source.config,
             param_dtype=DTYPES[cfg.param_dtype],
             dtype=DTYPES[cfg.dtype],
-            seq_len=longest_row(cfg.seq_len, cfg.packing, multiple, *parts)
-            * (1 + (cfg.loss not in ("", "kto"))),
+            # a pair is planned as one row with the length of its two sequences
+            seq_len=longest if cfg.loss in ("", "kto") else 2 * longest,
             shards=axes["shard"],
             replicate=ranks // axes["shard"],
             local_ranks=ranks,
@@ -262,13 +282,13 @@ def main(cfg: Config) -> bool:
             attn=attn,
             masked=cfg.packing and attn != "varlen",
             repeats_keys=lacks_grouped_kernels(world.device, DTYPES[cfg.dtype]),
-            **of_pictures,
+            **picture_settings,
         )
         plan = plan_memory(setting, world, force=True)
     global_batch, micro_batches = divide_batch(
         cfg.batch_size, cfg.grad_accum, cfg.global_batch_size, ranks
     )
-    shares = (cfg.batch_size, 0, ranks, pad_id(tokenizer))
+    options = (cfg.batch_size, 0, ranks, pad_id(tokenizer))  # as on rank 0
     if cfg.optimizer_in_backward:
         from utils.train.in_backward import check_in_backward
 
@@ -276,26 +296,27 @@ def main(cfg: Config) -> bool:
     if cfg.loss == "kto":
         text = "--loss kto compares each answer with another of its global batch"
         check(global_batch > 1, f"{text} (fix: --global_batch_size 8)")
-        loader = LabelBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
+        loader = LabelBatches(examples, cfg.seed, global_batch, *options, cfg.seq_len)
     elif cfg.loss and cfg.packing:
-        loader = PackedPairs(examples, cfg.seed, global_batch, *shares, 2 * cfg.seq_len)
+        loader = PackedPairs(examples, cfg.seed, global_batch, *options, 2 * cfg.seq_len)
     elif cfg.loss:
-        loader = PairBatches(examples, cfg.seed, global_batch, *shares)
-    elif pictured:
-        loader = PictureBatches(examples, cfg.seed, global_batch, *shares, *read)
-        micro_batches += loader.separates
+        loader = PairBatches(examples, cfg.seed, global_batch, *options)
+    elif kind == "pictures":
+        loader = PictureBatches(examples, cfg.seed, global_batch, *options, rows, processor)
+        if loader.separates:  # not all rows can share a micro-batch, so a step may have more
+            micro_batches += 1
     elif cfg.packing:
         from utils.data.packing import PackedBatches
 
-        loader = PackedBatches(examples, cfg.seed, global_batch, *shares, cfg.seq_len)
+        loader = PackedBatches(examples, cfg.seed, global_batch, *options, cfg.seq_len)
     else:
-        loader = GlobalBatches(examples, cfg.seed, global_batch, *shares)
+        loader = GlobalBatches(examples, cfg.seed, global_batch, *options)
     steps = cfg.steps or cfg.epochs * loader.per_epoch
     print0(f"model     {cfg.model}: {source.sentence()}")
     print_template_notes(tokenizer)
     print_data(cfg.dataset, loader.summary(), examples, held_out)
     print_lengths(examples, held_out)
-    if pictured:
+    if kind == "pictures":
         adapters = " by adapters" if lora else ""
         print0(f"train     {train}{adapters}; pictures of {source.config.model_type}")
     print0(f"ranks     {mesh_sentence(replace(world, size=ranks), axes)}")
@@ -339,7 +360,7 @@ def show_answers(answers, tokenizer, count: int) -> None:
     """Print the answers of the first rows: the chosen and the rejected one, or the one that has a label."""
     for i in range(min(2 * count, len(answers))):
         item = answers[i]
-        if len(item.ids):  # a labelled answer is one of the two
+        if len(item.ids):  # of an answer with a label, the other side is empty
             side = ("chosen", "rejected")[i % 2]
             print0(f"{escaped(item.where)} {side}\n{marked(item, tokenizer)}\n", ready=True)
 
@@ -348,9 +369,9 @@ def print_lengths(examples, held_out) -> None:
     """Print the median and the maximum length of the rows."""
     for name, part in (("lengths", examples), ("held out", held_out)):
         if part:
-            half, most = int(part.lengths.median()), int(part.lengths.max())
+            median, longest = int(part.lengths.median()), int(part.lengths.max())
             print0(
-                f"{name:9} {len(part):,} {part.unit}; half have at most {half:,} tokens, all {most:,}"
+                f"{name:9} {len(part):,} {part.unit}; half have at most {median:,} tokens, all {longest:,}"
             )
 
 

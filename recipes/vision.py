@@ -112,17 +112,17 @@ class Config:
     dataset: str = ""  # file, folder, glob or id; several: a.jsonl:0.7,b.csv:0.3; empty: tiny task
     image_dir: str = ""  # folder of the pictures; empty: folder of the data file
     image_max_pixels: int = 0  # shrink larger pictures, before the model's processor; 0: never
-    format: FormName = "auto"  # format of the rows
+    format: FormName = "auto"  # format of the rows; auto: recognized from their keys
     columns: str = ""  # our key=your column: prompt=question,completion=answer
     bad_rows: Literal["error", "drop"] = "error"  # drop: skip and list them in OUT/bad_rows.jsonl
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # turns that are trained
     chat_template: str = ""  # FILE, chatml, alpaca or plain; empty: the tokenizer's own
     max_rows: int = 0  # read only the first N rows of each source; 0: all
     eval_dataset: str = ""  # held-out data, given like --dataset
-    eval_share: float = 0.0  # or hold out this share of --dataset, chosen by row hash
+    eval_share: float = 0.0  # share of --dataset to hold out instead, chosen by row hash
     eval_every: int = 0  # steps between evaluations of held-out rows; 0: only at the end
-
-    train: str = ""  # parts: language,projector,vision; empty: first two, with LoRA the first
+    # parts to train, of language,projector,vision; empty: language,projector; with LoRA: language
+    train: str = ""
 
     # How much
     epochs: int = 1  # passes over the data
@@ -136,7 +136,7 @@ class Config:
     lr_projector: float = 0.0  # learning rate of the projector; 0: --lr
     lr_vision: float = 0.0  # learning rate of the vision tower; 0: --lr
     warmup: float = 0.03  # steps of linear warm-up; below 1: a share of all steps
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # learning rate after the warm-up
     weight_decay: float = 0.01  # not applied to norms and biases
     clip_norm: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0  # random seed: data order, new weights, dropout
@@ -149,10 +149,10 @@ class Config:
     # update each weight as soon as its gradient is ready; keeps no gradients; needs --clip_norm 0
     optimizer_in_backward: bool = False
     lora_rank: int = 0  # rank of LoRA adapters, over frozen weights; 0: no LoRA
-    lora_alpha: float = 16.0  # scale of the adapters: alpha / rank
+    lora_alpha: float = 16.0  # LoRA's alpha: adapters are scaled by alpha / rank
     lora_targets: str = "all-linear"  # all-linear, names (q_proj,v_proj), or a regular expression
     lora_dropout: float = 0.0  # dropout on the input of the adapters
-    use_rslora: bool = False  # scale of the adapters: alpha / sqrt(rank)
+    use_rslora: bool = False  # rsLoRA: adapters are scaled by alpha / sqrt(rank)
     use_dora: bool = False  # DoRA: adapters for directions, and trained magnitudes
     modules_to_save: str = ""  # names of modules to train in full, beside the adapters
     adapter: str = ""  # peft folder of an adapter to continue, with its tokenizer if it has one
@@ -162,7 +162,8 @@ class Config:
     quantize_head: bool = False  # quantize the head too; the loss then needs full logits
     keep_experts_16bit: bool = False  # quantize a mixture of experts, but not its experts
     low_cpu_fsdp: bool = True  # each rank reads only its own shards; false: the whole model
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute in backward
+    # recompute activations in backward; selective: all but matrix products and attention; full: all
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False  # keep inputs of recomputed layers on the host
     compile: bool = False  # torch.compile for each layer
     cpu_offload: bool = False  # keep weights, gradients and optimizer on the host
@@ -196,10 +197,10 @@ class Config:
         lora = from_settings(Lora, self)
         check_adapter_flags(lora, from_settings(Quant, self), self.param_dtype)
         self.train = self.train or ("language" if lora else "language,projector")
-        others = parse_parts(self.train) - {"language"}
+        parts_of_pictures = parse_parts(self.train) - {"language"}
         fix = "--lora_targets all-linear for language; --modules_to_save for what trains as a whole"
         check(
-            not (lora and others),
+            not (lora and parts_of_pictures),
             f"--train {self.train} beside --lora_rank: adapters go where --lora_targets says (fix: {fix})",
         )
         check(
@@ -230,9 +231,10 @@ def main(cfg: Config) -> Path:
     )
     with together(world):
         tokenizer = load_tokenizer(tokenizer_folder, cfg.chat_template, trust)
-        dtype, param_dtype = DTYPES[cfg.dtype], DTYPES[cfg.param_dtype]
-        attn, structure = cfg.attn, (source.config, param_dtype)
-        model = build_model(*structure, attn, trust, kind="pictures")  # on meta
+        dtype = DTYPES[cfg.dtype]
+        param_dtype = DTYPES[cfg.param_dtype]
+        attn = cfg.attn
+        model = build_model(source.config, param_dtype, attn, trust, kind="pictures")  # on meta
         check_vocab(len(tokenizer), len(model.get_input_embeddings().weight))
         processor = load_processor(source.folder, tokenizer)
         pieces = plan_pieces(model, source.weights, source.folder)
@@ -258,16 +260,27 @@ def main(cfg: Config) -> Path:
         rows = from_settings(Rows, cfg, processor=str(source.folder))
         examples, held_out = load_data(rows, tokenizer, progress=world.rank == 0)
         check_positions(model, examples, held_out)
-        patches = examples.row_sizes[examples.rows]
-        if "language" in cfg.train and not patches.any():  # no pictures
-            cfg = replace(cfg, train="language")  # nothing else has a gradient
+        patches = examples.row_sizes[examples.rows]  # of the pictures of each row
+        if "language" in cfg.train and not patches.any():
+            cfg = replace(cfg, train="language")  # without pictures no other part has a gradient
 
     # --- plan: sizes, memory and disk; all that fails cheaply has failed after it -----------------
     act("plan")
     with together(world):
-        read = (pad_id(tokenizer), rows, processor, cfg.workers)
-        pictured = PictureBatches(examples, 0, 1, 1, 0, 1, *read)
-        wanted = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
+        # Single rows, only to plan with: the largest pictures, and whether rows can share a micro-batch.
+        single_rows = PictureBatches(
+            examples,
+            seed=0,
+            global_batch_size=1,
+            batch_size=1,
+            rank=0,
+            ranks=1,
+            pad_id=pad_id(tokenizer),
+            source=rows,
+            processor=processor,
+        )
+        # The flag's, or the checkpoint's; 0: divide_batch computes it.
+        given_batch = cfg.global_batch_size or earlier.state.get("global_batch_size", 0)
         # A GPU selects, or compiles, kernels for each length: use few different lengths.
         multiple = 64 if world.gpu_name and cfg.seq_len % 64 == 0 else 8
         setting = from_settings(
@@ -281,20 +294,21 @@ def main(cfg: Config) -> Path:
             replicate=world.size // axes["shard"],
             local_ranks=world.local_size,
             gpu=bool(world.gpu_name),
-            rows=wanted // world.size or cfg.batch_size * cfg.grad_accum,
+            rows=given_batch // world.size or cfg.batch_size * cfg.grad_accum,
             lora=from_settings(Lora, cfg),
             quant=from_settings(Quant, cfg),
             attn=attn,
             kind="pictures",
             train="" if from_settings(Lora, cfg) else cfg.train,
-            pictures=Pictures(pictured.largest),
-            separates=pictured.separates,
-            sync_each_microbatch=cfg.sync_each_microbatch or pictured.separates,
+            pictures=Pictures(single_rows.largest),
+            separates=single_rows.separates,
+            sync_each_microbatch=cfg.sync_each_microbatch or single_rows.separates,
             repeats_keys=lacks_grouped_kernels(world.device, dtype),
         )
         plan = plan_memory(setting, world, cfg.fit, bool(fitted), cfg.force)
     cfg = replace(cfg, **plan.chosen)
-    lora, quant = from_settings(Lora, cfg), from_settings(Quant, cfg)
+    lora = from_settings(Lora, cfg)
+    quant = from_settings(Quant, cfg)
     facts = {
         "seed": cfg.seed,
         "param_dtype": cfg.param_dtype,
@@ -306,19 +320,21 @@ def main(cfg: Config) -> Path:
     agree(world, facts, "files")
     with together(world):
         global_batch, micro_batches = divide_batch(
-            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or wanted, world.size
+            cfg.batch_size, cfg.grad_accum, cfg.global_batch_size or given_batch, world.size
         )
         facts["global_batch_size"] = global_batch
-        shares = (cfg.batch_size, world.rank, world.size, *read)
-        loader = PictureBatches(examples, cfg.seed, global_batch, *shares)
-        micro_batches += loader.separates
+        options = (cfg.batch_size, world.rank, world.size, pad_id(tokenizer))
+        options += (rows, processor, cfg.workers)
+        loader = PictureBatches(examples, cfg.seed, global_batch, *options)
+        if loader.separates:  # not all rows can share a micro-batch, so a step may have more
+            micro_batches += 1
         if cfg.optimizer_in_backward:
             from utils.train.in_backward import check_in_backward
 
             check_in_backward(cfg.clip_norm, micro_batches, cfg.dtype, cfg.cpu_offload)
         loader.multiple = multiple
         if held_out:
-            eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *shares)
+            eval_loader = PictureBatches(held_out, cfg.seed, cfg.batch_size * world.size, *options)
             eval_loader.multiple = loader.multiple
         steps = cfg.steps or cfg.epochs * loader.per_epoch
         warmup = round(cfg.warmup if cfg.warmup >= 1 else cfg.warmup * steps)
@@ -342,25 +358,25 @@ def main(cfg: Config) -> Path:
     # --- build: the structure that is trained -----------------------------------------------------
     act("build")
     if not cfg.low_cpu_fsdp:
-        model = build_model(*structure, attn, trust, source.folder, kind="pictures")
+        model = build_model(source.config, param_dtype, attn, trust, source.folder, kind="pictures")
     if world.gpu_name:
         from utils.model.attention import fuse_norms, repeat_grouped_keys
 
         fuse_norms(model)
         if setting.repeats_keys:
             repeat_grouped_keys()
-    names = None  # name in the base -> names in the model with adapters
+    adapted_names = None  # name in the base -> names in the model with adapters
     if lora:
         from utils.model.lora import adapt, fill_adapters, save_adapter
 
         with together(world):
-            adapters, names = adapt(model, lora, quant, dtype)
+            adapters, adapted_names = adapt(model, lora, quant, dtype)
     else:
         freeze_parts(model, parse_parts(cfg.train), dtype)
-    rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}
+    rates = {"projector": cfg.lr_projector, "vision": cfg.lr_vision}  # 0: --lr
     with together(world):
-        for part, members in part_names(model).items():
-            trains = any(model.get_parameter(name).requires_grad for name in members)
+        for part, names in part_names(model).items():
+            trains = any(model.get_parameter(name).requires_grad for name in names)
             fix = f"leave it out, or --train language,{part}; with LoRA see --lora_targets"
             check(trains or not rates.get(part), f"--lr_{part}: nothing there trains (fix: {fix})")
             check(
@@ -378,24 +394,28 @@ def main(cfg: Config) -> Path:
         for layer in decoder_layers(model):
             layer.compile()  # in place; layers are alike, so one compilation serves all
     print0(f"output    {out}")
-    precision = f"{cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights"
-    print0(f"compute   {precision}; attention {model.config._attn_implementation}")
+    print0(
+        f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"
+        f" attention {model.config._attn_implementation}"
+    )
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")
     mesh = build_mesh(world, axes)  # on GPUs, NCCL begins here
     # A unit is gathered, used and freed together: each layer, the embedding, the head, and the root with the
     # rest. The shards keep the parameters' dtype; gradients are reduced in fp32.
-    found = units(model, dtype, tower_layers(model))
+    all_units = units(model, dtype, tower_layers(model))
     offload = OffloadPolicy()
-    plain = set()  # parameters that are not sharded
+    unsharded = set()  # parameters that FSDP2 leaves alone
     if cfg.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=bool(world.gpu_name))
         if world.gpu_name:
             use_all_cores(world)  # the optimizer computes on the CPU
     elif world.size == 1:  # an all-gather on one rank would only copy
-        plain = stored_as_computed(found, micro_batches > 1 and not cfg.sync_each_microbatch)
-    for unit in found:
+        unsharded = stored_as_computed(
+            all_units, micro_batches > 1 and not cfg.sync_each_microbatch
+        )
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -406,7 +426,7 @@ def main(cfg: Config) -> Path:
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     # The head is gathered while the last layer computes.
@@ -417,28 +437,29 @@ def main(cfg: Config) -> Path:
     started = time.monotonic()
     with together(world, patient=True):  # the files of one machine may be slower
         if cfg.low_cpu_fsdp:
-            load_pieces(model, pieces, world.device, cfg.cpu_offload, names)
-        elif plain:
+            load_pieces(model, pieces, world.device, cfg.cpu_offload, adapted_names)
+        elif unsharded:
             model.to(world.device)  # FSDP2 moves only what it shards
         if lora:
             fill_adapters(model, cfg.adapter, cfg.seed)
     print0(f"weights   in place after {time.monotonic() - started:.1f} s")
     settle_chunked_loss(model, world.device)
     # A micro-batch without pictures skips units, and FSDP2 needs each unit to have been gathered once.
-    for unit in found:
+    for unit in all_units:
         unit.modules[0].unshard()
         unit.modules[0].reshard()
 
     # --- optimizer --------------------------------------------------------------------------------
     act("optimizer")
     groups = []
-    for part, members in part_names(model).items():
-        scale = (rates.get(part) or cfg.lr) / cfg.lr
-        trained = [p for p in map(model.get_parameter, members) if p.requires_grad]
-        matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    for part, names in part_names(model).items():
+        scale = (rates.get(part) or cfg.lr) / cfg.lr  # act train multiplies the rate by it
+        trained = [p for p in map(model.get_parameter, names) if p.requires_grad]
+        matrices = [p for p in trained if p.ndim >= 2]
+        vectors = [p for p in trained if p.ndim < 2]  # norms and biases
         groups += [
             {"params": matrices, "weight_decay": cfg.weight_decay, "scale": scale},
-            {"params": others, "weight_decay": 0.0, "scale": scale},  # norms and biases
+            {"params": vectors, "weight_decay": 0.0, "scale": scale},
         ]
     if cfg.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, fused=True)
@@ -473,7 +494,7 @@ def main(cfg: Config) -> Path:
         ) as saver,
         RunLog(out, steps, first, run, world, 0.0, cfg) as log,
     ):
-        if held_out and earlier.state.get("eval_left"):  # a signal has ended it
+        if held_out and earlier.state.get("eval_left"):  # a signal ended the last evaluation
             log.step(step=first, eval_loss=eval_loss(model, eval_loader, world))
         stop_after_step()  # a signal no longer ends the process, but asks for a checkpoint
         for step in range(first, steps):
@@ -513,7 +534,7 @@ def main(cfg: Config) -> Path:
                 grad_norm,
                 losses,
                 batches,
-                {},
+                {},  # no further means
                 step=done,
                 lr=lr,
                 trained_tokens=int(trained_tokens),
@@ -539,13 +560,13 @@ def main(cfg: Config) -> Path:
                     "step_seconds": log.seconds,
                     "eval_left": evals and stop,
                 }
-                path = saver.save(done, model, optimizer, facts | state)
+                checkpoint = saver.save(done, model, optimizer, facts | state)
             if stop:
                 break
     if stop:
         from utils.train.resume import print_resume_command
 
-        print_resume_command(stop, path, cfg, world)
+        print_resume_command(stop, checkpoint, cfg, world)
         return out
     set_timeout()
 
@@ -554,9 +575,8 @@ def main(cfg: Config) -> Path:
     result = out / ("adapter" if lora else "model")
     save_dtype = DTYPES[cfg.save_dtype]
     if cfg.save_model and lora:
-        print0(
-            f"adapter   {save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)}"
-        )
+        saved = save_adapter(result, model, adapters, cfg.model, world, tokenizer, save_dtype)
+        print0(f"adapter   {saved}")
     elif cfg.save_model:
         save_model(
             result,

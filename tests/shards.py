@@ -34,11 +34,11 @@ def shard_training(
     stored_as_computed decides which parameters are not sharded; accumulates: see there.
     """
     offload = CPUOffloadPolicy(mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    found = units(model, dtype, tower_layers(model))
-    plain = set()
+    all_units = units(model, dtype, tower_layers(model))
+    unsharded = set()
     if mesh.size() == 1 and not cpu_offload:
-        plain = stored_as_computed(found, accumulates)
-    for unit in found:
+        unsharded = stored_as_computed(all_units, accumulates)
+    for unit in all_units:
         fully_shard(
             unit.modules,
             mesh=mesh,
@@ -49,7 +49,7 @@ def shard_training(
                 cast_forward_inputs=unit.cast_forward_inputs,
             ),
             offload_policy=offload,
-            ignored_params=plain,
+            ignored_params=unsharded,
         )
         unit.modules[0].set_unshard_in_backward(unit.unshard_in_backward)
     return model

@@ -305,7 +305,7 @@ def test_a_setting_that_repeats_has_the_same_type_default_and_comment():
 def test_tests_shard_as_finetune_does():
 
     def loop(text: str) -> str:
-        found = re.search(r"^( +)for unit in found:\n(?:\1 .*\n)+", text, re.M)[0]
+        found = re.search(r"^( +)for unit in all_units:\n(?:\1 .*\n)+", text, re.M)[0]
         return textwrap.dedent(found).replace("cfg.", "")
 
     files = (ROOT / "recipes" / "finetune.py", ROOT / "tests" / "shards.py")

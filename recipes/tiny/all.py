@@ -32,6 +32,7 @@ SCORED = {
     "vision": ("exact match", TINY / "vision", "vision/heldout.jsonl"),
 }
 LOGGED = {"pretrain": ("bits per byte", "eval_bits_per_byte")}
+FAILED = ("failed", "", "")  # in place of (what is measured, before, after)
 
 
 def main() -> int:
@@ -46,14 +47,14 @@ def main() -> int:
     rows = []
     for name in names:
         start = time.monotonic()
-        said = run([*TORCHRUN, str(RECIPES / f"{name}.py")])
+        output = run([*TORCHRUN, str(RECIPES / f"{name}.py")])
         seconds = time.monotonic() - start
-        found = measured(name, said) if said else ("failed", "", "")
-        rows.append((name, *found, f"{seconds:.0f}"))
+        measure, before, after = measured(name, output) if output else FAILED
+        rows.append((name, measure, before, after, f"{seconds:.0f}"))
     print(f"{'recipe':10}{'measured':22}{'before':>14}{'after':>14}{'seconds':>9}")
-    for name, what, before, after, seconds in rows:
-        print(f"{name:10}{what:22}{before:>14}{after:>14}{seconds:>9}")
-    return int(any(row[1] == "failed" for row in rows))
+    for name, measure, before, after, seconds in rows:
+        print(f"{name:10}{measure:22}{before:>14}{after:>14}{seconds:>9}")
+    return int(any(measure == "failed" for _, measure, *_ in rows))
 
 
 def run(command: list[str], may_fail: bool = False) -> str:
@@ -66,23 +67,26 @@ def run(command: list[str], may_fail: bool = False) -> str:
     return done.stdout
 
 
-def measured(name: str, said: str) -> tuple[str, str, str]:
-    """(what is measured, before, after) of a recipe that has printed `said`."""
-    out = Path(re.findall(rf"\S*output/{name}-\d+", said)[-1])
+def measured(name: str, output: str) -> tuple[str, str, str]:
+    """(what is measured, before, after) of a recipe that has printed `output`."""
+    out = Path(re.findall(rf"\S*output/{name}-\d+", output)[-1])
     if name == "eval":
         results = json.loads((out / "eval.json").read_text())["results"]
         return "exact match", f"{results['exact_sum']:.0f} of {results['items']}", ""
     if name in LOGGED:
-        what, key = LOGGED[name]
+        measure, key = LOGGED[name]
         steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         values = [step[key] for step in steps if key in step]
-        return what, f"{values[0]:.3f}", f"{values[-1]:.3f}"
-    what, before, questions = SCORED[name]
-    command = [sys.executable, str(TINY / "score.py"), str(before), str(out / "model")]
+        return measure, f"{values[0]:.3f}", f"{values[-1]:.3f}"
+    measure, model_before, questions = SCORED[name]
+    command = [sys.executable, str(TINY / "score.py"), str(model_before), str(out / "model")]
     # score.py exits with 1 below 90 %, which grpo.py does not reach from its start
     scored = run([*command, "--questions", str(TINY / questions)], may_fail=True)
-    figures = LINES[what].findall(scored)
-    return (what, *([""] * (2 - len(figures)) + figures)) if figures else ("failed", "", "")
+    figures = LINES[measure].findall(scored)
+    if not figures:
+        return FAILED
+    before = figures[0] if len(figures) == 2 else ""  # a reward model is scored only after training
+    return measure, before, figures[-1]
 
 
 if __name__ == "__main__":

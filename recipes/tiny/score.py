@@ -51,19 +51,21 @@ def main() -> int:
             expected.append(answer["content"])
         questions.append(question)
     if AutoConfig.from_pretrained(args.after).architectures[0].endswith("Classification"):
-        good, bad = (scores(args.after, questions, texts) for texts in (expected, rejected))
-        higher = sum(a > b for a, b in zip(good, bad, strict=True))
+        of_chosen, of_rejected = (
+            scores(args.after, questions, texts) for texts in (expected, rejected)
+        )
+        higher = sum(a > b for a, b in zip(of_chosen, of_rejected, strict=True))
         print(f"chosen scored above rejected, {args.after}: {higher} of {len(expected)}")
         return 0 if higher >= ENOUGH * len(expected) else 1
     before = answers(args.before, questions)
     after = answers(args.after, questions)
 
-    every = max(1, len(questions) // 5)
-    for i in range(0, len(questions), every)[:5]:  # examples
-        asked = questions[i][-1]["content"]
-        if isinstance(asked, list):  # with pictures
-            asked = " ".join(part.get("text", "(picture)") for part in asked)
-        print(f"\n{shown(asked)}")
+    step = max(1, len(questions) // 5)
+    for i in range(0, len(questions), step)[:5]:  # five examples
+        question = questions[i][-1]["content"]
+        if isinstance(question, list):  # with pictures
+            question = " ".join(part.get("text", "(picture)") for part in question)
+        print(f"\n{shown(question)}")
         print(f"  expected: {shown(expected[i][:80])}")
         print(f"  before:   {shown(before[i][:80])}")
         print(f"  after:    {shown(after[i][:80])}")
@@ -72,8 +74,10 @@ def main() -> int:
     right = [print_matches("after", after, expected)]
     if rejected:
         for name in (args.before, args.after):
-            good, bad = (log_probs(name, questions, texts) for texts in (expected, rejected))
-            likelier = sum(a > b for a, b in zip(good, bad, strict=True))
+            of_chosen, of_rejected = (
+                log_probs(name, questions, texts) for texts in (expected, rejected)
+            )
+            likelier = sum(a > b for a, b in zip(of_chosen, of_rejected, strict=True))
             print(f"chosen likelier than rejected, {name}: {likelier} of {len(expected)}")
         right.append(likelier)
     return 0 if min(right) >= ENOUGH * len(expected) else 1

@@ -44,23 +44,23 @@ def story(rng: Random) -> str:
     described, things, counted = facts(rng)
     later = []
     for kind, colour, thing in things:
-        who, other = rng.sample(PEOPLE, 2)
+        person, friend = rng.sample(PEOPLE, 2)
         again = [
-            f"{who} looked for the {kind} {colour} {thing}.",
-            f"{who} asked {other} about the {colour} {thing}.",
-            f"{who} saw the {colour} {thing} again.",
+            f"{person} looked for the {kind} {colour} {thing}.",
+            f"{person} asked {friend} about the {colour} {thing}.",
+            f"{person} saw the {colour} {thing} again.",
             f"The {colour} {thing} was {kind}.",
-            f"{who} and {other} took the {kind} {colour} {thing}.",
-            f'"Which thing is {rng.choice([kind, colour])}?" asked {who}.',
-            f'"What is {rng.choice([kind, colour])}?" asked {who}.',
+            f"{person} and {friend} took the {kind} {colour} {thing}.",
+            f'"Which thing is {rng.choice([kind, colour])}?" asked {person}.',
+            f'"What is {rng.choice([kind, colour])}?" asked {person}.',
         ]
         later += rng.sample(again, 3)
     for number, fruit in counted:
-        who, other = rng.sample(PEOPLE, 2)
+        person, friend = rng.sample(PEOPLE, 2)
         again = [
-            f"{who} gave the {number} {fruit} to {other}.",
-            f"{who} counted {number} {fruit}.",
-            f'"What are there {number} of?" asked {who}.',
+            f"{person} gave the {number} {fruit} to {friend}.",
+            f"{person} counted {number} {fruit}.",
+            f'"What are there {number} of?" asked {person}.',
         ]
         later += rng.sample(again, 2)
     rng.shuffle(later)
@@ -78,8 +78,8 @@ def chat_row(rng: Random, held_out: bool) -> dict:
 
 def pair_row(rng: Random, held_out: bool) -> dict:
     """A row with a question and two answers. The rejected answer names another thing of the story."""
-    question, answer, others = asked(rng, held_out)
-    return {"prompt": question, "chosen": answer, "rejected": rng.choice(others)}
+    question, answer, wrong = asked(rng, held_out)
+    return {"prompt": question, "chosen": answer, "rejected": rng.choice(wrong)}
 
 
 def asked(rng: Random, held_out: bool) -> tuple[str, str, list[str]]:
@@ -96,8 +96,8 @@ def asked(rng: Random, held_out: bool) -> tuple[str, str, list[str]]:
     for number, fruit in counted:
         pairs.append((f"What are there {number} of?", f"{number} {fruit}"))
     (question, answer), _ = rng.sample(pairs, 2)
-    others = [other for _, other in pairs if other.split()[-1] != answer.split()[-1]]
-    return " ".join([*described, question]), answer, others
+    wrong = [other for _, other in pairs if other.split()[-1] != answer.split()[-1]]
+    return " ".join([*described, question]), answer, wrong
 
 
 def facts(rng: Random, held_out: bool | None = None) -> tuple[list[str], list[tuple], list[tuple]]:
