@@ -24,7 +24,7 @@ from ..model.folder import Source, find_model, open_model, read_header, run_fact
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, settle_chunked_loss
-from ..model.options import Lora
+from ..model.options import SHARDS_INTEGERS, Lora, Quant
 from ..model.sharding import (
     DTYPES,
     cast_to,
@@ -68,12 +68,14 @@ def open_trained(
     world: World,
     trust_remote_code: bool,
     merge=False,
+    quantization="none",
 ) -> Trained:
     """Open the model that a recipe serves: a base, alone or with a peft folder or a checkpoint on top.
 
     model: the base; "": the one that the adapter or the run names. dtype: of the parameters; "": that of the
-    run. merge: the model without the adapter, which the recipe adds itself. Every rank calls it. Raises
-    ConfigError if something is missing or does not fit together.
+    run. merge: the model without the adapter, which the recipe adds itself. quantization: 8bit or 4bit for
+    the linear layers that the adapter or the run did not train. Every rank calls it. Raises ConfigError if
+    something is missing or does not fit together.
     """
     path = None
     run = {}
@@ -117,6 +119,7 @@ def open_trained(
         dtype = DTYPES[dtype or run.get("param_dtype", "fp32")]
         kind = kind_of(run, source, adapter)
         built = build_model(source.config, dtype, "auto", trust_remote_code, kind=kind)  # on meta
+        built.requires_grad_(bool(path))
         if is_new:
             weights, rules = plan_weights(built, stored)
             for name, _ in built.named_parameters():  # the checkpoint has them
@@ -131,6 +134,15 @@ def open_trained(
             names = base_names(built)
         elif run.get("train"):
             freeze_parts(built, parse_parts(run["train"]), dtype)
+        if quantization != "none":
+            from ..model.quantize import quantize_linears
+
+            check(
+                SHARDS_INTEGERS or world.size == 1,
+                f"--quantization on {world.size} ranks (fix: one rank, or pip install 'torch>=2.12')",
+            )
+            quantized = quantize_linears(built, Quant(quantization), dtype)
+            print0(f"quantized {quantized.sentence()}")
         if path:
             check_tensors(
                 path, checkpoint_tensors(built), "the --model it was trained from", dtypes=False
