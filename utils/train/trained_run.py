@@ -226,25 +226,26 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     """Load what open_trained has opened, and set evaluation mode. Call shard_model or compute_alone before.
     adapter: the peft folder, as the user named it; "": none.
     """
+    model = trained.model
     pieces = trained.pieces
     if world.gpu_name:
-        fuse_norms(trained.model)
+        fuse_norms(model)
     if trained.checkpoint and not trained.adapter:  # the checkpoint has the trained parameters
-        state = trained.model.state_dict(keep_vars=True)
+        state = model.state_dict(keep_vars=True)
         pieces = [piece for piece in pieces if not state[piece.param].requires_grad]
-    load_pieces(trained.model, pieces, world.device, names=trained.names)
+    load_pieces(model, pieces, world.device, names=trained.names)
     if trained.rules:
         from ..model.init import draw_weights
 
-        draw_weights(trained.model, trained.rules, trained.run["seed"])
+        draw_weights(model, trained.rules, trained.run["seed"])
     if adapter:
         from ..model.lora import load_adapter
 
         with together(world):
-            load_adapter(trained.model, Path(adapter))
+            load_adapter(model, Path(adapter))
     if trained.checkpoint:
-        read_tensors(trained.checkpoint, checkpoint_tensors(trained.model))
-    trained.model.eval()
+        read_tensors(trained.checkpoint, checkpoint_tensors(model))
+    model.eval()
 
 
 def compute_alone(model: nn.Module, dtype: torch.dtype) -> None:
