@@ -105,6 +105,7 @@ class Config:
 
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; auto: bf16 if the GPU has it
+    quantization: Literal["none", "8bit", "4bit"] = "none"  # of linear layers that did not train
     force: bool = False  # start even if the plan says that it does not fit
 
     # Where
@@ -155,7 +156,15 @@ def main(cfg: Config) -> Path:
     act("folder")
     dtype = settle_dtype(cfg.dtype, world.device)
     base = cfg.model or ("" if cfg.adapter or cfg.checkpoint else str(TINY))
-    trained = open_trained(base, cfg.adapter, cfg.checkpoint, dtype, world, cfg.trust_remote_code)
+    trained = open_trained(
+        base,
+        cfg.adapter,
+        cfg.checkpoint,
+        dtype,
+        world,
+        cfg.trust_remote_code,
+        quantization=cfg.quantization,
+    )
     model = trained.model
     with together(world):
         tokenizer = load_tokenizer(*trained.tokenizer)

@@ -95,6 +95,7 @@ class Config:
 
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; auto: bf16 if the GPU has it
+    quantization: Literal["none", "8bit", "4bit"] = "none"  # of linear layers that did not train
     force: bool = False  # start even if the plan says that it does not fit
 
     # Where
@@ -149,7 +150,13 @@ def main(cfg: Config) -> None:
             check_output(Path(cfg.output))
     dtype = settle_dtype(cfg.dtype, world.device)
     trained = open_trained(
-        cfg.model, cfg.adapter, cfg.checkpoint, dtype, world, cfg.trust_remote_code
+        cfg.model,
+        cfg.adapter,
+        cfg.checkpoint,
+        dtype,
+        world,
+        cfg.trust_remote_code,
+        quantization=cfg.quantization,
     )
     model = trained.model
     with together(world):

@@ -51,6 +51,7 @@ LATE = {  # (file, what it imports within a function): optional and heavy, or de
     ("train/answers", "model/lora"),
     ("train/trained_run", "model/init"),
     ("train/trained_run", "model/lora"),
+    ("train/trained_run", "model/quantize"),
     ("train/rollout", "model/lora"),
 }
 # Tokens of our code, a budget that only falls: a change that needs less lowers it in the same commit. They

@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from utils.train.profiling import (
     Tracker,
     flops_per_token,
     matmul_parameters,
-    peak_flops,
+    mfu,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -239,18 +240,18 @@ def test_a_tied_table_counts_as_the_head_and_experts_by_visits():
     ],
 )
 def test_peaks_are_known_by_the_names_that_torch_gives(name, tera):
-    assert peak_flops(name) == tera * 1e12
+    assert mfu(tera * 1e12, SimpleNamespace(gpu_name=name, size=1)) == 1
 
 
 def test_unknown_devices_have_no_peak():
-    assert peak_flops(ALONE.gpu_name) == 0
+    assert mfu(1e12, ALONE) == 0
     for name in (
         "NVIDIA A10G",
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     ):
-        assert peak_flops(name) == 0
+        assert mfu(1e12, SimpleNamespace(gpu_name=name, size=1)) == 0
 
 
 PEAK = """

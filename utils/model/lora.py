@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from ..run.distributed import World
 from ..run.errors import check, first_five, others_code, print0
 from ..run.files import file_inside
-from ..run.units import GIB, seed_of
+from ..run.units import seed_of
 from .folder import read_header, read_json
 from .loading import lay_out, local, local_box, whole
 from .options import Lora, Quant, changed_flags
@@ -70,7 +70,7 @@ def adapt(
         check(
             quant.keep_experts_16bit or quantized.expert_share <= 0.5,
             f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
-            f" {quantized.expert_bytes / GIB:.3f} GiB, {quantized.expert_share:.0%} of the weights"
+            f" {quantized.expert_share:.0%} of the weights"
             " (fix: --keep_experts_16bit to go on like that, or --quantization none)",
         )
         print0(f"quantized {quantized.sentence()}")

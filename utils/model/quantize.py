@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..run.errors import check
-from ..run.units import GIB
 from .loading import CHUNK, Piece, local, local_box
 from .options import Quant
 
@@ -202,23 +201,20 @@ class _FrozenLinear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Quantized:
-    """What quantize_linears did. expert_bytes, expert_share: the experts' bytes in 16 bit, and their share of
-    the frozen weights.
+    """What quantize_linears did. expert_share: the share of experts, which stay in 16 bit, in the frozen
+    weights.
     """
 
     kind: str
     layers: int
     in_16bit: dict[str, int]  # linears that stay in 16 bit, with the reason -> their number
-    expert_bytes: int
     expert_share: float
 
     def sentence(self) -> str:
         """The line that the plan prints."""
         in_16bit = [f"{count} x {name}" for name, count in self.in_16bit.items()]
-        if self.expert_bytes:
-            in_16bit.append(
-                f"all experts, {self.expert_bytes / GIB:.3f} GiB or {self.expert_share:.0%} of the weights"
-            )
+        if self.expert_share:
+            in_16bit.append(f"all experts, {self.expert_share:.0%} of the weights")
         exceptions = f"; in 16 bit: {'; '.join(in_16bit)}" if in_16bit else ""
         return f"{self.kind} for {self.layers} linear layers{exceptions}"
 
@@ -260,7 +256,7 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quan
         f"--quantization {kind}: {type(model).__name__} has no linear layer that can be:"
         f" {'; '.join(in_16bit)} (fix: --quantization none)",
     )
-    return Quantized(kind, layers, in_16bit, 2 * experts, experts / sum(frozen.values()))
+    return Quantized(kind, layers, in_16bit, experts / sum(frozen.values()))
 
 
 def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:

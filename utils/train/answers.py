@@ -129,7 +129,7 @@ def sums_of(batch, policy: Tensor, losses: Tensor, rewards: Tensor) -> Tensor:
     answers; pairs whose wanted answer has the higher reward.
     """
     wanted = batch.desirable
-    others = ~batch.desirable
+    others = ~wanted
     sums = [
         losses,
         policy * wanted,

@@ -93,7 +93,7 @@ def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
     import wandb
 
     run = wandb.init(dir=folder, name=folder.name)
-    return lambda numbers, step: run.log(numbers, step=step), run.finish
+    return run.log, run.finish
 
 
 def start_recording(
@@ -139,8 +139,10 @@ def mfu(flops: float, world: World) -> float:
     """Model FLOPs utilization. flops: FLOP/s of all ranks together. Returns their share of the peak of all
     GPUs; 0 if the peak is not known.
     """
-    peak = peak_flops(world.gpu_name)
-    return flops / (peak * world.size) if peak else 0.0
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b({pattern})\b", world.gpu_name):
+            return flops / (tflops * 1e12 * world.size) if tflops else 0.0
+    return 0.0
 
 
 def matmul_parameters(model: nn.Module) -> int:
@@ -171,11 +173,3 @@ def flops_per_token(model: nn.Module, length: float, frozen: bool = False) -> fl
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         attention = 6.0 * config.num_hidden_layers * heads * size * length
     return (4.0 if frozen else 6.0) * matmul_parameters(model) + attention
-
-
-def peak_flops(name: str) -> float:
-    """The peak FLOP/s of the device with this name of torch.cuda.get_device_name; 0 if it is not known."""
-    for pattern, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b({pattern})\b", name):
-            return tflops * 1e12
-    return 0.0

@@ -63,14 +63,16 @@ def gathered(found: list[Unit], reshard_after_forward: bool) -> Iterator[None]:
     """
     try:
         for unit in found:
-            unit.modules[0].set_reshard_after_forward(False, recurse=False)
-            unit.modules[0].unshard()
+            module = unit.modules[0]
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
         yield
     finally:
         for unit in found:
             after = reshard_after_forward and unit.reshard_after_forward
-            unit.modules[0].set_reshard_after_forward(after, recurse=False)
-            unit.modules[0].reshard()
+            module = unit.modules[0]
+            module.set_reshard_after_forward(after, recurse=False)
+            module.reshard()
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from ..model.folder import Source, find_model, open_model, read_header, run_fact
 from ..model.kinds import add_scores, freeze_parts, parse_parts, tower_layers
 from ..model.loading import KINDS, Piece, build_model, load_pieces, plan_pieces
 from ..model.loss import add_chunked_loss, settle_chunked_loss
-from ..model.options import Lora
+from ..model.options import SHARDS_INTEGERS, Lora, Quant
 from ..model.sharding import (
     DTYPES,
     cast_to,
@@ -68,12 +68,14 @@ def open_trained(
     world: World,
     trust_remote_code: bool,
     merge=False,
+    quantization="none",
 ) -> Trained:
     """Open the model that a recipe serves: a base, alone or with a peft folder or a checkpoint on top.
 
     model: the base; "": the one that the adapter or the run names. dtype: of the parameters; "": that of the
-    run. merge: the model without the adapter, which the recipe adds itself. Every rank calls it. Raises
-    ConfigError if something is missing or does not fit together.
+    run. merge: the model without the adapter, which the recipe adds itself. quantization: 8bit or 4bit for
+    the linear layers that the adapter or the run did not train. Every rank calls it. Raises ConfigError if
+    something is missing or does not fit together.
     """
     path = None
     run = {}
@@ -117,6 +119,7 @@ def open_trained(
         dtype = DTYPES[dtype or run.get("param_dtype", "fp32")]
         kind = kind_of(run, source, adapter)
         built = build_model(source.config, dtype, "auto", trust_remote_code, kind=kind)  # on meta
+        built.requires_grad_(bool(path))
         if is_new:
             weights, rules = plan_weights(built, stored)
             for name, _ in built.named_parameters():  # the checkpoint has them
@@ -131,6 +134,15 @@ def open_trained(
             names = base_names(built)
         elif run.get("train"):
             freeze_parts(built, parse_parts(run["train"]), dtype)
+        if quantization != "none":
+            from ..model.quantize import quantize_linears
+
+            check(
+                SHARDS_INTEGERS or world.size == 1,
+                f"--quantization on {world.size} ranks (fix: one rank, or pip install 'torch>=2.12')",
+            )
+            quantized = quantize_linears(built, Quant(quantization), dtype)
+            print0(f"quantized {quantized.sentence()}")
         if path:
             check_tensors(
                 path, checkpoint_tensors(built), "the --model it was trained from", dtypes=False
@@ -214,25 +226,26 @@ def load_trained(trained: Trained, adapter: str, world: World) -> None:
     """Load what open_trained has opened, and set evaluation mode. Call shard_model or compute_alone before.
     adapter: the peft folder, as the user named it; "": none.
     """
+    model = trained.model
     pieces = trained.pieces
     if world.gpu_name:
-        fuse_norms(trained.model)
+        fuse_norms(model)
     if trained.checkpoint and not trained.adapter:  # the checkpoint has the trained parameters
-        state = trained.model.state_dict(keep_vars=True)
+        state = model.state_dict(keep_vars=True)
         pieces = [piece for piece in pieces if not state[piece.param].requires_grad]
-    load_pieces(trained.model, pieces, world.device, names=trained.names)
+    load_pieces(model, pieces, world.device, names=trained.names)
     if trained.rules:
         from ..model.init import draw_weights
 
-        draw_weights(trained.model, trained.rules, trained.run["seed"])
+        draw_weights(model, trained.rules, trained.run["seed"])
     if adapter:
         from ..model.lora import load_adapter
 
         with together(world):
-            load_adapter(trained.model, Path(adapter))
+            load_adapter(model, Path(adapter))
     if trained.checkpoint:
-        read_tensors(trained.checkpoint, checkpoint_tensors(trained.model))
-    trained.model.eval()
+        read_tensors(trained.checkpoint, checkpoint_tensors(model))
+    model.eval()
 
 
 def compute_alone(model: nn.Module, dtype: torch.dtype) -> None:
