@@ -33,8 +33,8 @@ from .formats import (
     ROLES,
     Messages,
     Read,
-    check_one_answer,
     conversation,
+    examine_keys,
     keys_of,
     read_alpaca,
     read_completion,
@@ -62,7 +62,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     prompt_key = next(filter(row.get, PROMPTS), "")
     form = prompt_key or "conversation"
     labels = labels_of(row, prompt_key, rows.task)
-    check_one_answer({key: row[key] for key in row.keys() - PREFERENCES}, "chat", notes)
+    examine_keys({key: row[key] for key in row.keys() - PREFERENCES}, "chat", notes)
     is_plain = rows.format == "completion" or not tokenizer.template_name
     read = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
     start = begin_of_answers(row, prompt_key, [messages for messages, _ in read])
