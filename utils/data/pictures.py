@@ -151,7 +151,7 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     messages, tools, sources, form = read_pictured(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
         part.add_row(*encode_plain(tokenizer, messages, notes), where, rows, form)
-        say_pictures(part, [], 0)
+        keep_pictures(part, [], 0)
         return form
     processor = load_processor(rows.processor, tokenizer)
     pictures = sized(sources, where, rows)
@@ -166,8 +166,8 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
             part.dropped[NO_ROOM] += 1
         else:
             part.add_row(ids, mask, where, rows, form)
-            say_pictures(part, own, patches)
-        part.say_problem(chat.problem, where)
+            keep_pictures(part, own, patches)
+        part.keep_problem(chat.problem, where)
     return form
 
 
@@ -176,7 +176,7 @@ def sized(sources: list[str], where: str, rows) -> list[list]:
     return [described(source, folder_of(where, rows), rows.image_max_pixels) for source in sources]
 
 
-def say_pictures(part, pictures: list, patches: int) -> None:
+def keep_pictures(part, pictures: list, patches: int) -> None:
     """Record the pictures of the sequences that add_row has just added; there may be none."""
     while len(part.row_sizes) < len(part.lengths):
         text = json.dumps(pictures)

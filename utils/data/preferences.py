@@ -82,7 +82,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
                     "an answer of several turns, of which the chat template writes one differently once"
                     " others follow (fix: one turn an answer, or another --chat_template)"
                 )
-            part.say_problem(chat.problem, where)
+            part.keep_problem(chat.problem, where)
             ids, mask = encode_chat(tokenizer, chat)
         prompts.append(ids[: mask.find(1)])
         cuts.append(type(part)())

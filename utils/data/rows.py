@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -161,11 +160,8 @@ def read_file(path: Path) -> RawRows:
 
 def read_lines(file: BinaryIO, path: Path) -> RawRows:
     """(where, bytes) of each line that is not blank. Only \\n ends a line: U+2028 and U+0085 are text."""
-    for number in count(1):
-        line = file.readline()
+    for number, line in enumerate(file, start=1):
         where = f"{path}:{number}"
-        if not line:
-            return
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
             check(
