@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .chats import check_parts, renderable, skeleton
+from .chats import examine_parts, renderable, skeleton
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
 from .tokens import adds_bos, encode, hidden, render
 
@@ -105,7 +105,7 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         ids += encode(tokenizer, hidden(tokenizer, content)).ids
     else:
         messages = Prompt(where, content).messages
-        check_parts(tokenizer, skeleton(messages), tools, [], notes)
+        examine_parts(tokenizer, skeleton(messages), tools, [], notes)
         ids = prompt_ids(tokenizer, messages, tools)
     if not ids:
         raise ValueError("the prompt has no tokens")
