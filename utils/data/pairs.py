@@ -105,9 +105,8 @@ class LabelBatches(PairBatches):
         """The prompt of each row with the answer of row answer_of[row], cut to seq_len tokens."""
         items = []
         for row in rows:
-            other = self.answer_of[row] if self.answer_of else row
             prompt = self.examples[row]
-            answer = self.examples[other]
+            answer = self.examples[self.answer_of[row]] if self.answer_of else prompt
             end = begin_of_answer(prompt)
             begin = begin_of_answer(answer)
             ids = torch.cat([prompt.ids[:end], answer.ids[begin:]])
@@ -116,6 +115,7 @@ class LabelBatches(PairBatches):
         return items
 
     def every(self, steps: int) -> Iterator[PairBatch]:
+        """Also the mismatched answers of each step, which differ from epoch to epoch."""
         yield from super().every(steps)
         for step in range(steps):
             yield from self.mismatched(step)
