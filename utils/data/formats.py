@@ -341,7 +341,9 @@ def call_of(call: object, path: str) -> dict:
             f"{path}function.arguments: expected an object as JSON, got {json_name(arguments)}"
         )
     message = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return message | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+    if isinstance(call.get("id"), str):
+        message["id"] = call["id"]
+    return message
 
 
 def tools_of(row: dict) -> list | None:

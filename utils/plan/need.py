@@ -126,8 +126,8 @@ def sum_of(parts: dict[str, int]) -> str:
 
 
 def planned_model(setting: Setting) -> nn.Module:
-    """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses
-    it; it is cached.
+    """The model on meta, with adapters, quantized layers and chunked loss. It is cached; only the plan uses
+    it.
     """
     return _planned_model(Setting(seq_len=1, **{name: getattr(setting, name) for name in OF_MODEL}))
 
@@ -135,7 +135,7 @@ def planned_model(setting: Setting) -> nn.Module:
 @lru_cache(maxsize=16)
 def _planned_model(setting: Setting) -> nn.Module:
     model = build_model(
-        deepcopy(setting.config),  # which it changes
+        deepcopy(setting.config),  # build_model changes it
         setting.param_dtype,
         setting.attn,
         setting.trust_remote_code,
@@ -153,7 +153,7 @@ def _planned_model(setting: Setting) -> nn.Module:
         from ..model.lora import add_adapters, freeze_base
 
         add_adapters(model, setting.lora)
-        # llm_int8 keeps the same for the backward, and cannot be traced
+        # llm_int8 keeps as much for the backward as dequant, but cannot be traced.
         freeze_base(model, replace(setting.quant, int8_mode="dequant"), setting.dtype)
     return model if setting.kind == "scores" else add_chunked_loss(model)
 
@@ -220,40 +220,40 @@ def units_of(
     head = model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
     # Modules that are gathered in fp32, in units of their own, count as part of the unit around them.
-    kept = {p for module in in_fp32 for p in module.parameters()}
+    fp32_parameters = {p for module in in_fp32 for p in module.parameters()}
     plain = set()  # see sharding.stored_as_computed
     alone = setting.shards == 1
     if alone and setting.replicate == 1 and not setting.cpu_offload:
-        found = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
+        units = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
         accumulates = setting.grad_accum > 1 and not setting.sync_each_microbatch
-        plain = sharding.stored_as_computed(found, accumulates)
+        plain = sharding.stored_as_computed(units, accumulates)
 
     def unit_of(parameters):
         unit = Unit()
         for p in parameters:
-            own_numel = share_numel(p, setting.shards)
-            padded_numel = 0 if p in plain else own_numel * setting.shards
-            dtype = torch.float32 if p in kept else setting.dtype
+            shard_numel = share_numel(p, setting.shards)
+            padded_numel = 0 if p in plain else shard_numel * setting.shards
+            dtype = torch.float32 if p in fp32_parameters else setting.dtype
             is_cast = p.is_floating_point() and p.dtype != dtype
             itemsize = dtype.itemsize if is_cast else p.element_size()
             unit.gathered += padded_numel * itemsize
-            copied = own_numel * itemsize * (is_cast or setting.cpu_offload)
+            copied = shard_numel * itemsize * (is_cast or setting.cpu_offload)
             unit.copied = max(copied, unit.copied) if alone else copied + unit.copied
             if is_cast and setting.cpu_offload:
-                unit.moved = max(unit.moved, own_numel * p.element_size())
+                unit.moved = max(unit.moved, shard_numel * p.element_size())
             if p.requires_grad:
                 grads = p.numel() * itemsize
                 unit.grads += grads
                 unit.reduced += padded_numel * 4
-                unit.share += own_numel * p.element_size()
+                unit.share += shard_numel * p.element_size()
                 unit.last = 0 if alone else grads
         return unit
 
-    own = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
+    in_units = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
     is_tied = embedding.weight is head.weight
     first = nn.ModuleList([embedding, head]) if is_tied else embedding
     return (
-        unit_of(p for p in model.parameters() if p not in own),
+        unit_of(p for p in model.parameters() if p not in in_units),
         unit_of(first.parameters()),
         [unit_of(layer.parameters()) for layer in layers],
         None if is_tied else unit_of(head.parameters()),
@@ -293,6 +293,7 @@ class Replay:
             self.add("optimizer", states.optimizer)
 
     def add(self, part: str, size: int, stream: str = COMPUTE) -> None:
+        """Add `size` bytes, which may be negative, and keep the peak."""
         self.live[part] += size
         self.live_bytes += size
         self.pools[stream] += size
@@ -304,20 +305,20 @@ class Replay:
         """size None: all bytes of the part."""
         self.add(part, -(self.live[part] if size is None else size), stream)
 
-    def compute(self, segment: Segment, without: int = 0, part="activations") -> None:
-        """Run a segment. without: bytes of whole gradients in its rest, counted as a part of their own."""
+    def compute(self, segment: Segment, grads: int = 0, part="activations") -> None:
+        """Run a segment. grads: bytes of whole gradients in its rest, counted as a part of their own."""
         self.add(part, segment.peak)
         self.free(part, segment.peak)
-        self.add("activations", segment.rest - without)
-        self.add("whole gradients", without)
+        self.add("activations", segment.rest - grads)
+        self.add("whole gradients", grads)
 
     def fetch(self, unit: Unit) -> None:
         """Begin the all-gather of a unit. A single rank copies its parameters one by one."""
         if unit in self.open or unit in self.fetched:
             return
-        sizes = (unit.copied, unit.moved) if self.alone else (unit.gathered, unit.copied)
-        self.fetched[unit], freed = sizes
-        self.add("buffers", sum(sizes), self.gather_stream)
+        buffer, freed = (unit.copied, unit.moved) if self.alone else (unit.gathered, unit.copied)
+        self.fetched[unit] = buffer
+        self.add("buffers", buffer + freed, self.gather_stream)
         self.free("buffers", freed, self.gather_stream)
 
     def unshard(self, unit: Unit, forward: bool) -> None:
@@ -336,10 +337,12 @@ class Replay:
         self.open.add(unit)
 
     def drop_buffer(self) -> None:
+        """Free the all-gather buffers that are copied out."""
         self.free("buffers", self.kept_buffer, self.gather_stream)
         self.kept_buffer = 0
 
     def reshard(self, unit: Unit) -> None:
+        """Free the gathered parameters of a unit."""
         if unit in self.open:
             self.open.remove(unit)
             self.free("gathered", unit.gathered)
@@ -392,8 +395,8 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward with head and loss. trace: None for a few tokens, whose activations are negligible."""
     rest, embedding, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
-    replay.unshard(rest, True)
-    replay.unshard(embedding, True)
+    replay.unshard(rest, forward=True)
+    replay.unshard(embedding, forward=True)
     if trace:
         replay.compute(trace.embedding)
     if head and reshards:
@@ -401,7 +404,7 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     if trace and trace.pictures:
         trace.pictures.forward(replay, towers)
     for k, unit in enumerate(blocks):
-        replay.unshard(unit, True)
+        replay.unshard(unit, forward=True)
         if head and unit is blocks[-1] and not replay.alone:
             replay.fetch(head)  # set_modules_to_forward_prefetch
         if trace:
@@ -410,7 +413,7 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
             replay.reshard(unit)
     replay.phase = "loss"
     if head:
-        replay.unshard(head, True)
+        replay.unshard(head, forward=True)
     if trace:
         replay.compute(trace.loss, part="loss")
     replay.drop_buffer()  # FSDPState._post_forward
@@ -437,7 +440,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         if head:
             replay.reduce(head, sync)
         for k, unit in reversed(list(enumerate(blocks))):
-            replay.unshard(unit, False)
+            replay.unshard(unit, forward=False)
             if k and not replay.alone:
                 replay.fetch(blocks[k - 1])
             replay.compute(trace.blocks_back[trace.kinds[k]], unit.grads)
@@ -580,27 +583,27 @@ def need_of(setting: Setting) -> Need:
             scaling=None,
         )
     )
-    copy = states.gradients + states.optimizer if setting.async_save else 0
+    copy_bytes = states.gradients + states.optimizer if setting.async_save else 0
     peak = None
     why = ""
-    inputs = 0
-    paged = 0
+    inputs_bytes = 0  # of the blocks' inputs on the host
+    paged_bytes = 0
     if setting.gpu and not setting.cpu_offload and "paged" in setting.optimizer:
         # The driver moves the moments to the host if it must, and torch does not count them.
-        paged = states.optimizer
+        paged_bytes = states.optimizer
         states = replace(states, optimizer=0)
     try:
         trace = trace_of(setting)
         peak = step_peak(units, states, setting, trace)
         if setting.activation_offload:
-            inputs = len(trace.kinds) * pinned_bytes(trace.input_bytes)
+            inputs_bytes = len(trace.kinds) * pinned_bytes(trace.input_bytes)
     except Exception as error:  # a model is someone else's program
         why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
     model = planned_model(setting)
-    # bytes of all weights, unsharded, in their own dtypes
-    stored = 0 if setting.low_cpu_fsdp else sum(p.nbytes for p in model.parameters())
+    # all weights, unsharded, in their own dtypes
+    stored_bytes = 0 if setting.low_cpu_fsdp else sum(p.nbytes for p in model.parameters())
     on_device = States(0, 0, 0) if setting.cpu_offload else states
-    load = on_device.weights + LOAD_BYTES + stored * on_host
+    load = on_device.weights + LOAD_BYTES + stored_bytes * on_host
     if not getattr(model, "full_logits", True):
         # settle_chunked_loss: two forwards of a few tokens, without optimizer states.
         replay = Replay(States(states.weights, 0, 0), setting)
@@ -608,25 +611,25 @@ def need_of(setting: Setting) -> Need:
         forward(replay, units, None)
         load = max(load, replay.peak.total)
     steady = on_device.weights + on_device.optimizer
-    train = (peak or on_device).total + copy * on_host
-    save = steady + (copy + SAVE_BYTES) * on_host
+    train = (peak or on_device).total + copy_bytes * on_host
+    save = steady + (copy_bytes + SAVE_BYTES) * on_host
     acts = {"load": load, "train": train, "save": save}
     if setting.compile and peak:  # only the activations of the layers can shrink
         train = max(int(train * COMPILED), train - peak.parts["activations"])
     alive = max(load, train, save)
-    must = must_be_there(alive, setting.shards * setting.replicate, setting.gpu)
+    must = must_bytes(alive, setting.shards * setting.replicate, setting.gpu)
     if on_host:
         return Need(states, peak, why, must, must, must, acts)
     pools = max(alive, sum(peak.pools.values()) if peak else 0)
-    comfortable = max(must, comfortable_of(pools, steady)) + paged
-    host = PROCESS_BYTES + copy + inputs + stored + paged
+    comfortable = max(must, comfortable_bytes(pools, steady)) + paged_bytes
+    host = PROCESS_BYTES + copy_bytes + inputs_bytes + stored_bytes + paged_bytes
     if setting.cpu_offload:
-        host += pinned(model, states, setting.shards) + setting.frozen_bytes
+        host += offloaded_bytes(model, states, setting.shards) + setting.frozen_bytes
     return Need(states, peak, why, must, comfortable, host, acts)
 
 
 @lru_cache(maxsize=256)
-def pinned(model: nn.Module, states: States, shards: int) -> int:
+def offloaded_bytes(model: nn.Module, states: States, shards: int) -> int:
     """Bytes on the host for offloaded states; weights and gradients are in page-locked memory."""
     return states.optimizer + sum(
         pinned_bytes(share_numel(p, shards) * p.element_size()) * (1 + p.requires_grad)
@@ -639,16 +642,16 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def must_be_there(alive: int, ranks: int, gpu: bool) -> int:
+def must_bytes(alive: int, ranks: int, gpu: bool) -> int:
     """Bytes that must be available on a rank's device for a peak of `alive` bytes: with the reserve."""
     if not gpu:
         return int(alive * HOST_SLACK) + HOST_BYTES
     return alive + (MUST_BYTES_ALONE if ranks == 1 else MUST_BYTES_OF_SEVERAL)
 
 
-def comfortable_of(pools: int, steady: int) -> int:
-    """Comfortable bytes of a GPU. pools: the sum of the pools' peaks; steady: bytes in it that
-    are never freed.
+def comfortable_bytes(pools: int, steady: int) -> int:
+    """Comfortable bytes of a GPU. pools: the sum of the pools' peaks; steady: bytes in it that are never
+    freed.
     """
     return steady + int((pools - steady) * POOLS_SLACK) + POOLS_BYTES
 

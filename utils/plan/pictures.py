@@ -294,7 +294,7 @@ class Before(NamedTuple):
         """The part of a step between the embedding and the blocks."""
         for call in self.calls:
             if call.layer >= 0:
-                replay.unshard(towers[call.layer], True)
+                replay.unshard(towers[call.layer], forward=True)
             replay.compute(call.forward if call.trains else call.forward._replace(rest=0))
             if call.layer >= 0 and replay.setting.reshard_after_forward:
                 replay.reshard(towers[call.layer])
@@ -306,7 +306,7 @@ class Before(NamedTuple):
                 replay.compute(call.backward)
                 continue
             unit = towers[call.layer]
-            replay.unshard(unit, False)
+            replay.unshard(unit, forward=False)
             replay.compute(call.backward, unit.grads)
             replay.reduce(unit, sync)
 
