@@ -70,13 +70,17 @@ class LiveBytes(TorchDispatchMode):
         # traced block stands for many.
         self.shared = set()
         self.table = None  # the shape of the embedding; if it is tied, its two gradients are added
-        self.beside = None  # what the last block returned beside the hidden states, if a tuple
+        # what the last block returned beside the hidden states, if it returned a tuple
+        self.further_outputs = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_grouped = func is aten._grouped_mm.default
         if is_grouped:  # of other dtypes too, but its shape function takes bf16 only (torch 2.13)
             dtype = args[0].dtype
-            args = [a.bfloat16() if getattr(a, "dtype", None) == dtype else a for a in args]
+            args = [
+                value.bfloat16() if getattr(value, "dtype", None) == dtype else value
+                for value in args
+            ]
         if func is aten.add.Tensor and args[0].shape == self.table:
             func = aten.add_.Tensor  # autograd adds in place, but not within a mode
         result = func(*args, **kwargs or {})
@@ -201,10 +205,10 @@ def record_step(
         if not hasattr(head, "chunk_tokens"):  # the scores of a pair
             total = head(flat.index_select(0, places[: 2 * batch])).float().sum()
         elif model.full_logits:  # both live until the loss is there, as in loss._model_forward
-            every = head(flat)
-            logits = every.index_select(0, places)
+            all_logits = head(flat)
+            logits = all_logits.index_select(0, places)
             total = F.cross_entropy(logits.float(), places)
-            del every, logits
+            del all_logits, logits
         else:
             total = head(flat.index_select(0, places), places)
         input_bytes = hidden.nbytes
@@ -282,7 +286,7 @@ def pass_over(live: LiveBytes, hidden_states: Tensor, *args, **kwargs) -> object
     """The forward of a block that need not run, because another block of its kind does. Outputs beside the
     hidden states are those of the last block that ran.
     """
-    return hidden_states if live.beside is None else (hidden_states, *live.beside)
+    return hidden_states if live.further_outputs is None else (hidden_states, *live.further_outputs)
 
 
 def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
@@ -308,9 +312,9 @@ def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
         live.block_input = key
         live.log.append("block")
         hidden = output
-        live.beside = None
+        live.further_outputs = None
         if isinstance(output, tuple | list):
-            hidden, *live.beside = output
+            hidden, *live.further_outputs = output
         hidden.register_hook(mark_backward)
         return output
 
@@ -320,20 +324,23 @@ def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
 def parameters_in(
     dtype: torch.dtype,
     model: nn.Module,
-    without: Iterable[nn.Module] = (),
+    idle_modules: Iterable[nn.Module] = (),
     part: nn.Module | None = None,
 ) -> AbstractContextManager:
     """Within it new parameters and buffers stand in for those of `part`, or of the whole model, in the dtype
-    in which FSDP gathers them. Modules in `without` keep theirs: they do not run.
+    in which FSDP gathers them. idle_modules keep theirs, because they do not run.
     """
     in_fp32 = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
-    idle = {t for module in without for t in (*module.parameters(), *module.buffers())}
-    made = {}
+    idle = {t for module in idle_modules for t in (*module.parameters(), *module.buffers())}
+    stand_ins = {}
     part = part or model
     for name, old in (*part.named_parameters(), *part.named_buffers()):
         if old not in idle:
             is_cast = isinstance(old, nn.Parameter) and old.is_floating_point()
-            gathered = torch.float32 if old in in_fp32 else dtype
-            own = gathered if is_cast else old.dtype
-            made[name] = torch.empty(old.shape, dtype=own, requires_grad=old.requires_grad)
-    return _reparametrize_module(part, made, tie_weights=True)
+            gathered_dtype = torch.float32 if old in in_fp32 else dtype
+            stand_ins[name] = torch.empty(
+                old.shape,
+                dtype=gathered_dtype if is_cast else old.dtype,
+                requires_grad=old.requires_grad,
+            )
+    return _reparametrize_module(part, stand_ins, tie_weights=True)
