@@ -60,7 +60,7 @@ class PictureBatches(GlobalBatches):
         self.counts = [len(self.sources(i)) if crosses else 0 for i in range(len(self.patches))]
         self.separates = len({*self.counts}) > 1
         self.next_step = -1
-        self.made = iter(())
+        self.prepared = iter(())
 
     def __getitem__(self, work: Work) -> Batch:
         """Make one micro-batch, in a worker process."""
@@ -86,10 +86,10 @@ class PictureBatches(GlobalBatches):
     def shares(self, step: int) -> list[list[list]]:
         shares = [[] for _ in range(self.ranks)]
         rows = self.rows_of(step)
-        for number in sorted({self.counts[row] for row in rows}):
-            alike = self.dealt([row for row in rows if self.counts[row] == number])
-            for share, more in zip(shares, alike, strict=True):
-                share += more
+        for count_of_pictures in sorted({self.counts[row] for row in rows}):
+            alike = [row for row in rows if self.counts[row] == count_of_pictures]
+            for share, micro_batches in zip(shares, self.dealt(alike), strict=True):
+                share += micro_batches
         return shares
 
     def work(self, step: int) -> list[Work]:
@@ -99,20 +99,20 @@ class PictureBatches(GlobalBatches):
         """
         shares = self.shares(step)
         pictured = [[bool(self.patches[rows].any()) for rows in share] for share in shares]
-        some = [any(ranks) for ranks in zip(*pictured, strict=True)]
+        tower_runs = [any(ranks) for ranks in zip(*pictured, strict=True)]  # in each micro-batch
         if not self.separates:
-            some = [any(some)] * len(some)
-        mine = zip(shares[self.rank], pictured[self.rank], some, strict=True)
-        return [(rows, anyone and not own) for rows, own, anyone in mine]
+            tower_runs = [any(tower_runs)] * len(tower_runs)
+        micro_batches = zip(shares[self.rank], pictured[self.rank], tower_runs, strict=True)
+        return [(rows, runs and not has_picture) for rows, has_picture, runs in micro_batches]
 
     def batches(self, step: int) -> list[Batch]:
         if not self.workers:
             return [self.batch(*work) for work in self.work(step)]
         try:
             if step != self.next_step:
-                self.made = iter(())  # ends the workers
+                self.prepared = iter(())  # ends the workers
                 ahead = copy(self)  # a copy, or this object and its workers keep each other alive
-                self.made = iter(
+                self.prepared = iter(
                     DataLoader(
                         ahead,
                         sampler=chain.from_iterable(map(ahead.work, count(step))),  # without end
@@ -126,17 +126,17 @@ class PictureBatches(GlobalBatches):
                 # Torch's handler raises at a random place when a worker is killed. next() reports it too.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.next_step = step + 1
-            return [next(self.made) for _ in self.work(step)]
+            return [next(self.prepared) for _ in self.work(step)]
         except Exception as error:  # of the data, /dev/shm is full, or a worker died
             self.workers = 0
-            self.made = iter(())
-            found = self.batches(step)  # an error of the data comes again, and is raised
+            self.prepared = iter(())
+            batches = self.batches(step)  # an error of the data comes again, and is raised
             say(
                 "warning: from now on the process that trains decodes the pictures:"
                 f" {' '.join(str(error).splitlines()[-1:])}"
                 " (if /dev/shm is full: a larger one, in Docker --shm-size 8g)"
             )
-            return found
+            return batches
 
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
         items = self.items(rows) or [self.filler()]
