@@ -14,10 +14,10 @@ FORMS = (
     " (fix: rename its key; eval.py and grpo.py take --columns prompt=THEIRS)"
 )
 # Keys that belong to the prompt beside its turns, and keys of pictures, which to_messages refuses.
-BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
+EXTRAS = ("system", "tools", *(key for key, reason in REFUSED.items() if reason == PICTURES))
 
-NO_COLUMNS = {"prompt", "messages", "conversations", *BESIDE}
-OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # the keys of an alpaca row's prompt
+NO_COLUMNS = {"prompt", "messages", "conversations", *EXTRAS}
+OF_ALPACA = ("instruction", "input", "history", *EXTRAS)  # the keys of an alpaca row's prompt
 
 
 class Prompt(NamedTuple):
@@ -54,13 +54,14 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
             Counter(),
         )
         return messages, tools, row.get("output"), *others
-    beside = {key: row[key] for key in BESIDE if row.get(key)}
+    extras = {key: row[key] for key in EXTRAS if row.get(key)}
     if isinstance(text, str) and text and messages is None:
-        if not beside:
+        if not extras:
             return text, None, None
         text = [{"role": "user", "content": text}]
     if isinstance(text, list) and messages is None:
-        text, messages = None, text
+        messages = text
+        text = None
     if not isinstance(messages, list) or text is not None:
         raise ValueError(f"no prompt to answer; {FORMS}")
     # to_messages refuses a conversation without an answer, so a placeholder is appended
@@ -70,7 +71,7 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
         messages = [*messages, {"role": "assistant", "content": "to come"}]
     if len(messages) == 1:
         raise ValueError(f"no turn to answer; {FORMS}")
-    messages, tools, *others = read(beside | {"messages": messages}, "chat", Counter())
+    messages, tools, *others = read(extras | {"messages": messages}, "chat", Counter())
     answer = messages[-1]["content"] if is_answered else None
     return messages[:-1], tools, answer, *others
 
