@@ -59,14 +59,14 @@ def estimate_generation(
         # Scores and probabilities of all heads, in `dtype` and in fp32.
         activations += 8 * heads * rows * prompt**2
     layer_cache = 2 * rows * (prompt + new) * key_width * itemsize
-    rest, embedding, blocks, head, towers = units_of(
+    root, embedding, blocks, head, towers = units_of(
         model, Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
     )
     # One block is in use while the next one arrives.
     moving = 2 * max(unit.gathered for unit in [*blocks, *towers])
     # Before the blocks: the embedding and its all-gather buffer, but no activations.
     moving = max(moving, 2 * embedding.gathered - activations)
-    gathered = rest.gathered + (head or embedding).gathered + moving
+    gathered = root.gathered + (head or embedding).gathered + moving
     return {
         "weights": estimate_states(model, shards).weights,
         "gathered": gathered,
@@ -130,8 +130,8 @@ def plan_rollout(
         parts["optimizer"] = states.optimizer
     if setting.cpu_offload and setting.gpu:  # both are on the host
         parts |= {"weights": 0, "optimizer": 0}
-    rest, embedding, blocks, head, _ = units_of(model, setting)
-    gathered = sum(unit.gathered for unit in (rest, embedding, *blocks, head) if unit)
+    root, embedding, blocks, head, _ = units_of(model, setting)
+    gathered = sum(unit.gathered for unit in (root, embedding, *blocks, head) if unit)
     for size in (gathered, parts["gathered"]):
         parts["gathered"] = size
         alive = sum(parts.values())

@@ -211,8 +211,8 @@ class Unit:
 def units_of(
     model: nn.Module, setting: Setting
 ) -> tuple[Unit, Unit, list[Unit], Unit | None, list[Unit]]:
-    """(the rest, the embedding, the blocks, the head, the layers of towers), as sharding.units forms them. A
-    tied head shares the embedding's unit, and is None here.
+    """(the root, the embedding, the blocks, the head, the layers of towers), as sharding.units forms them.
+    The root has all other parameters. A tied head shares the embedding's unit, and is None here.
     """
     layers = sharding.decoder_layers(model)
     towers = setting.pictures.towers(model) if setting.pictures else []
@@ -393,9 +393,9 @@ class Replay:
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward with head and loss. trace: None for a few tokens, whose activations are negligible."""
-    rest, embedding, blocks, head, towers = units
+    root, embedding, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
-    replay.unshard(rest, forward=True)
+    replay.unshard(root, forward=True)
     replay.unshard(embedding, forward=True)
     if trace:
         replay.compute(trace.embedding)
@@ -425,7 +425,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     units: from units_of, for a setting with the same shards, dtype and offload.
     """
     replay = Replay(states, setting)
-    rest, embedding, blocks, head, towers = units
+    root, embedding, blocks, head, towers = units
     if trace.pictures:
         replay.add("pictures", trace.pictures.bytes)
     micro_batches = min(setting.grad_accum + setting.separates, 3)  # the others are like the second
@@ -448,7 +448,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         if trace.pictures:
             trace.pictures.backward(replay, towers, sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
-        replay.reduce(rest, sync)
+        replay.reduce(root, sync)
         replay.reduce(embedding, sync)
         replay.free("reduced")
         replay.free("activations")

@@ -160,10 +160,8 @@ def largest_batch(setting: Setting, room: Room) -> int:
     )
 
 
-def longest_row(setting: Setting, room: Room) -> int:
-    """The most tokens of a row that fit in a micro-batch of one row, in steps of 64 and to 1 %; 0 if none
-    fit.
-    """
+def largest_seq_len(setting: Setting, room: Room) -> int:
+    """The most tokens that fit in a micro-batch of one row, in steps of 64 and to 1 %; 0 if none fit."""
     one_row = replace(setting, batch_size=1, rows=setting.grad_accum)
     return TOKENS_STEP * largest_size(
         lambda steps: replace(one_row, seq_len=TOKENS_STEP * steps), room

@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
         # Living storages that the blocks share: masks, rotary tables. The backward does not free them: its
         # traced block stands for many.
         self.shared = set()
-        self.table = None  # the shape of the embedding; if it is tied, its two gradients are added
+        self.table_shape = None  # of the embedding; if it is tied, its two gradients are added
         # what the last block returned beside the hidden states, if it returned a tuple
         self.further_outputs = None
 
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
                 value.bfloat16() if getattr(value, "dtype", None) == dtype else value
                 for value in args
             ]
-        if func is aten.add.Tensor and args[0].shape == self.table:
+        if func is aten.add.Tensor and args[0].shape == self.table_shape:
             func = aten.add_.Tensor  # autograd adds in place, but not within a mode
         result = func(*args, **kwargs or {})
         if is_grouped:
@@ -149,7 +149,7 @@ def record_step(
     dtype: torch.dtype,
     batch: int,
     seq_len: int,
-    packed: bool = False,
+    masked: bool = False,
     recompute: str = "none",
     repeats_keys: bool = False,
     offload: bool = False,
@@ -158,7 +158,7 @@ def record_step(
     """Run a step on meta tensors. Returns a function that makes its Trace, with the argument `scaled`
     of trace_of_log.
 
-    model: on meta, with adapters and chunked loss, as it will be sharded. packed: a mask keeps documents
+    model: on meta, with adapters and chunked loss, as it will be sharded. masked: a mask keeps documents
     apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys: see
     sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
     """
@@ -170,7 +170,7 @@ def record_step(
         enter = stack.enter_context
         if repeats_keys:
             enter(patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False))
-        if not packed:
+        if not masked:
             enter(documents_by(one_document))  # positions have no values here
         if recompute != "none":
             recompute_activations(model, recompute)
@@ -191,7 +191,7 @@ def record_step(
         for layer in firsts:
             enter(patch.object(layer, "forward", mark_block(layer, live)))
         head = model.get_output_embeddings()
-        live.table = model.get_input_embeddings().weight.shape
+        live.table_shape = model.get_input_embeddings().weight.shape
         enter(patch.multiple(loss, chunk_slices=few_chunks, _add_product=first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = ids.flatten()  # of trained tokens
