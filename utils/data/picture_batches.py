@@ -26,7 +26,7 @@ from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
 from .examples import Example
 from .packing import joined
-from .pictures import decoded, folder_of, process, room_of
+from .pictures import decoded, folder_of, picture_texts, process
 from .prompts import Prompt
 from .tokens import encode
 
@@ -146,9 +146,9 @@ class PictureBatches(GlobalBatches):
             for of_row, item in zip(sources, items, strict=True)
         ]
         if blank:
-            (text,), _ = room_of(self.processor, (BLANK.size,))
-            room = torch.tensor(encode(self.processor.tokenizer, text).ids)
-            untrained = Example(room, torch.full_like(room, IGNORE), "blank")
+            (text,), _ = picture_texts(self.processor, (BLANK.size,))
+            ids = torch.tensor(encode(self.processor.tokenizer, text).ids)
+            untrained = Example(ids, torch.full_like(ids, IGNORE), "blank")
             items[0] = joined([items[0], untrained])
             pictures[0] = [BLANK]
         batch = collate(items, self.pad_id, self.multiple)

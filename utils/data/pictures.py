@@ -38,7 +38,7 @@ from .prompts import Prompt, prompt_of, turns_of
 from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"
-KINDS = ("image", "image_url")  # types of a part that is a picture
+PICTURE_TYPES = ("image", "image_url")  # types of a part that is a picture
 SOURCES = "image_url image path url".split()  # keys of a part that may hold the source
 NO_ROOM = (
     "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
@@ -127,7 +127,7 @@ def process(processor, rows: list[list[Image.Image]]) -> dict:
 
 
 @lru_cache(maxsize=2**14)
-def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
+def picture_texts(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
     """(texts, patches) for the pictures of a row. texts: what replaces the placeholder of each picture, as
     text. patches: their cost in the vision tower, in patches of 14 x 14 pixels. Both depend only on the sizes
     of the pictures.
@@ -206,13 +206,13 @@ def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Cha
     if not pictures:
         return chat, 0, 0
     sizes = tuple(tuple(size) for _, *size, _ in pictures)
-    texts, patches = room_of(processor, sizes)
-    filled, end = with_room(chat, processor.image_token, texts)
+    texts, patches = picture_texts(processor, sizes)
+    filled, end = with_texts(chat, processor.image_token, texts)
     compare(processor, tokenizer, chat.text, filled.text, sizes)
     return filled, end, patches
 
 
-def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
+def with_texts(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     """(the chat with each placeholder `place` replaced by a text, the character where the last one ends). The
     replacements are not trained.
     """
@@ -348,7 +348,7 @@ def without_parts(turn: object, sources: list) -> object:
         return turn
     parts = []
     for part in turn[key]:
-        if isinstance(part, dict) and part.get("type") in KINDS:
+        if isinstance(part, dict) and part.get("type") in PICTURE_TYPES:
             sources.append(next((part[name] for name in SOURCES if part.get(name)), None))
             part = {"type": "text", "text": PLACE}
         parts.append(part)

@@ -87,8 +87,9 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
             part.keep_problem(chat.problem, where)
             ids, mask = encode_chat(tokenizer, chat)
         prompts.append(ids[: mask.find(1)])
-        cuts.append(type(part)())
-        cuts[-1].add_row(ids, mask, where, rows, "")
+        cut = type(part)()  # a Part; encode.py cannot be imported, since it imports this file
+        cut.add_row(ids, mask, where, rows, "")
+        cuts.append(cut)
     if prompts[0] != prompts[-1]:
         raise ValueError(
             "the prompt has other tokens before chosen than before rejected (fix: a prompt without white"
@@ -120,7 +121,7 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
 
 def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Counter) -> Read:
     """(messages, tools) of a side: the conversation row[key], or row[prompt_key] with the answer row[key]."""
-    turns = turns_of(row, key, prompt_key)
+    turns = answer_turns(row, key, prompt_key)
     first = turns[0] if turns else None
     role = str(first.get(keys_of(first)[0])) if isinstance(first, dict) else ""
     if key == prompt_key or ROLES.get(role) in ("system", "user"):
@@ -139,7 +140,7 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
     return conversation(row | {name: turns}, notes, name)
 
 
-def turns_of(row: dict, key: str, prompt_key: str) -> list:
+def answer_turns(row: dict, key: str, prompt_key: str) -> list:
     """The turns of an answer, or of a whole conversation."""
     value = row.get(key)
     if isinstance(value, list):

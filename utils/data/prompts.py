@@ -9,7 +9,7 @@ from .chats import examine_parts, renderable, skeleton
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
 from .tokens import adds_bos, encode, hidden, render
 
-FORMS = (
+FORMS_OF_PROMPTS = (
     'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
     " (fix: rename its key; eval.py and grpo.py take --columns prompt=THEIRS)"
 )
@@ -63,14 +63,14 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
         messages = text
         text = None
     if not isinstance(messages, list) or text is not None:
-        raise ValueError(f"no prompt to answer; {FORMS}")
+        raise ValueError(f"no prompt to answer; {FORMS_OF_PROMPTS}")
     # to_messages refuses a conversation without an answer, so a placeholder is appended
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     is_answered = ROLES.get(last.get("role", last.get("from"))) == "assistant"
     if not is_answered:
         messages = [*messages, {"role": "assistant", "content": "to come"}]
     if len(messages) == 1:
-        raise ValueError(f"no turn to answer; {FORMS}")
+        raise ValueError(f"no turn to answer; {FORMS_OF_PROMPTS}")
     messages, tools, *others = read(extras | {"messages": messages}, "chat", Counter())
     answer = messages[-1]["content"] if is_answered else None
     return messages[:-1], tools, answer, *others

@@ -35,9 +35,12 @@ from .questions import Question, Questions, scored
 
 # --- rewards
 
-FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
-NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
-PART = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
+FORMS_OF_REWARDS = (
+    "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight"
+    " (fix: exact:0.5)"
+)
+SEPARATOR = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
+ONE_REWARD = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
 NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
 
 
@@ -53,10 +56,10 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
     """Parse the rewards of a flag. Executes the files that it names. ConfigError names the wrong part."""
     rewards = []
     files = {None: BUILT_IN}
-    for part in NEXT.split(text) if text else ():
+    for part in SEPARATOR.split(text) if text else ():
         setting = f"{flag} {part}"
-        match = PART.fullmatch(part.strip())
-        check(match, f"{setting}: {FORMS}")
+        match = ONE_REWARD.fullmatch(part.strip())
+        check(match, f"{setting}: {FORMS_OF_REWARDS}")
         pattern, file, name, weight = match.groups()
         if pattern:
             name = "regex"
@@ -68,7 +71,7 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
             function = files[file].get(name)
             check(
                 callable(function) and not inspect.iscoroutinefunction(function),
-                f"{setting}: no function {name}, or an async one; {FORMS}",
+                f"{setting}: no function {name}, or an async one; {FORMS_OF_REWARDS}",
             )
         if name in {"model"} | {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
@@ -96,9 +99,10 @@ def check_columns(
     answers that are lists or objects, if they are compared; for answers without a number, if `number` is a
     reward; and for prompts that the reward model's template refuses. ids_of: see RewardModel.
     """
-    for question in questions if ids_of else ():
-        with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
-            ids_of(question, "")
+    if ids_of:
+        for question in questions:
+            with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
+                ids_of(question, "")
     for reward in rewards:
         try:
             inspect.signature(reward.function).bind(
@@ -110,7 +114,9 @@ def check_columns(
                 f"{', '.join(sorted(questions.names)) or 'none'}"
                 " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one)"
             ) from None
-        for question in questions if getattr(reward.function, "func", None) is compared else ():
+        if getattr(reward.function, "func", None) is not compared:
+            continue
+        for question in questions:
             answer = question.columns["answer"]
             check(
                 not isinstance(answer, list | dict),
@@ -215,7 +221,7 @@ def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
-            f" {where[0]}, completion {text_of(lists['completions'][0])[:200]!r}"
+            f" {where[0]}, completion {completion_text(lists['completions'][0])[:200]!r}"
         ) from error
     check(
         len(values) == len(where),
@@ -224,7 +230,7 @@ def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[
     return values
 
 
-def text_of(completion: str | list[dict]) -> str:
+def completion_text(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -238,7 +244,9 @@ def compared(is_right: Callable, completions: list, answer: list, **columns) -> 
     answer.
     """
     return [
-        None if known is None else float(is_right(text_of(completion), without_thoughts(known)))
+        None
+        if known is None
+        else float(is_right(completion_text(completion), without_thoughts(known)))
         for completion, known in zip(completions, answer, strict=True)
     ]
 
