@@ -102,8 +102,9 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     form = "prompts"
     if is_plain(content, tokenizer, rows):
         form = "plain text"
-        ids = [tokenizer.bos_token_id] * adds_bos(tokenizer)
-        ids += encode(tokenizer, hidden(tokenizer, content)).ids
+        ids = encode(tokenizer, hidden(tokenizer, content)).ids
+        if adds_bos(tokenizer):
+            ids = [tokenizer.bos_token_id, *ids]
     else:
         messages = Prompt(where, content).messages
         examine_parts(tokenizer, skeleton(messages), tools, [], notes)

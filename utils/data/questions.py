@@ -27,8 +27,8 @@ from .tokens import hidden
 
 # options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
 SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
-# names of choices without labels
-NAMES = [[*map(str, range(1000))], [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]]
+# for choices without labels: numbers from 0, or letters
+LABELS = [[*map(str, range(1000))], [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]]
 
 # --- prompts with columns
 
@@ -113,7 +113,7 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
     all_texts = all(isinstance(choices, list) and answer in choices for choices, answer in columns)
     for question, (choices, answer) in zip(questions, columns, strict=True):
         try:
-            label_lists = [] if all_texts else NAMES
+            label_lists = [] if all_texts else LABELS
             if isinstance(choices, dict):
                 label_lists = [choices.get("label") or ()]
                 choices = choices.get("text")

@@ -144,7 +144,7 @@ def plan_rollout(
     check(
         force or needed <= room.device,
         f"the completions do not fit: a rank needs {needed / GIB:.2f} GiB; there is {room.text}"
-        f" (fix: {'more --generate_ranks, or ' * bool(generate_ranks)}a smaller --generate_batch_size or"
+        f" (fix: {'more --generate_ranks, or ' if generate_ranks else ''}a smaller --generate_batch_size or"
         " --max_new_tokens; or --force to try)",
     )
     if not generate_ranks:

@@ -237,7 +237,7 @@ def units_of(
             is_cast = p.is_floating_point() and p.dtype != dtype
             itemsize = dtype.itemsize if is_cast else p.element_size()
             unit.gathered += padded_numel * itemsize
-            copied = shard_numel * itemsize * (is_cast or setting.cpu_offload)
+            copied = shard_numel * itemsize if is_cast or setting.cpu_offload else 0
             unit.copied = max(copied, unit.copied) if alone else copied + unit.copied
             if is_cast and setting.cpu_offload:
                 unit.moved = max(unit.moved, shard_numel * p.element_size())
@@ -603,16 +603,20 @@ def need_of(setting: Setting) -> Need:
     # all weights, unsharded, in their own dtypes
     stored_bytes = 0 if setting.low_cpu_fsdp else sum(p.nbytes for p in model.parameters())
     on_device = States(0, 0, 0) if setting.cpu_offload else states
-    load = on_device.weights + LOAD_BYTES + stored_bytes * on_host
+    steady = on_device.weights + on_device.optimizer
+    load = on_device.weights + LOAD_BYTES
+    train = (peak or on_device).total
+    save = steady
+    if on_host:
+        load += stored_bytes
+        train += copy_bytes
+        save += copy_bytes + SAVE_BYTES
     if not getattr(model, "full_logits", True):
         # settle_chunked_loss: two forwards of a few tokens, without optimizer states.
         replay = Replay(States(states.weights, 0, 0), setting)
         forward(replay, units, None)
         forward(replay, units, None)
         load = max(load, replay.peak.total)
-    steady = on_device.weights + on_device.optimizer
-    train = (peak or on_device).total + copy_bytes * on_host
-    save = steady + (copy_bytes + SAVE_BYTES) * on_host
     acts = {"load": load, "train": train, "save": save}
     if setting.compile and peak:  # only the activations of the layers can shrink
         train = max(int(train * COMPILED), train - peak.parts["activations"])

@@ -202,9 +202,9 @@ class PictureTrace:
         model raises Reached.
         """
         decoder = language_model(self.model)
-        heavy = [*self.large, decoder, self.model.get_output_embeddings()]
+        idle_modules = [*self.large, decoder, self.model.get_output_embeddings()]
         with ExitStack() as stack:
-            stack.enter_context(parameters_in(self.dtype, self.model, heavy))
+            stack.enter_context(parameters_in(self.dtype, self.model, idle_modules))
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 tensor.data.zero_()  # does nothing on meta
             for module in (*self.large, decoder):
@@ -331,11 +331,7 @@ def meta_like(value: Tensor) -> Tensor:
     values.
     """
     if value.is_floating_point() or value.is_meta:
-        return value.new_empty(
-            value.shape,
-            device="meta",
-            requires_grad=value.requires_grad,
-        )
+        return value.new_empty(value.shape, device="meta", requires_grad=value.requires_grad)
     return value
 
 

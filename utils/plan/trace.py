@@ -109,14 +109,14 @@ class LiveBytes(TorchDispatchMode):
 def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
     """The segments of a log by name. scaled: turns bytes of the log into those to count."""
     segments = {}
-    live = most = 0
+    live = peak = 0
     for entry in log:
         if isinstance(entry, str):
-            segments.setdefault(entry, []).append(Segment(most, live))
-            live = most = 0
+            segments.setdefault(entry, []).append(Segment(peak, live))
+            live = peak = 0
         else:
             live += scaled(entry)
-            most = max(most, live)
+            peak = max(peak, live)
     return segments
 
 
@@ -257,13 +257,15 @@ def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
     """(the kind of each block, the first block of each kind). Blocks of one kind have the same class,
     attention and parameter shapes. The first block is a kind of its own if no gradient flows to its input.
     """
-    apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    embedding_is_frozen = not any(
+        p.requires_grad for p in model.get_input_embeddings().parameters()
+    )
     types = getattr(model.config.get_text_config(), "layer_types", None)
     kinds = []
     firsts = {}
     for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
-        key = type(layer), types and types[i], shapes, apart and i == 0
+        key = type(layer), types and types[i], shapes, embedding_is_frozen and i == 0
         firsts.setdefault(key, layer)
         kinds.append([*firsts].index(key))
     return kinds, [*firsts.values()]
