@@ -75,7 +75,7 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     settings = [
-        replace(rows, eval_dataset="", eval_share=0.0),  # which do not change the tokens
+        replace(rows, eval_dataset="", eval_share=0.0),  # these do not change the tokens
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
         not tokenizer.template_name,

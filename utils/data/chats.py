@@ -41,7 +41,7 @@ SEVERAL = (
     " later turns follow (--train_on last_assistant trains only the last)"
 )
 MARKED = re.compile(MARK.format(r"(-?\d+) (\w+)( \d+)?"))
-# role -> how a note names its text
+# role -> the words for its text in a note
 PARTS_OF_ROLES = {
     "tools": "tools",
     "system": "system text",
@@ -196,7 +196,7 @@ def turn_of(
     marked_turns = [*marked[:i], answer]
     tail, end = turn_end(tokenizer, marked_turns, tools, next_role)
     last = len(text.rstrip())
-    if text.endswith(tail):  # else the template ends tool calls differently from text
+    if text.endswith(tail):  # otherwise the template ends tool calls differently from text
         last = len(text) - len(tail)
         text = text[:last] + end
     problem = ""

@@ -16,7 +16,7 @@ from .rows import as_object
 TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
 MOST_FAULTS = 10  # bad rows that an error lists; further ones are only counted
-# limits of a chunk, which is tokenized at a time
+# The limits of a chunk. A chunk is tokenized at once.
 ROWS = 64
 BYTES = 2**20
 

@@ -31,7 +31,7 @@ from .prompts import Prompt
 from .tokens import encode
 
 BLANK = Image.new("RGB", (32, 32))
-TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of the model's input for token types
+TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of the input for token types
 # (the rows of a micro-batch, whether it gets a blank picture)
 Work = tuple[list[int], bool]
 
@@ -99,7 +99,8 @@ class PictureBatches(GlobalBatches):
         """
         shares = self.shares(step)
         pictured = [[bool(self.patches[rows].any()) for rows in share] for share in shares]
-        tower_runs = [any(ranks) for ranks in zip(*pictured, strict=True)]  # in each micro-batch
+        # of each micro-batch: whether any rank has a picture in it
+        tower_runs = [any(ranks) for ranks in zip(*pictured, strict=True)]
         if not self.separates:
             tower_runs = [any(tower_runs)] * len(tower_runs)
         micro_batches = zip(shares[self.rank], pictured[self.rank], tower_runs, strict=True)
@@ -120,14 +121,14 @@ class PictureBatches(GlobalBatches):
                         num_workers=self.workers,
                         multiprocessing_context="fork",  # workers use no GPU
                         worker_init_fn=begin_worker,
-                        generator=torch.Generator(),  # else it would use the generator of dropout
+                        generator=torch.Generator(),  # the default generator is that of dropout
                     )
                 )
                 # Torch's handler raises at a random place when a worker is killed. next() reports it too.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.next_step = step + 1
             return [next(self.prepared) for _ in self.work(step)]
-        except Exception as error:  # of the data, /dev/shm is full, or a worker died
+        except Exception as error:  # an error of the data, a full /dev/shm, or a worker that died
             self.workers = 0
             self.prepared = iter(())
             batches = self.batches(step)  # an error of the data comes again, and is raised

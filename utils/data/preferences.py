@@ -135,7 +135,7 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
         row = row | {prompt_key: [{"role": "user", "content": prompt}]}
     if not prompt_key:
         text_of(row, "prompt")  # raises: it is missing or empty
-    name = f"{prompt_key} + {key}"  # in messages about a turn
+    name = f"{prompt_key} + {key}"  # the key of these turns in errors
     turns = typed(row, prompt_key, list) + turns
     return conversation(row | {name: turns}, notes, name)
 

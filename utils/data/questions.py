@@ -27,7 +27,7 @@ from .tokens import hidden
 
 # options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
 SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
-# for choices without labels: numbers from 0, or letters
+# the labels of choices that come without any: numbers from 0, or letters
 LABELS = [[*map(str, range(1000))], [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]]
 
 # --- prompts with columns
@@ -240,12 +240,12 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                     " (fix: do_sample: false in its .yaml, or leave the task out)",
                 )
                 size = next(filter(None, map(options.get, SIZES)), max_new_tokens)
-                most_tokens = seq_len - 1 - size  # of a prompt
+                prompt_tokens = seq_len - 1 - size  # at most
                 check(
-                    most_tokens > 0,
+                    prompt_tokens > 0,
                     f"--seq_len {seq_len}: a task has answers of {size} tokens (fix: a larger --seq_len)",
                 )
-                ids = self.tok_encode(context)[-most_tokens:]
+                ids = self.tok_encode(context)[-prompt_tokens:]
                 by_size[size].append((number, scored(ids, len(ids))))
             texts = [""] * len(requests)
             for size, asked in by_size.items():

@@ -18,7 +18,7 @@ from .formats import json_name
 KINDS = ".jsonl .json .csv .parquet .txt .md".split()
 # a word in the name of a file that is not for training
 HELD_OUT = "(?i)(?<![a-z])(test|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])"
-NOT_DATA = r"(?i)\.|readme|license"  # in a folder, files whose names begin so hold no rows
+NOT_DATA = r"(?i)\.|readme|license"  # how names of files without rows begin, in a folder
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
 RawRows = Iterator[tuple[str, object]]
@@ -29,7 +29,7 @@ class Source(NamedTuple):
 
     name: str
     weight: float  # 0: not set
-    files: list[Path]  # that hold its rows
+    files: list[Path]  # those that hold its rows
     read: Callable[[], RawRows]  # each call reads from the first row
 
 

@@ -130,7 +130,7 @@ class StreamBatches(PackedBatches):
             source = self.pattern[place]
             stream = self.streams[source]
             of_source = self.pattern == source
-            # the index of the row among the rows of its stream
+            # The index of the row among the rows of its stream.
             number = int(period * of_source.sum() + of_source[:place].sum())
             first = number * (self.size - 1)
             last = first + self.size

@@ -38,7 +38,7 @@ class Setting:
 
     config: PretrainedConfig = field(compare=False)
     param_dtype: torch.dtype
-    dtype: torch.dtype  # of the computation
+    dtype: torch.dtype  # in which the model computes
     seq_len: int  # tokens of the longest row
     shards: int = 1  # ranks over which a copy of the model is sharded
     replicate: int = 1  # copies of the model, each sharded over `shards` ranks (HSDP)
@@ -368,10 +368,10 @@ class Replay:
         last = unit.last * 2 if waiting > unit.grads else unit.last  # those that waited are fp32
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
-        keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
-        kept = unit.share if keeps and unit not in self.reduced else 0
+        stays = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
+        new_grads = unit.share if stays and unit not in self.reduced else 0
         self.reduced.add(unit)
-        # also without a stream of its own, since gradients do not fit between activations
+        # The pool counts even if there is no such stream: gradients do not fit between activations.
         stream = ALL_REDUCE if self.setting.replicate > 1 else REDUCE
         self.add("gradients", last)
         self.add("gradients", output, REDUCE)
@@ -382,8 +382,8 @@ class Replay:
         self.add("gradients", cast, stream)
         self.free("gradients", last)
         if cast:
-            self.free("gradients", cast - kept, stream)
-        freed = output if cast else output - kept
+            self.free("gradients", cast - new_grads, stream)
+        freed = output if cast else output - new_grads
         self.free("gradients", freed, REDUCE)
         if stream == ALL_REDUCE:
             # FSDPParamGroup._all_reduce_state keeps the all-reduced tensor until the whole backward ends. If
@@ -586,7 +586,7 @@ def need_of(setting: Setting) -> Need:
     copy_bytes = states.gradients + states.optimizer if setting.async_save else 0
     peak = None
     why = ""
-    inputs_bytes = 0  # of the blocks' inputs on the host
+    inputs_bytes = 0  # blocks' inputs on the host
     paged_bytes = 0
     if setting.gpu and not setting.cpu_offload and "paged" in setting.optimizer:
         # The driver moves the moments to the host if it must, and torch does not count them.

@@ -36,7 +36,7 @@ class Segment(NamedTuple):
     """A part of the step. Its bytes are relative to the live bytes at its begin."""
 
     peak: int  # the most during the segment
-    rest: int  # at its end
+    rest: int  # those that remain at its end
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_grouped = func is aten._grouped_mm.default
-        if is_grouped:  # of other dtypes too, but its shape function takes bf16 only (torch 2.13)
+        if is_grouped:  # it takes other dtypes too, but its shape function only bf16 (torch 2.13)
             dtype = args[0].dtype
             args = [
                 value.bfloat16() if getattr(value, "dtype", None) == dtype else value
