@@ -42,6 +42,7 @@ class Batch:
 
     @property
     def trained_tokens(self) -> int:
+        """The number of trained tokens."""
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> "Batch":

@@ -210,6 +210,7 @@ def turn_of(
             )
         first = len(commonprefix((prompt, text)))
         problem = prompt_difference(tokenizer, prompt, text, first)
+        # The answer begins at the latest where a text with another answer differs.
         other_text = render(tokenizer, [*messages[:i], answer], tools)
         first = min(first, len(commonprefix((other_text, text))))
         if spans:  # between {% generation %} marks

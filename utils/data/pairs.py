@@ -45,6 +45,7 @@ class Pairs:
         self.sequences = sequences(self.examples)
 
     def items(self, rows: list[int]) -> list[Example]:
+        """The chosen and the rejected sequence of each pair, in turn."""
         return [self.sequences[2 * row + i] for row in rows for i in range(2)]
 
     def every(self, steps: int) -> Iterator[PairBatch]:
@@ -52,6 +53,7 @@ class Pairs:
         return chain.from_iterable(map(self.batches, range(min(steps, self.per_epoch))))
 
     def desirable(self, rows: list[int]) -> Tensor:
+        """(2 P,) bool: true for the chosen sequences."""
         return torch.tensor([True, False] * len(rows), dtype=torch.bool)
 
     def batch(self, rows: list) -> PairBatch:
@@ -99,6 +101,7 @@ class LabelBatches(PairBatches):
     answer_of = None  # row -> the row whose answer it gets; None: its own answer
 
     def desirable(self, rows: list[int]) -> Tensor:
+        """(P,) bool: the labels of these rows."""
         return self.examples.row_sizes[self.examples.numbers[rows]] > 0
 
     def items(self, rows: list[int]) -> list[Example]:

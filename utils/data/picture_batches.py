@@ -81,9 +81,11 @@ class PictureBatches(GlobalBatches):
         return self.batch([int(self.patches.argmax())] * rows)
 
     def costs(self, rows: list[int]) -> Tensor:
+        """The tokens and patches of each row, (n,) int64."""
         return super().costs(rows) + self.patches[rows]
 
     def shares(self, step: int) -> list[list[list]]:
+        """As GlobalBatches.shares. If `separates`, the rows of a micro-batch have equally many pictures."""
         shares = [[] for _ in range(self.ranks)]
         rows = self.rows_of(step)
         for count_of_pictures in sorted({self.counts[row] for row in rows}):
@@ -107,6 +109,9 @@ class PictureBatches(GlobalBatches):
         return [(rows, runs and not has_picture) for rows, has_picture, runs in micro_batches]
 
     def batches(self, step: int) -> list[Batch]:
+        """As GlobalBatches.batches, made ahead by the workers as long as steps follow each other. If that
+        fails, this process makes them from then on, with a warning.
+        """
         if not self.workers:
             return [self.batch(*work) for work in self.work(step)]
         try:
@@ -140,6 +145,7 @@ class PictureBatches(GlobalBatches):
             return batches
 
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
+        """The micro-batch of these rows, or a filler. blank: its first row gets a blank picture."""
         items = self.items(rows) or [self.filler()]
         sources = [self.sources(row) for row in rows] or [[]]
         pictures = [

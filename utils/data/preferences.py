@@ -96,7 +96,7 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
             " space at its end, or another --chat_template)"
         )
     add_cuts(part, cuts, labels, where, rows.task)
-    notes &= Counter({*notes})  # both sides count once
+    notes &= Counter({*notes})  # a note of both sides counts once
     return form
 
 

@@ -231,6 +231,7 @@ def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[
 
 
 def completion_text(completion: str | list[dict]) -> str:
+    """The text of a completion, as `score` passes it to rewards."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -310,6 +311,7 @@ class RolloutBatches(GlobalBatches):
     """rows_of(step): the prompts of each step. share(rollouts): micro-batches of their completions."""
 
     def costs(self, rows: list[Rollout]) -> Tensor:
+        """The tokens of each prompt with its completion, (n,) int64."""
         return torch.tensor([len(r.prompt) + len(r.ids) for r in rows], dtype=torch.int64)
 
     def batch(self, rows: list[Rollout]) -> RolloutBatch:

@@ -84,6 +84,7 @@ class StreamBatches(PackedBatches):
 
     @cached_property
     def streams(self) -> list[TokenStream]:
+        """One stream, or one for each weighted source. ConfigError for a source without documents."""
         numbers = self.examples.numbers
         if not self.weights:
             return [TokenStream(self.examples, numbers, "" if self.held_out else self.key)]
@@ -120,6 +121,7 @@ class StreamBatches(PackedBatches):
         return range(first, min(last, self.rows()) if self.held_out else last)
 
     def costs(self, rows: range) -> Tensor:
+        """All rows cost the same, (n,) int64."""
         return torch.ones(len(rows), dtype=torch.int64)
 
     def items(self, rows: list[int]) -> list[Example]:

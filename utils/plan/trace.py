@@ -98,6 +98,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _leave(self, key: int) -> None:
+        """Log that a storage is freed."""
         at = len(self.log)
         if key == self.block_input:
             at = self.block_end
