@@ -2,8 +2,8 @@
 ahead of the step.
 
 FSDP needs every rank to run the vision tower in the same micro-batches, and in all micro-batches of a step or
-in none. So a micro-batch without pictures gets a blank picture after the end of its first row, where no
-trained token attends to it.
+in none, unless gradients are reduced after each. So a micro-batch without pictures gets a blank picture after
+the end of its first row, where no trained token attends to it.
 """
 
 import json
@@ -41,7 +41,7 @@ class PictureBatches(GlobalBatches):
     """GlobalBatches whose `extra` holds the model's picture inputs, made by its own processor: pixel_values
     and other inputs of the model's family. `extra` is {} if no rank has a picture and the family has no token
     types. Rows are padded on the right. The cost of a row is its tokens plus its patches. If `separates`, a
-    step may have more micro-batches.
+    step may have more micro-batches, and gradients must be reduced after each.
 
     source: how the rows were read. processor: see pictures.load_processor. workers: the number of decoding
     processes; 0: this process decodes. ConfigError names the row of a picture that cannot be decoded.
@@ -97,7 +97,8 @@ class PictureBatches(GlobalBatches):
     def work(self, step: int) -> list[Work]:
         """This rank's micro-batches of a step. Every rank knows which micro-batches of all ranks have
         pictures. The tower runs in all micro-batches of a step or in none, because FSDP2 cannot accumulate
-        the gradients of a unit that runs in only some of them.
+        the gradients of a unit that runs in only some of them. If `separates`, it runs in those in which any
+        rank has pictures.
         """
         shares = self.shares(step)
         pictured = [[bool(self.patches[rows].any()) for rows in share] for share in shares]
