@@ -208,7 +208,7 @@ def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Cha
     sizes = tuple(tuple(size) for _, *size, _ in pictures)
     texts, patches = picture_texts(processor, sizes)
     filled, end = with_texts(chat, processor.image_token, texts)
-    compare(processor, tokenizer, chat.text, filled.text, sizes)
+    compare_once(processor, tokenizer, chat.text, filled.text, sizes)
     return filled, end, patches
 
 
@@ -238,7 +238,7 @@ def with_texts(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     return chat._replace(text=filled_up_to(len(chat.text)), spans=spans), end
 
 
-def compare(processor, tokenizer, text: str, filled: str, sizes: tuple[Size, ...]) -> None:
+def compare_once(processor, tokenizer, text: str, filled: str, sizes: tuple[Size, ...]) -> None:
     """Check once per process that our ids are those of the processor. filled: `text` with its placeholders
     replaced; the processor gets `text` and blank pictures of these sizes. ValueError if the ids differ.
     """

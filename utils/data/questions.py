@@ -107,7 +107,7 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
     texts, one that stands for two choices is an error. ConfigError lists up to ten rows that are wrong or
     longer than rows.seq_len.
     """
-    found = []
+    items = []
     part = Part()
     columns = [(q.columns.get("choices"), q.columns.get("answer")) for q in questions]
     all_texts = all(isinstance(choices, list) and answer in choices for choices, answer in columns)
@@ -138,12 +138,12 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
             longest = max(len(sequence.ids) for sequence in sequences)
             if longest > rows.seq_len:
                 raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")
-            found.append((sequences, choices, *right))
+            items.append((sequences, choices, *right))
         except ValueError as fault:
             part.bad.append((question.where, str(fault)))
     if part.bad:
         part.close(rows)  # raises
-    return found
+    return items
 
 
 def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example:
