@@ -278,11 +278,11 @@ class Replay:
         self.live_bytes = 0  # of all parts together
         self.peak = Peak("", {}, {})
         self.pools = Counter()  # bytes by stream
-        self.most_of_pools = {}
+        self.pool_peaks = {}  # the most bytes of each stream so far
         self.open = set()  # units that are gathered
         # unit -> bytes of its all-gather buffer, before it is copied out
         self.fetched = {}
-        self.kept_buffer = 0  # bytes of buffers that are copied out but not freed yet
+        self.unfreed_bytes = 0  # of all-gather buffers that are copied out
         # unit -> bytes of whole gradients that wait for the last micro-batch
         self.deferred = {}
         self.reduced = set()  # units whose sharded gradients exist
@@ -297,9 +297,10 @@ class Replay:
         self.live[part] += size
         self.live_bytes += size
         self.pools[stream] += size
-        self.most_of_pools[stream] = max(self.most_of_pools.get(stream, 0), self.pools[stream])
+        self.pool_peaks[stream] = max(self.pool_peaks.get(stream, 0), self.pools[stream])
         if self.live_bytes > self.peak.total:
-            self.peak = Peak(self.phase, dict(self.live), self.most_of_pools)
+            # The pools are not copied: they peak at other times, also later.
+            self.peak = Peak(self.phase, dict(self.live), self.pool_peaks)
 
     def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
         """size None: all bytes of the part."""
@@ -331,15 +332,15 @@ class Replay:
         self.add("gathered", unit.gathered)
         if forward:
             self.drop_buffer()
-        self.kept_buffer += self.fetched.pop(unit)
+        self.unfreed_bytes += self.fetched.pop(unit)
         if self.alone or not forward:
             self.drop_buffer()
         self.open.add(unit)
 
     def drop_buffer(self) -> None:
         """Free the all-gather buffers that are copied out."""
-        self.free("buffers", self.kept_buffer, self.gather_stream)
-        self.kept_buffer = 0
+        self.free("buffers", self.unfreed_bytes, self.gather_stream)
+        self.unfreed_bytes = 0
 
     def reshard(self, unit: Unit) -> None:
         """Free the gathered parameters of a unit."""
