@@ -39,6 +39,7 @@ class TokenStream:
         """(documents in the order of this epoch, where each ends), both (n,) int64. One epoch is cached."""
         order = torch.arange(len(self.documents))
         if self.key:
+            # Not through its cache, which would keep 4 orders: the epoch is cached already.
             order = permutation.__wrapped__(len(order), f"{self.key} {number}")
         return self.documents[order], self.lengths[order].cumsum(0)
 

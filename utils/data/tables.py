@@ -24,7 +24,7 @@ def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     elif kind == ".json":
         rows = rows_of_json(file.read())
     else:
-        csv.field_size_limit(2**26)  # bytes
+        csv.field_size_limit(2**26)  # characters
         records = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         rows = map(without_nulls, records)
         first = 2
