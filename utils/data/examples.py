@@ -180,7 +180,7 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
     print0(f"data      {dataset}: {summary}{evaluated}")
     parts = [examples]
-    if held_out and held_out.ids is not examples.ids:
+    if held_out and held_out.ids is not examples.ids:  # they come from --eval_dataset
         parts.append(held_out)
     for part in parts:
         for line in part.sources():
