@@ -26,12 +26,11 @@ def estimate_generation(
     shards: int,
     dtype: torch.dtype,
     rows: int,
-    prompt: int,
-    new: int,
+    prompt_tokens: int,
+    new_tokens: int,
     pictures: object = None,
 ) -> dict[str, int]:
-    """Bytes by part on the fullest rank, to answer `rows` prompts of at most `prompt` tokens with `new`
-    tokens.
+    """Bytes by part on the fullest rank, to answer `rows` prompts of at most prompt_tokens with new_tokens.
 
     Weights and gathered layers are exact. The cache is an upper bound: keys and values of every layer, as in
     plain attention. Activations are the largest of one block, in its feed-forward part, and the mask of
@@ -54,13 +53,13 @@ def estimate_generation(
     key_width = width
     if heads:
         key_width = largest("num_key_value_heads", heads) * largest("head_dim", width // heads)
-    activations = rows * prompt * (2 * width + 3 * inner + prompt) * itemsize
+    activations = rows * prompt_tokens * (2 * width + 3 * inner + prompt_tokens) * itemsize
     if config._attn_implementation == "eager":
         # Scores and probabilities of all heads, in `dtype` and in fp32.
-        activations += 8 * heads * rows * prompt**2
-    layer_cache = 2 * rows * (prompt + new) * key_width * itemsize
+        activations += 8 * heads * rows * prompt_tokens**2
+    layer_cache = 2 * rows * (prompt_tokens + new_tokens) * key_width * itemsize
     root, embedding, blocks, head, towers = units_of(
-        model, Setting(config, dtype, dtype, prompt, shards, pictures=pictures)
+        model, Setting(config, dtype, dtype, prompt_tokens, shards, pictures=pictures)
     )
     # One block is in use while the next one arrives.
     moving = 2 * max(unit.gathered for unit in [*blocks, *towers])
@@ -105,12 +104,12 @@ def plan_rollout(
     plan: MemoryPlan,
     room: Room,
     rows: int,
-    prompt: int,
-    new: int,
+    prompt_tokens: int,
+    new_tokens: int,
     force: bool,
     generate_ranks: int,
 ) -> tuple[bool, MemoryPlan]:
-    """Plan completions of at most `new` tokens for `rows` prompts at a time: beside the states of a training
+    """Plan completions of at most new_tokens for `rows` prompts at a time: beside the states of a training
     run, or on `generate_ranks` ranks that only generate.
 
     Returns (whether the layers are gathered once for all tokens instead of in each forward; the plan with one
@@ -123,7 +122,9 @@ def plan_rollout(
             setting, param_dtype=setting.dtype, shards=generate_ranks, rows=0, frozen_bytes=0
         )
     model = planned_model(setting)
-    parts = estimate_generation(model, setting.shards, setting.dtype, rows, prompt, new)
+    parts = estimate_generation(
+        model, setting.shards, setting.dtype, rows, prompt_tokens, new_tokens
+    )
     parts["weights"] += setting.frozen_bytes
     if not generate_ranks:
         states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
