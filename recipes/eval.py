@@ -39,7 +39,7 @@ from utils.model.folder import check_vocab, quiet_transformers, read_json, run_f
 from utils.model.loss import add_chunked_loss, settle_chunked_loss
 from utils.model.saving import generation_config
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
-from utils.plan.generation import check_room, estimate_generation
+from utils.plan.generation import estimate_generation, plan_generation
 from utils.run.distributed import (
     agree,
     broadcast,
@@ -207,7 +207,7 @@ def main(cfg: Config) -> Path:
         parts = estimate_generation(
             model, world.size, DTYPES[dtype], cfg.batch_size, longest, cfg.max_new_tokens
         )
-        check_room(parts, world, cfg.force)
+        plan_generation(parts, world, cfg.force)
 
     # --- shard: every parameter cut over the ranks ------------------------------------------------
     act("shard")

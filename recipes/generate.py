@@ -40,7 +40,7 @@ from utils.data.rows import as_object, find_sources
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, pad_id
 from utils.model.folder import check_vocab, quiet_transformers, read_json
 from utils.model.sharding import DTYPES, lacks_grouped_kernels, settle_dtype
-from utils.plan.generation import check_room, estimate_generation
+from utils.plan.generation import estimate_generation, plan_generation
 from utils.run.distributed import (
     World,
     broadcast,
@@ -265,7 +265,7 @@ def plan_memory(
     rows = 1 if cfg.chat else min(cfg.batch_size, len(encoded))
     lengths = (longest, cfg.max_new_tokens)
     parts = estimate_generation(model, world.size, dtype, rows, *lengths, pictures)
-    check_room(parts, world, cfg.force)
+    plan_generation(parts, world, cfg.force)
 
 
 def answer(

@@ -76,7 +76,7 @@ from utils.model.sharding import (
     stored_as_computed,
     units,
 )
-from utils.plan.fit import estimate_disk, plan_memory, room_here
+from utils.plan.fit import available_room, estimate_disk, plan_memory
 from utils.plan.generation import plan_rollout, share_bytes
 from utils.plan.need import Setting
 from utils.run.distributed import (
@@ -359,7 +359,7 @@ def main(cfg: Config) -> Path:
         gathers, plan = plan_rollout(
             setting,
             plan,
-            room_here(world),
+            available_room(world),
             min(cfg.generate_batch_size, completions),
             longest,
             cfg.max_new_tokens,

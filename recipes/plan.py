@@ -65,8 +65,8 @@ from utils.plan.search import (
     fastest,
     flags_between,
     largest_batch,
+    largest_seq_len,
     levers_of,
-    longest_row,
 )
 from utils.plan.trace import Trace
 from utils.run.distributed import mesh_axes
@@ -647,7 +647,7 @@ def strategies(asked: Setting, room: Room, answers: int = 1) -> list[dict]:
             "answer": answer_of(setting, need, room),
             "positions": positions_of(setting.config),
             "largest_batch": largest_batch(setting, room),
-            "longest": longest_row(setting, room) // answers,
+            "longest": largest_seq_len(setting, room) // answers,
             "parts": need.peak.parts,
         }
         rows.append(row)

@@ -345,10 +345,10 @@ def show_masks(examples, tokenizer, count: int, pictured=None) -> None:
 
 def rooms_of(pictured, row: int, tokenizer) -> list[tuple[str, str]]:
     """(the text of its tokens, the text shown instead) of each picture of a row."""
-    from utils.data.pictures import room_of
+    from utils.data.pictures import picture_texts
 
     sizes = tuple(tuple(size) for _, *size, _ in pictured.sources(row))
-    texts = room_of(pictured.processor, sizes)[0] if sizes else []
+    texts = picture_texts(pictured.processor, sizes)[0] if sizes else []
     rooms = []
     for text, (width, height) in zip(texts, sizes, strict=True):
         tokens = len(encode(tokenizer, text).ids)

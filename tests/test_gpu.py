@@ -29,7 +29,7 @@ from utils.model.log_probs import token_log_probs
 from utils.model.loss import add_chunked_loss, settle_chunked_loss, summed_cross_entropy
 from utils.model.options import SHARDS_INTEGERS
 from utils.model.quantize import KINDS
-from utils.plan.fit import room_here
+from utils.plan.fit import available_room
 from utils.run.distributed import build_mesh, init_distributed, stop_distributed
 
 pytestmark = [
@@ -162,9 +162,9 @@ def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_stopped(
 
 def test_the_room_on_a_gpu_is_what_is_free_and_not_what_the_card_has():
     world = init_distributed()
-    before = room_here(world)[0]
+    before = available_room(world)[0]
     taken = torch.empty(2**28, dtype=torch.uint8, device=world.device)
-    assert before - 2**29 < room_here(world)[0] <= before - taken.numel()
+    assert before - 2**29 < available_room(world)[0] <= before - taken.numel()
     assert before < torch.cuda.get_device_properties(world.device).total_memory
 
 

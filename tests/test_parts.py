@@ -54,8 +54,8 @@ def test_what_does_not_fit_is_refused_with_its_remedy_and_forced():
     with pytest.raises(
         ConfigError, match=r"most of it a weight, .* \(fix: a smaller .*; or --force to try\)"
     ):
-        generate.check_room(parts, ALONE, force=False)
-    generate.check_room(parts, ALONE, force=True)
+        generate.plan_generation(parts, ALONE, force=False)
+    generate.plan_generation(parts, ALONE, force=True)
 
 
 def test_eager_attention_is_planned_with_its_probabilities():

@@ -26,11 +26,11 @@ from utils.data.pictures import (
     file_of,
     fitted,
     load_processor,
+    picture_texts,
     process,
     read_pictured,
-    room_of,
     url_of,
-    with_room,
+    with_texts,
 )
 from utils.data.tokens import load_tokenizer, render
 from utils.run.errors import ConfigError
@@ -152,7 +152,7 @@ def test_picture_tokens_are_never_trained_though_all_others_are(name, opened, pi
     row = {"messages": [user(PART, "What?"), ANSWER]}
     example = load([row], folder, tokenizer, train_on="all")[0]
     untrained = tokenizer.decode(example.ids[example.labels == IGNORE])
-    assert untrained == room_of(processor, (SIZES["a.png"],))[0][0]
+    assert untrained == picture_texts(processor, (SIZES["a.png"],))[0][0]
 
 
 def test_smolvlm_rooms_are_those_of_its_own_processor(opened):
@@ -162,7 +162,9 @@ def test_smolvlm_rooms_are_those_of_its_own_processor(opened):
     _, _, processor = opened("smolvlm")
     words = (4, "<fake_token_around_image>", "<image>", "<global-img>")
     for size, rows, columns in (((60, 40), 2, 2), ((200, 100), 1, 2)):
-        assert room_of(processor, (size,))[0] == [get_image_prompt_string(rows, columns, *words)]
+        assert picture_texts(processor, (size,))[0] == [
+            get_image_prompt_string(rows, columns, *words)
+        ]
 
 
 # --- forms
@@ -460,7 +462,7 @@ def test_rows_with_other_pictures_and_the_same_words_are_other_rows(opened, pict
 
 def test_spans_move_with_the_room_of_pictures_and_leave_it_out():
     chat = Chat("a#b#c", [(0, 5, False), (4, 5, True)])
-    moved, end = with_room(chat, "#", ["12", "345"])
+    moved, end = with_texts(chat, "#", ["12", "345"])
     assert moved.text == "a12b345c"
     assert [moved.text[a:b] for a, b, _ in moved.spans] == ["a", "b", "c", "c"]
     assert end == 7

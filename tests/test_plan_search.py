@@ -26,7 +26,7 @@ from utils.plan.need import (
     need_of,
     planned_model,
 )
-from utils.plan.search import largest_batch, longest_row
+from utils.plan.search import largest_batch, largest_seq_len
 from utils.run.units import GIB
 
 sys.path.append(str(ROOT / "recipes"))
@@ -70,7 +70,7 @@ def misses(setting: Setting, gib: float) -> list[str]:
         return answer_of(other, need_of(other), room) != TOO_LARGE
 
     scaled = plan.scaled_of(setting)
-    rows, tokens = largest_batch(scaled, room), longest_row(scaled, room)
+    rows, tokens = largest_batch(scaled, room), largest_seq_len(scaled, room)
     if rows and not fits(rows, setting.seq_len):
         found.append(f"{rows} rows do not fit")
     # A line may end a row early.

@@ -17,8 +17,8 @@ from utils.plan.need import (
     TOO_LARGE,
     Room,
     answer_of,
-    comfortable_of,
-    must_be_there,
+    comfortable_bytes,
+    must_bytes,
     need_of,
 )
 from utils.plan.search import fastest, ways
@@ -50,11 +50,11 @@ def test_copies_of_the_model_keep_what_was_all_reduced_until_the_backward_ends()
 
 
 def test_what_must_be_there_is_what_is_alive_and_more_on_several_gpus():
-    assert must_be_there(10 * GIB, 1, gpu=True) == 11 * GIB
-    assert must_be_there(10 * GIB, 2, gpu=True) == 13 * GIB
-    assert must_be_there(10 * GIB, 2, gpu=False) == 16 * GIB + GIB // 4
-    assert comfortable_of(12 * GIB, 0) == int(12 * GIB * 1.11) + 9 * GIB // 4
-    assert comfortable_of(12 * GIB, 8 * GIB) == 8 * GIB + int(4 * GIB * 1.11) + 9 * GIB // 4
+    assert must_bytes(10 * GIB, 1, gpu=True) == 11 * GIB
+    assert must_bytes(10 * GIB, 2, gpu=True) == 13 * GIB
+    assert must_bytes(10 * GIB, 2, gpu=False) == 16 * GIB + GIB // 4
+    assert comfortable_bytes(12 * GIB, 0) == int(12 * GIB * 1.11) + 9 * GIB // 4
+    assert comfortable_bytes(12 * GIB, 8 * GIB) == 8 * GIB + int(4 * GIB * 1.11) + 9 * GIB // 4
     small = need_of(of_llama(shards=2))
     assert small.comfortable == small.device  # comfortable is never less
 
@@ -74,7 +74,7 @@ RESERVED = {
 @pytest.mark.parametrize("name", RESERVED)
 def test_comfortable_covers_what_published_runs_with_expandable_segments_reserved(name):
     steady, pools, reserved = (int(size * GIB) for size in RESERVED[name])
-    assert reserved <= comfortable_of(pools - 3 * GIB // 2, steady)
+    assert reserved <= comfortable_bytes(pools - 3 * GIB // 2, steady)
 
 
 def test_there_are_four_answers_on_a_gpu_and_two_on_a_cpu():

@@ -37,7 +37,7 @@ from utils.model.folder import TensorInfo, open_weights
 from utils.model.loading import Piece, lay_out, local_box
 from utils.model.saving import GENERATION, generation_config, save_model, save_tokenizer, write_json
 from utils.plan import fit
-from utils.plan.fit import room_here
+from utils.plan.fit import available_room
 from utils.run.distributed import set_timeout, together
 from utils.run.errors import ConfigError
 from utils.run.folder import check_seen, check_space, claim_output, releases_output
@@ -840,7 +840,7 @@ def readings_of_memory(world):
     original = fit.host_memory
     fit.host_memory = lambda: (2**30 * (1 + world.rank), 2**34 - world.rank)
     try:
-        return room_here(replace(world, device=torch.device("cpu")))
+        return available_room(replace(world, device=torch.device("cpu")))
     finally:
         fit.host_memory = original
 

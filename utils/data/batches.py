@@ -42,11 +42,12 @@ class Batch:
 
     @property
     def trained_tokens(self) -> int:
+        """The number of trained tokens."""
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device, with `places` filled in. A copy to a GPU goes from pinned memory on its own
-        CUDA stream, so it overlaps with the work that the GPU already has queued.
+        """The batch on a device, with `places` filled in. A copy to a GPU goes from pinned memory on a CUDA
+        stream of its own, so it overlaps with the work that the GPU already has queued.
         """
 
         def move(value):
@@ -138,6 +139,7 @@ class GlobalBatches:
         return collate(self.items(rows) or [self.filler()], self.pad_id, self.multiple)
 
     def filler(self) -> Example:
+        """A row of one pad token, not trained."""
         return Example(torch.tensor([self.pad_id]), torch.tensor([IGNORE]), "filler")
 
     def items(self, rows: list[int]) -> list[Example]:

@@ -39,8 +39,8 @@ from .rows import Source
 
 def cached_tokens(sources: list[Source], encode: partial, write: Callable, read: Callable) -> Path:
     """The cache folder with the files that `write` writes; see examples.write_tokens. encode: encode_rows
-    with its settings bound. If `write` raises because of bad rows, nothing is kept. The first process that
-    gets the lock makes them again where pictures have changed. read: examples.read_tokens.
+    with its settings bound; read: examples.read_tokens. If `write` raises because of bad rows, nothing is
+    kept. If pictures have changed, the first process that gets the lock makes the files again.
     """
     rows = encode.keywords["rows"]
     files = [file for source in sources for file in source.files]
@@ -55,7 +55,7 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable, read:
 
                 is_stale = have_changed(read(folder), rows)
             if is_stale:
-                make(folder, encode, write, files)
+                make_cache(folder, encode, write, files)
     except OSError as error:
         if str(error.filename) in map(str, files):
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
@@ -74,8 +74,8 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
     for path in [*files, *sorted(Path(__file__).parent.glob("*.py")), *processor]:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    words = [
-        replace(rows, eval_dataset="", eval_share=0.0),  # which do not change the tokens
+    settings = [
+        replace(rows, eval_dataset="", eval_share=0.0),  # these do not change the tokens
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
         not tokenizer.template_name,
@@ -83,7 +83,7 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
         transformers.__version__,
         tokenizers.__version__,
     ]
-    digest.update(json.dumps(words, default=str).encode())
+    digest.update(json.dumps(settings, default=str).encode())
     return digest.hexdigest()[:32]
 
 
@@ -103,7 +103,7 @@ def locked(folder: Path) -> Iterator[bool]:
         yield waited
 
 
-def make(folder: Path, encode: partial, write: Callable, files: list[Path]) -> None:
+def make_cache(folder: Path, encode: partial, write: Callable, files: list[Path]) -> None:
     """Write the files to a temporary folder, and publish it if the data still has the hash in its name."""
     remove_siblings(folder, ".tmp")
     temp = folder.with_name(f".tmp_{folder.name}_{secrets.token_hex(4)}")
@@ -132,16 +132,16 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
     pool = ProcessPoolExecutor(
         count, multiprocessing.get_context("spawn"), _start, (function, os.getpid())
     )
-    waiting = deque()
+    futures = deque()
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         for item in work:
-            waiting.append(pool.submit(_run, item))
-            if len(waiting) > 4 * count:
-                yield waiting.popleft().result()
-        for part in waiting:
-            yield part.result()
+            futures.append(pool.submit(_run, item))
+            if len(futures) > 4 * count:
+                yield futures.popleft().result()
+        for future in futures:
+            yield future.result()
     except BrokenProcessPool:
         raise ConfigError(
             "a process that tokenizes was killed, most likely because memory ran out"

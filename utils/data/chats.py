@@ -41,7 +41,7 @@ SEVERAL = (
     " later turns follow (--train_on last_assistant trains only the last)"
 )
 MARKED = re.compile(MARK.format(r"(-?\d+) (\w+)( \d+)?"))
-# role -> how a note names its text
+# role -> the words for its text in a note
 PARTS_OF_ROLES = {
     "tools": "tools",
     "system": "system text",
@@ -76,8 +76,8 @@ def render_chats(
     should know. ValueError if the template does not write a part that should be trained.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    asked = answers[-1:] if train_on == "last_assistant" else answers
-    trained = [i for i in asked if messages[i].get("weight", 1)]
+    candidates = answers[-1:] if train_on == "last_assistant" else answers
+    trained = [i for i in candidates if messages[i].get("weight", 1)]
     if train_on == "all" and trained != answers:
         raise ValueError(
             "a turn of weight 0 or of a prompt, and --train_on all (fix: --train_on assistant)"
@@ -86,13 +86,13 @@ def render_chats(
     notes[SPELLED] += safe != messages
     messages = renderable(tokenizer, safe, tools)
     marked = skeleton(messages)
-    check_parts(tokenizer, marked, tools, trained, notes)
-    whole = render_marked(tokenizer, messages, tools)
-    text = whole[0]
+    examine_parts(tokenizer, marked, tools, trained, notes)
+    rendered = render_marked(tokenizer, messages, tools)
+    text, _ = rendered
     if train_on == "all":
         chats = [Chat(text, [(0, len(text), False)])]
     else:
-        turns = [turn_of(tokenizer, messages, i, tools, marked, notes, whole) for i in trained]
+        turns = [turn_of(tokenizer, messages, i, tools, marked, notes, rendered) for i in trained]
         chats = divided(text, turns)
         notes[SEVERAL] += len(chats) > 1
     return chats
@@ -115,6 +115,7 @@ def renderable(tokenizer, messages: Messages, tools: list | None) -> Messages:
 
 
 def with_text_arguments(message: dict) -> dict:
+    """The message with the arguments of its tool calls as JSON text."""
     calls = []
     for call in message.get("tool_calls", []):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -134,35 +135,35 @@ def skeleton(messages: Messages) -> Messages:
                 copy[key] = MARK.format(f"{i} {'content' if key == 'content' else 'thoughts'}")
         calls = []
         for number, call in enumerate(message.get("tool_calls", [])):
-            nothing = "{}" if isinstance(call["function"]["arguments"], str) else {}
+            no_arguments = "{}" if isinstance(call["function"]["arguments"], str) else {}
             name = MARK.format(f"{i} tool_calls {number}")
-            calls.append(call | {"function": {"name": name, "arguments": nothing}})
+            calls.append(call | {"function": {"name": name, "arguments": no_arguments}})
         if calls:
             copy["tool_calls"] = calls
         marked.append(copy)
     return marked
 
 
-def check_parts(tokenizer, marked: Messages, tools, trained: list[int], notes: Counter) -> None:
-    """Raise ValueError if the template does not write a part that should be trained. Count other parts that
-    it does not write in `notes`. marked: a skeleton; trained: the indices of the trained turns.
+def examine_parts(tokenizer, marked: Messages, tools, trained: list[int], notes: Counter) -> None:
+    """Raise ValueError if the template does not write a part that should be trained. Count rows with other
+    parts that it does not write in `notes`. marked: a skeleton; trained: the indices of the trained turns.
     """
-    name = f"the {template_name(tokenizer)}"
+    template = f"the {template_name(tokenizer)}"
     for i in trained:
         lost = lost_parts(tokenizer, marked[: i + 1], tools)
         for part in ("tool_calls", "content"):
             if (i, part) in lost:
                 raise ValueError(
-                    f"{part} of turn {i + 1}: {name} does not write {part}, and the model would learn to"
+                    f"{part} of turn {i + 1}: {template} does not write {part}, and the model would learn to"
                     " leave it out (fix: a --chat_template that does, or chatml)"
                 )
         if (i, "thoughts") in lost:
-            notes[f"rows with reasoning_content, which {name} does not write"] = 1
+            notes[f"rows with reasoning_content, which {template} does not write"] = 1
     roles = {
         "tools" if i < 0 else marked[i]["role"] for i, _ in lost_parts(tokenizer, marked, tools)
     }
     for role in sorted(roles & PARTS_OF_ROLES.keys()):
-        notes[f"rows with {PARTS_OF_ROLES[role]}, which {name} does not write"] += 1
+        notes[f"rows with {PARTS_OF_ROLES[role]}, which {template} does not write"] += 1
 
 
 def lost_parts(tokenizer, marked: Messages, tools: list | None) -> set[tuple[int, str]]:
@@ -178,13 +179,13 @@ def lost_parts(tokenizer, marked: Messages, tools: list | None) -> set[tuple[int
 
 
 def turn_of(
-    tokenizer, messages: Messages, i: int, tools, marked: Messages, notes: Counter, whole
+    tokenizer, messages: Messages, i: int, tools, marked: Messages, notes: Counter, rendered
 ) -> Chat:
     """The conversation up to the end of turn i, with one span: that turn. marked: the skeleton of the whole
-    conversation; whole: render_marked of it. notes: counts a row if the template leaves out a part of the
+    conversation; rendered: render_marked of it. notes: counts a row if the template leaves out a part of the
     answer.
     """
-    text, spans = whole
+    text, spans = rendered
     next_role = "tool" if messages[i].get("tool_calls") else "user"
     if i + 1 < len(messages):
         next_role = messages[i + 1]["role"]
@@ -192,25 +193,26 @@ def turn_of(
     prompt = render(tokenizer, messages[:i], tools, prompt=True)
     answer = marked[i] | {"content": MARK.format(f"{i} content")}
     answer.pop("tool_calls", None)
-    known = [*marked[:i], answer]
-    tail, end = turn_end(tokenizer, known, tools, next_role)
+    marked_turns = [*marked[:i], answer]
+    tail, end = turn_end(tokenizer, marked_turns, tools, next_role)
     last = len(text.rstrip())
-    if text.endswith(tail):  # else the template ends tool calls differently from text
+    if text.endswith(tail):  # otherwise the template ends tool calls differently from text
         last = len(text) - len(tail)
         text = text[:last] + end
     problem = ""
     exact = text.startswith(prompt)
     first = len(prompt)
     if not exact:
-        if begins_early(tokenizer, known, tools):
+        if begins_early(tokenizer, marked_turns, tools):
             raise ValueError(
                 f"turn {i + 1}: once it is answered, the {template_name(tokenizer)} no longer begins with the"
                 " prompt, so others' words would be trained (fix: another --chat_template, or chatml)"
             )
         first = len(commonprefix((prompt, text)))
         problem = prompt_difference(tokenizer, prompt, text, first)
-        other_answer = render(tokenizer, [*messages[:i], answer], tools)
-        first = min(first, len(commonprefix((other_answer, text))))
+        # The answer begins at the latest where a text with another answer differs.
+        other_text = render(tokenizer, [*messages[:i], answer], tools)
+        first = min(first, len(commonprefix((other_text, text))))
         if spans:  # between {% generation %} marks
             first = spans[-1][0]
     if messages[i]["content"].strip() not in text[first:last]:
@@ -228,16 +230,18 @@ def begins_early(tokenizer, turns: Messages, tools: list | None) -> bool:
     except ValueError:  # the template parses the texts, so it rejects marks
         return False
     first = spans[-1][0] if spans else len(commonprefix((prompt, text)))
-    marks = {int(mark[1]) for mark in MARKED.finditer(text) if mark.end() > first}
-    return marks - {len(turns) - 1} != set()
+    marks = [mark for mark in MARKED.finditer(text) if mark.end() > first]
+    return any(int(mark[1]) != len(turns) - 1 for mark in marks)
 
 
-def prompt_difference(tokenizer, prompt: str, text: str, same: int) -> str:
-    """A sentence that shows where the conversation differs from the prompt: after `same` characters."""
-    begin = max(0, same - 20)
+def prompt_difference(tokenizer, prompt: str, text: str, common: int) -> str:
+    """A sentence that shows where the conversation differs from the prompt. common: the characters that
+    are equal at the beginning of both.
+    """
+    begin = max(0, common - 20)
     return (
         f"the {template_name(tokenizer)} ends its prompt with {prompt[begin:]!r}, but in the row"
-        f" {text[begin:same]!r} goes on with {text[same : same + 20]!r}: the prompt at"
+        f" {text[begin:common]!r} goes on with {text[common : common + 20]!r}: the prompt at"
         " inference differs from the one in training (fix: thoughts of the rows under reasoning_content, if"
         " the prompt begins thoughts; or a --chat_template whose answers begin with its prompt)"
     )
@@ -275,9 +279,10 @@ def encode_chat(tokenizer, chat: Chat) -> Sequence:
     for first, last, exact in chat.spans:
         begin = bisect_right(tokens.ends, first)  # the first token that ends after `first`
         if exact and added_ids(tokenizer) & {*tokens.ids[begin : begin + 1]}:
-            # Phi-3: a token of the prompt also holds the white space with which the answer begins
-            space = chat.text[first : tokens.ends[begin]].isspace()
-            begin += space and tokens.starts[begin] < first
+            # Phi-3: an added token of the prompt also holds the white space that begins the answer.
+            of_answer = chat.text[first : tokens.ends[begin]]
+            if tokens.starts[begin] < first and of_answer.isspace():
+                begin += 1
         end = bisect_left(tokens.starts, last)  # the first one that starts at `last` or later
         mask[begin:end] = b"\1" * (end - begin)
     return tokens.ids, mask
@@ -288,7 +293,7 @@ def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
     cuts = [
         first
         for first, _, exact in chat.spans
-        if exact and not prompt_stands(tokenizer, chat.text, first, tokens)
+        if exact and not stands_alone(tokenizer, chat.text, first, tokens)
     ]
     if not cuts:
         return tokens
@@ -296,24 +301,24 @@ def cut_after_prompts(tokenizer, chat: Chat, tokens: Encoded) -> Encoded:
     for begin, end in pairwise([0, *sorted(cuts), len(chat.text)]):
         piece = encode(tokenizer, chat.text[begin:end])
         joined.ids.extend(piece.ids)
-        joined.starts.extend(begin + at for at in piece.starts)
-        joined.ends.extend(begin + at for at in piece.ends)
+        joined.starts.extend(begin + start for start in piece.starts)
+        joined.ends.extend(begin + last for last in piece.ends)
     if tokenizer.decode(joined.ids) != tokenizer.decode(tokens.ids):
         return tokens  # pieces would get extra spaces: a token across a cut stays whole, and is trained
     return joined
 
 
-def prompt_stands(tokenizer, text: str, first: int, tokens: Encoded) -> bool:
+def stands_alone(tokenizer, text: str, first: int, tokens: Encoded) -> bool:
     """Whether the text before `first` has the same tokens when it is encoded alone."""
     begin = bisect_right(tokens.ends, first)
     # An added token is always a token boundary, so only the text after the last one must be compared.
     added = added_ids(tokenizer)
-    at = begin
-    while at and tokens.ids[at - 1] not in added:
-        at -= 1
-    at = max(at - 1, 0)
-    before = text[tokens.starts[at] if at else 0 : first]
-    return not before or _ids(tokenizer, before) == tokens.ids[at:begin]
+    i = begin
+    while i and tokens.ids[i - 1] not in added:
+        i -= 1
+    i = max(i - 1, 0)
+    before = text[tokens.starts[i] if i else 0 : first]
+    return not before or _ids(tokenizer, before) == tokens.ids[i:begin]
 
 
 @lru_cache(maxsize=4096)
@@ -323,6 +328,7 @@ def _ids(tokenizer, text):
 
 @lru_cache(maxsize=8)
 def added_ids(tokenizer) -> frozenset[int]:
+    """The ids of all added tokens, special or not."""
     return frozenset(tokenizer.added_tokens_decoder)
 
 
@@ -339,7 +345,7 @@ def encode_plain(tokenizer, messages: Messages, notes: Counter) -> Sequence:
     texts = [message["content"] for message in messages]
     text = "".join(texts)
     first = len(text) - len(texts[-1])
-    spans = [(first, len(text), False)] * last["weight"]
+    spans = [(first, len(text), False)] if last["weight"] else []
     safe = hidden(tokenizer, text)
     notes[SPELLED] += safe != text
     ids, mask = encode_chat(tokenizer, Chat(safe, spans))

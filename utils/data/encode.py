@@ -16,7 +16,7 @@ from .rows import as_object
 TWICE = "the same as a row before"
 CUT = "cut at --seq_len"
 MOST_FAULTS = 10  # bad rows that an error lists; further ones are only counted
-# limits of a chunk, which is tokenized at a time
+# The limits of a chunk. A chunk is tokenized at once.
 ROWS = 64
 BYTES = 2**20
 
@@ -80,7 +80,7 @@ class Part:
         self.columns: set[str] = set()  # columns named in --columns that some row has
         # the first row whose prompt differs between training and inference, and how it differs
         self.problem = ""
-        self.bad = []  # (where, why) of each bad row
+        self.bad = []  # (where, reason) of each bad row
 
     def add(self, ids: list[int], loss_mask: bytes, where: str) -> None:
         """Add one sequence."""
@@ -115,7 +115,7 @@ class Part:
                 if loss_mask.find(1, first + 1, last) > 0:
                     self.add(ids[first:last], loss_mask[first:last], where)
 
-    def say_problem(self, problem: str, where: str) -> None:
+    def keep_problem(self, problem: str, where: str) -> None:
         """Keep the first problem: how the prompt of a row differs between training and inference."""
         if problem and not self.problem:
             self.problem = f"{where}: {problem}"
@@ -135,21 +135,26 @@ class Part:
         """Raise ConfigError for bad rows (the first ten, and the number of others), for columns that no row
         has, and if all rows were dropped.
         """
-        faults = [f"{where}: {why}" for where, why in self.bad]
+        faults = [f"{where}: {reason}" for where, reason in self.bad]
         if self.bad and rows.bad_rows == "error":
-            more = len(faults) - MOST_FAULTS
-            raise ConfigError(faults[:MOST_FAULTS] + [f"and {more:,} more"] * (more > 0))
+            lines = faults[:MOST_FAULTS]
+            if faults[MOST_FAULTS:]:
+                lines.append(f"and {len(faults) - MOST_FAULTS:,} more")
+            raise ConfigError(lines)
         for ours, theirs in parse_columns(rows.columns).items():
             check(theirs in self.columns, f"--columns {ours}={theirs}: no row has {theirs!r}")
         if self.bad:
             self.dropped["bad rows"] = len(self.bad)
-        why = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in self.dropped.items())
         first = f"; the first: {faults[0]}" if faults else ""
-        text = f"{rows.dataset}: all {self.rows} rows were dropped: {why}{first}"
-        check(self.lengths, f"{text} (fix: other rows; a larger --seq_len, if they are too long)")
+        check(
+            self.lengths,
+            f"{rows.dataset}: all {self.rows} rows were dropped: {reasons}{first}"
+            " (fix: other rows; a larger --seq_len, if they are too long)",
+        )
 
 
-def encode_rows(found: list, tokenizer, rows: Rows) -> Part:
+def encode_rows(raw_rows: list, tokenizer, rows: Rows) -> Part:
     """Tokenize a chunk of rows, [(where, row), ...]."""
     if rows.processor:
         from .pictures import add_pictured as add
@@ -164,20 +169,22 @@ def encode_rows(found: list, tokenizer, rows: Rows) -> Part:
 
     part = Part()
     columns = parse_columns(rows.columns)
-    for where, value in found:
+    for where, value in raw_rows:
         part.rows += 1
         notes = Counter()
         try:
             row = as_object(value)
             part.columns |= row.keys() & columns.values()
             row, form = renamed(row, columns)
-            form = rows.format.removeprefix("auto") or form
-            part.forms[add(part, tokenizer, row, where, rows, form, notes)] += 1
+            if rows.format != "auto":
+                form = rows.format
+            form = add(part, tokenizer, row, where, rows, form, notes)
+            part.forms[form] += 1
         except ValueError as fault:
             part.bad.append((where, str(fault)))
         part.notes.update(notes)
-        for text in +notes:
-            part.firsts.setdefault(text, where)
+        for note in +notes:  # those with a count above 0
+            part.firsts.setdefault(note, where)
     return part
 
 
@@ -191,15 +198,15 @@ def add_conversation(
         return form
     for chat in render_chats(tokenizer, messages, tools, rows.train_on, notes):
         part.add_row(*encode_chat(tokenizer, chat), where, rows, form)
-        part.say_problem(chat.problem, where)
+        part.keep_problem(chat.problem, where)
     return "chat" if form == "completion" else form
 
 
-def chunks(found: Iterable) -> Iterator[list]:
+def chunks(raw_rows: Iterable) -> Iterator[list]:
     """Lists of at most ROWS rows and about BYTES bytes of lines. The last list may be empty."""
     rows = []
     size_bytes = 0
-    for where, value in found:
+    for where, value in raw_rows:
         rows.append((where, value))
         size_bytes += len(value) if isinstance(value, bytes) else 0
         if len(rows) == ROWS or size_bytes > BYTES:

@@ -40,7 +40,7 @@ ARRAYS = {  # the arrays of tokenized rows: one file each, row after row
     "row_sizes": torch.int64,
 }
 TEXTS = ("where", "details")  # texts of each row: one file of texts, one file of sizes in bytes
-SAID = "said.json"  # counts, notes and origins of all rows
+FACTS = "said.json"  # counts, notes and origins of all rows
 FormName = Literal["auto", *FORMS.values()]
 
 
@@ -97,7 +97,7 @@ class Examples:
     details: Texts | None = None
     unit: str = "rows"  # the word for a row in the summary
     origins: Sequence[Origin] = ()
-    bad: Sequence[tuple[str, str]] = ()  # (where, why) of each bad row that was dropped
+    bad: Sequence[tuple[str, str]] = ()  # (where, reason) of each bad row that was dropped
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -144,17 +144,17 @@ class Examples:
 
     def remarks(self) -> str:
         """What was dropped, and what the user should know; each with a comma before it."""
-        notes = [f", {count:,} dropped: {reason}" for reason, count in self.dropped.items()]
-        ignored = []
-        for what, count in self.notes.items():
-            first = f" (the first: {self.firsts[what]})" if what in self.firsts else ""
-            if what.startswith(IGNORED):
-                ignored.append(what.removeprefix(IGNORED))
+        remarks = [f", {count:,} dropped: {reason}" for reason, count in self.dropped.items()]
+        ignored_keys = []
+        for note, count in self.notes.items():
+            first = f" (the first: {self.firsts[note]})" if note in self.firsts else ""
+            if note.startswith(IGNORED):
+                ignored_keys.append(note.removeprefix(IGNORED))
             elif count:
-                notes.append(f", {count:,} {what}{first}")
-        if ignored:
-            notes.append(f", ignored keys: {first_five(sorted(ignored))}")
-        return "".join(notes)
+                remarks.append(f", {count:,} {note}{first}")
+        if ignored_keys:
+            remarks.append(f", ignored keys: {first_five(sorted(ignored_keys))}")
+        return "".join(remarks)
 
     def sources(self) -> list[str]:
         """One line per source: the forms of its rows and, if there are several sources, its share."""
@@ -162,12 +162,12 @@ class Examples:
         trained = self.trained_tokens[self.rows]
         lines = []
         for origin in self.origins:
-            mine = (rows >= origin.first) & (rows < origin.last)
+            of_origin = (rows >= origin.first) & (rows < origin.last)
             forms = [f"{form} ({count:,} rows)" for form, count in origin.forms.items()]
             line = f"{origin.name}: {', '.join(forms) or 'no rows'}"
             if len(self.origins) > 1:
-                rows_share = mine.sum() / len(rows)
-                tokens_share = trained[mine].sum() / max(1, trained.sum())
+                rows_share = of_origin.sum() / len(rows)
+                tokens_share = trained[of_origin].sum() / max(1, trained.sum())
                 line += f", {rows_share:.1%} of rows, {tokens_share:.1%} of trained tokens"
             if origin.weight:
                 line += f" (weight {origin.weight:g})"
@@ -180,7 +180,7 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
     evaluated = f"; held out: {held_out.summary()}" if held_out else ""
     print0(f"data      {dataset}: {summary}{evaluated}")
     parts = [examples]
-    if held_out and held_out.ids is not examples.ids:
+    if held_out and held_out.ids is not examples.ids:  # they come from --eval_dataset
         parts.append(held_out)
     for part in parts:
         for line in part.sources():
@@ -188,8 +188,10 @@ def print_data(dataset: str, summary: str, examples: Examples, held_out: Example
         if part.problem:
             print0(f"warning: {part.problem}")
         if part.bad:
-            where, why = part.bad[0]
-            print0(f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {why}")
+            where, reason = part.bad[0]
+            print0(
+                f"warning: {len(part.bad):,} bad rows are left out; the first is {where}: {reason}"
+            )
 
 
 def longest_row(seq_len: int, packing: bool, multiple: int, *parts: Examples | None) -> int:
@@ -209,20 +211,20 @@ def check_positions(model: nn.Module, *parts: Examples | None) -> None:
     In a pack the positions of each document begin at 0, so the longest row decides.
     """
     config = model.config.get_text_config()
-    known = getattr(config, "max_position_embeddings", None) or 0
+    positions = getattr(config, "max_position_embeddings", None) or 0
     rope = getattr(config, "rope_parameters", None) or {}
-    if not known or rope.get("rope_type", "default") not in ("default", "llama3"):
+    if not positions or rope.get("rope_type", "default") not in ("default", "llama3"):
         return
     part = max(filter(None, parts), key=lambda part: part.lengths.max())
     longest = int(part.lengths.max())
     where = part[int(part.lengths.argmax())].where
-    lengths = f"{where} has {longest:,} tokens, and the model {known:,} positions"
+    lengths = f"{where} has {longest:,} tokens, and the model {positions:,} positions"
     tables = [name for name, _ in model.named_parameters() if re.search("wpe|pos(?!t)", name)]
     check(
-        longest <= known or not tables,
-        f"{lengths}, learned ones ({first_five(tables)}) (fix: --seq_len {known})",
+        longest <= positions or not tables,
+        f"{lengths}, learned ones ({first_five(tables)}) (fix: --seq_len {positions})",
     )
-    if longest > known and rope:
+    if longest > positions and rope:
         print0(f"warning: {lengths} without rope scaling: it was not trained on such lengths")
 
 
@@ -265,7 +267,7 @@ def load_data(
     if rows.eval_share or rows.eval_dataset:
         from .held_out import hold_out
 
-        return hold_out(examples, rows, lambda other: load(other, tokenizer, progress))
+        return hold_out(examples, rows, lambda eval_rows: load(eval_rows, tokenizer, progress))
     return examples, None
 
 
@@ -274,9 +276,11 @@ def write_tokens(
     rows: Rows,
     bar: tqdm,
     folder: Path | str,
-    run: Callable[[Iterable], Iterator[Part]],
+    encode_chunks: Callable[[Iterable], Iterator[Part]],
 ) -> None:
-    """Write the files that read_tokens reads. run: tokenizes chunks of rows. ConfigError for bad rows."""
+    """Write the files that read_tokens reads. encode_chunks: chunks of rows -> a Part of each, in order.
+    ConfigError for bad rows.
+    """
 
     def add(name, content):
         with open(Path(folder, name), "ab") as file:
@@ -288,7 +292,7 @@ def write_tokens(
     for source in sources:
         first = len(total.lengths)
         forms = Counter()
-        for part in run(chunks(islice(source.read(), rows.max_rows or None))):
+        for part in encode_chunks(chunks(islice(source.read(), rows.max_rows or None))):
             total.join(part)
             forms.update(part.forms)
             for name in ARRAYS:
@@ -304,9 +308,9 @@ def write_tokens(
                 spare_rows -= part.rows
         origins.append((source.name, source.weight, forms, first, len(total.lengths)))
     total.close(rows)
-    said = {name: getattr(total, name) for name in "dropped notes firsts problem bad".split()}
-    said |= {"unit": rows.task, "origins": origins}
-    Path(folder, SAID).write_text(json.dumps(said))
+    facts = {name: getattr(total, name) for name in "dropped notes firsts problem bad".split()}
+    facts |= {"unit": rows.task, "origins": origins}
+    Path(folder, FACTS).write_text(json.dumps(facts))
 
 
 def read_tokens(folder: Path | str) -> Examples:
@@ -324,7 +328,7 @@ def read_tokens(folder: Path | str) -> Examples:
     fields["bounds"] = F.pad(fields.pop("lengths").cumsum(0), (1, 0))
     if len(fields["ids"]) > fields["bounds"][-1]:
         fields["ids"] = fields["ids"].view(torch.int32)
-    fields |= json.loads(Path(folder, SAID).read_text())
+    fields |= json.loads(Path(folder, FACTS).read_text())
     fields["origins"] = [Origin(*origin) for origin in fields["origins"]]
     examples = Examples(**fields)
     if examples.unit != "documents" and any(origin.weight for origin in examples.origins):

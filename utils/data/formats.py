@@ -29,7 +29,7 @@ FORMS = {  # key -> form; in this order, the first key that a row has decides
     "text": "text",
     "input_ids": "tokens",
 }
-# Forms of rows without turns; the last one: of prompts, alone or with answers.
+# Forms of rows without turns. "plain text": a prompt, alone or with answers.
 PLAIN = {"completion", "text", "tokens", "plain text"}
 KNOWN = (
     "messages (chat), conversations (ShareGPT), instruction and output (alpaca), prompt and completion, text,"
@@ -68,12 +68,16 @@ TURN_KEYS = set(
 LEADING = "turns of the assistant before the first of the user left out"
 IGNORED = "ignored key "
 
-ONE = "here a row has one text answer"
+ONE_ANSWER = "here a row has one text answer"
 REMEDY = "fix: remove these rows; recipes that train also take --bad_rows drop"
 ANSWERS = "response answer output".split()  # other names of a completion
-PAIRS = f"preference pairs and answers with labels (KTO); {ONE} (fix: recipes/prefer.py)"
-PICTURES = f"{ONE}, in generate.py and vision.py also pictures, but no pairs, no videos, no sounds ({REMEDY})"
-REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}  # key -> why
+PAIRS = f"preference pairs and answers with labels (KTO); {ONE_ANSWER} (fix: recipes/prefer.py)"
+PICTURES = (
+    f"{ONE_ANSWER}, in generate.py and vision.py also pictures, but no pairs, no videos, no sounds"
+    f" ({REMEDY})"
+)
+# key -> reason
+REFUSED = {"functions": "tools under another name (fix: --columns tools=functions)"}
 REFUSED |= dict.fromkeys("image images video videos audio audios".split(), PICTURES)
 REFUSED |= dict.fromkeys(
     "chosen rejected chosen_messages rejected_messages kto_tag kto_tags".split(), PAIRS
@@ -103,13 +107,13 @@ def form_of(row: dict) -> str:
 def parse_columns(text: str) -> dict[str, str]:
     """Parse --columns prompt=question,completion=answer to {our key: column of the data}, or ConfigError."""
     columns = {}
-    known = COLUMNS | PREFERENCES | {"image", "images"}
+    keys = COLUMNS | PREFERENCES | {"image", "images"}
     for pair in filter(None, text.split(",")):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         check(
-            equals and theirs and ours in known and ours not in columns,
+            equals and theirs and ours in keys and ours not in columns,
             f"--columns {text!r}: {pair!r} is no KEY=COLUMN, its key given twice or none of"
-            f" {', '.join(sorted(known))} (fix: --columns prompt=question,completion=answer)",
+            f" {', '.join(sorted(keys))} (fix: --columns prompt=question,completion=answer)",
         )
         columns[ours] = theirs
     return columns
@@ -135,20 +139,21 @@ def to_messages(row: dict, form: str, notes: Counter) -> Read:
     notes: counts what was left out. ValueError names the first field that is wrong: "messages[2].content:
     expected text, got number".
     """
-    check_one_answer(row, form, notes)
+    examine_keys(row, form, notes)
     return READERS[form](row, notes)
 
 
-def check_one_answer(row: dict, form: str, notes: Counter) -> None:
-    """Raise ValueError unless the row has exactly one text answer. The error names the key that shows it.
-    notes: counts keys that are ignored.
+def examine_keys(row: dict, form: str, notes: Counter) -> None:
+    """Raise ValueError unless the row has exactly one text answer; the error names the key that shows it.
+    Count keys that are ignored in `notes`.
     """
     for key in row.keys() - COLUMNS:
         notes[f"{IGNORED}{key[:40]!r}"] += 1
     for key in sorted(key for key, value in row.items() if value not in (None, "", [], {})):
         if key in REFUSED:
             raise ValueError(f"{key}: {REFUSED[key]}")
-        if key in WEIGHTS and form and row[key] != (key != "masked"):
+        neutral = key != "masked"  # the value that changes nothing: 1 or true; of masked 0 or false
+        if key in WEIGHTS and form and row[key] != neutral:
             raise ValueError(
                 f"{key}: {row[key]!r:.40}: whole rows cannot be weighted; masks are -100 in labels ({REMEDY})"
             )
@@ -158,7 +163,7 @@ def check_one_answer(row: dict, form: str, notes: Counter) -> None:
     if not form and "prompt" in row:
         theirs = next((key for key in ANSWERS if key in row), "THEIRS")
         raise ValueError(
-            f"these are prompts without an answer; {ONE} (fix: --columns completion={theirs})"
+            f"these are prompts without an answer; {ONE_ANSWER} (fix: --columns completion={theirs})"
         )
     if not form:
         raise ValueError(
@@ -229,24 +234,24 @@ def conversation(row: dict, notes: Counter, key: str = "turns") -> Read:
     messages: Messages = []
     if row.get("system"):
         messages.append({"role": "system", "content": text_of(row, "system")})
-    last = messages[-1]["role"] if messages else ""
+    last_role = messages[-1]["role"] if messages else ""
     for i, turn in enumerate(typed(row, key, list)):
-        at = f"{key}[{i}]"
+        path = f"{key}[{i}]"
         if not isinstance(turn, dict):
-            raise ValueError(f"{at}: expected object, got {json_name(turn)}")
-        keys = keys_of(turn)
-        name = typed(turn, keys[0], str, f"{at}.")
+            raise ValueError(f"{path}: expected object, got {json_name(turn)}")
+        role_key, text_key = keys_of(turn)
+        name = typed(turn, role_key, str, f"{path}.")
         role = ROLES.get(name)
         if not role:
-            raise ValueError(f"{at}.{keys[0]}: {name[:40]!r} is not one of {', '.join(ROLES)}")
-        if role == "assistant" and last in ("", "system"):
+            raise ValueError(f"{path}.{role_key}: {name[:40]!r} is not one of {', '.join(ROLES)}")
+        if role == "assistant" and last_role in ("", "system"):
             notes[LEADING] += 1
             continue
-        if role not in NEXT[last]:
-            expected = " or ".join(NEXT[last])
-            raise ValueError(f"{at}.{keys[0]}: expected {expected}, got {name}; {RULE}")
-        messages.append(read_turn(turn, role, keys[1], f"{at}.", notes))
-        last = role
+        if role not in NEXT[last_role]:
+            expected = " or ".join(NEXT[last_role])
+            raise ValueError(f"{path}.{role_key}: expected {expected}, got {name}; {RULE}")
+        messages.append(read_turn(turn, role, text_key, f"{path}.", notes))
+        last_role = role
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{key}: no assistant turn, so there is nothing to learn")
     return messages, tools_of(row)
@@ -267,37 +272,41 @@ def keys_of(turn: dict) -> tuple[str, str]:
     return ("from", "value") if {"from", "value"} & turn.keys() else ("role", "content")
 
 
-def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
-    """One turn as a message. role: one of our roles; key: the key of its content; at: its path in the row."""
+def read_turn(turn: dict, role: str, text_key: str, path: str, notes: Counter) -> dict:
+    """One turn as a message. role: one of our roles; text_key: the key of its content; path: of the turn in
+    the row, "messages[2].". notes: counts keys that are ignored.
+    """
     for foreign in FOREIGN:
         if turn.get(foreign) is not None:  # OpenAI's client writes "function_call": null
             raise ValueError(
-                f'{at}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls'
+                f'{path}{foreign}: no key of a turn here (fix: "weight": 0 for a turn not trained, tool_calls'
                 " for calls)"
             )
     message: dict = {"role": role}
     if turn.get("from") == "function_call":
-        calls = parsed(turn, key, at)
+        calls = parsed(turn, text_key, path)
         calls = calls if isinstance(calls, list) else [calls]
-        turn = turn | {key: None, "tool_calls": calls}
+        turn = turn | {text_key: None, "tool_calls": calls}
     if calls := turn.get("tool_calls"):
         if role != "assistant" or not isinstance(calls, list):
-            raise ValueError(f"{at}tool_calls: expected a list, in a turn of an assistant")
-        message["tool_calls"] = [call_of(c, f"{at}tool_calls[{i}].") for i, c in enumerate(calls)]
-    text = content_of(turn, key, at)
+            raise ValueError(f"{path}tool_calls: expected a list, in a turn of an assistant")
+        message["tool_calls"] = [
+            call_of(call, f"{path}tool_calls[{i}].") for i, call in enumerate(calls)
+        ]
+    text = content_of(turn, text_key, path)
     if not text.strip() and not calls and role in ("user", "assistant"):
-        raise ValueError(f"{at}{key}: empty")
+        raise ValueError(f"{path}{text_key}: empty")
     message["content"] = text if text.strip() else ""
     for name in THOUGHTS:
         if turn.get(name):
-            message["reasoning_content"] = message[name] = typed(turn, name, str, at)
+            message["reasoning_content"] = message[name] = typed(turn, name, str, path)
     for name in ("name", "tool_call_id"):
         if turn.get(name) is not None:
-            message[name] = typed(turn, name, str, at)
+            message[name] = typed(turn, name, str, path)
     for name in ("weight", "train"):
         weight = turn.get(name)
         if weight not in (None, 0, 1):
-            raise ValueError(f"{at}{name}: expected 0 or 1, got {weight!r:.40}")
+            raise ValueError(f"{path}{name}: expected 0 or 1, got {weight!r:.40}")
         if weight is not None and role == "assistant":
             message["weight"] = min(int(weight), message.get("weight", 1))
     for name in turn.keys() - TURN_KEYS:
@@ -305,34 +314,36 @@ def read_turn(turn: dict, role: str, key: str, at: str, notes: Counter) -> dict:
     return message
 
 
-def content_of(turn: dict, key: str, at: str) -> str:
+def content_of(turn: dict, key: str, path: str) -> str:
     """The text of a turn, or the joined texts of its parts. It may be missing if the turn has tool calls."""
     content = turn.get(key)
     if content is None and turn.get("tool_calls"):
         return ""
     if not isinstance(content, list):
-        return typed(turn, key, str, at)
+        return typed(turn, key, str, path)
     text = ""
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"{at}{key}[{i}].type: {str(kind)[:40]!r} is no text; {PICTURES}")
-        text += typed(part, "text", str, f"{at}{key}[{i}].")
+            raise ValueError(f"{path}{key}[{i}].type: {str(kind)[:40]!r} is no text; {PICTURES}")
+        text += typed(part, "text", str, f"{path}{key}[{i}].")
     return text
 
 
-def call_of(call: object, at: str) -> dict:
+def call_of(call: object, path: str) -> dict:
     """A tool call in the form that chat templates expect, with its arguments as an object."""
     function = call.get("function", call) if isinstance(call, dict) else call
-    typed({"function": function}, "function", dict, at)
-    name = text_of(function, "name", f"{at}function.")
-    arguments = parsed({"arguments": {}} | function, "arguments", f"{at}function.")
+    typed({"function": function}, "function", dict, path)
+    name = text_of(function, "name", f"{path}function.")
+    arguments = parsed({"arguments": {}} | function, "arguments", f"{path}function.")
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"{at}function.arguments: expected an object as JSON, got {json_name(arguments)}"
+            f"{path}function.arguments: expected an object as JSON, got {json_name(arguments)}"
         )
     message = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return message | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+    if isinstance(call.get("id"), str):
+        message["id"] = call["id"]
+    return message
 
 
 def tools_of(row: dict) -> list | None:

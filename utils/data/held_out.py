@@ -36,10 +36,10 @@ def hold_out(examples, rows: Rows, load: Callable) -> tuple:
     if rows.eval_share:
         return split_by_hash(examples, rows.eval_share)
     held_out = load(replace(rows, dataset=rows.eval_dataset))
-    own = examples.keys[examples.rows]
-    both = torch.isin(held_out.keys[held_out.rows], own).sum()
-    if both:
-        print0(f"warning: {both:,} of {len(held_out):,} held-out rows are trained on too")
+    trained_keys = examples.keys[examples.rows]
+    count = torch.isin(held_out.keys[held_out.rows], trained_keys).sum()
+    if count:
+        print0(f"warning: {count:,} of {len(held_out):,} held-out rows are trained on too")
     return examples, held_out
 
 
@@ -50,16 +50,18 @@ def split_by_hash(examples, share: float) -> tuple:
     so do the sequences of one row, for which the last one decides.
     """
     rows = examples.numbers
-    found = [(examples.where[row], row) for row in rows.tolist()]
-    # A text file is one row, but its pieces have no text in common.
-    names = [name if name[-1].isdigit() else row for name, row in found]
+    names = []
+    for row in rows.tolist():
+        name = examples.where[row]
+        # A text file is one row, but its pieces have no text in common.
+        names.append(name if name[-1].isdigit() else row)
     key_of = dict(zip(names, examples.keys[rows].tolist(), strict=True))
     keys = torch.tensor([key_of[name] for name in names])
-    held = keys.double() / 2.0**64 + 0.5 < share  # keys: hashes, uniform in [-2**63, 2**63)
+    is_held_out = keys.double() / 2.0**64 + 0.5 < share  # keys: hashes, uniform in [-2**63, 2**63)
     check(
-        0 < held.sum() < len(held),
-        f"--eval_share {share} holds out {int(held.sum())} of {len(examples)} examples; choose another share,"
-        " or name an --eval_dataset",
+        0 < is_held_out.sum() < len(rows),
+        f"--eval_share {share} holds out {int(is_held_out.sum())} of {len(examples)} examples; choose"
+        " another share, or name an --eval_dataset",
     )
-    held_out = replace(examples, rows=rows[held], dropped={}, notes={}, bad=())
-    return replace(examples, rows=rows[~held]), held_out
+    held_out = replace(examples, rows=rows[is_held_out], dropped={}, notes={}, bad=())
+    return replace(examples, rows=rows[~is_held_out]), held_out

@@ -57,11 +57,14 @@ class PackedBatches(GlobalBatches):
         return torch.stack([self.examples.lengths[documents].square().sum() for documents in rows])
 
     def batch(self, rows: list[Pack]) -> Batch:
+        """The micro-batch of these packs, (B, T); with `flat` (1, B * T), and with `begins`. Positions count
+        from 0 in each document, and again in the padding after the last.
+        """
         packs = [self.items(documents) for documents in rows] or [[self.filler()]]
         batch = collate([joined(examples) for examples in packs], self.pad_id, self.multiple)
         where = [example.where for examples in packs for example in examples]
-        rows_padded, length = batch.ids.shape
-        positions = torch.arange(length).repeat(rows_padded, 1)  # (B, T)
+        count, length = batch.ids.shape
+        positions = torch.arange(length).repeat(count, 1)  # (B, T)
         for row, examples in zip(positions, packs, strict=True):
             for end in accumulate(len(example.ids) for example in examples):
                 row[end:] = torch.arange(length - end)
@@ -103,12 +106,12 @@ def pack(lengths: Tensor, size: int) -> list[Pack]:
     packs_of = defaultdict(list)  # free tokens -> the packs with exactly that room
     rooms = []  # the keys of packs_of that have packs, ascending
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect.bisect_left(rooms, length)
-        if at < len(rooms):
-            room = rooms[at]
+        i = bisect.bisect_left(rooms, length)
+        if i < len(rooms):
+            room = rooms[i]
             number = packs_of[room].pop()
             if not packs_of[room]:
-                del rooms[at]
+                del rooms[i]
         else:
             room = size
             number = len(packs)

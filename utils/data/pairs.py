@@ -45,6 +45,7 @@ class Pairs:
         self.sequences = sequences(self.examples)
 
     def items(self, rows: list[int]) -> list[Example]:
+        """The chosen and the rejected sequence of each pair, in turn."""
         return [self.sequences[2 * row + i] for row in rows for i in range(2)]
 
     def every(self, steps: int) -> Iterator[PairBatch]:
@@ -52,6 +53,7 @@ class Pairs:
         return chain.from_iterable(map(self.batches, range(min(steps, self.per_epoch))))
 
     def desirable(self, rows: list[int]) -> Tensor:
+        """(2 P,) bool: true for the chosen sequences."""
         return torch.tensor([True, False] * len(rows), dtype=torch.bool)
 
     def batch(self, rows: list) -> PairBatch:
@@ -99,15 +101,15 @@ class LabelBatches(PairBatches):
     answer_of = None  # row -> the row whose answer it gets; None: its own answer
 
     def desirable(self, rows: list[int]) -> Tensor:
+        """(P,) bool: the labels of these rows."""
         return self.examples.row_sizes[self.examples.numbers[rows]] > 0
 
     def items(self, rows: list[int]) -> list[Example]:
         """The prompt of each row with the answer of row answer_of[row], cut to seq_len tokens."""
         items = []
         for row in rows:
-            other = self.answer_of[row] if self.answer_of else row
             prompt = self.examples[row]
-            answer = self.examples[other]
+            answer = self.examples[self.answer_of[row]] if self.answer_of else prompt
             end = begin_of_answer(prompt)
             begin = begin_of_answer(answer)
             ids = torch.cat([prompt.ids[:end], answer.ids[begin:]])
@@ -116,6 +118,7 @@ class LabelBatches(PairBatches):
         return items
 
     def every(self, steps: int) -> Iterator[PairBatch]:
+        """Also the mismatched answers of each step, which differ from epoch to epoch."""
         yield from super().every(steps)
         for step in range(steps):
             yield from self.mismatched(step)

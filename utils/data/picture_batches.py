@@ -2,8 +2,8 @@
 ahead of the step.
 
 FSDP needs every rank to run the vision tower in the same micro-batches, and in all micro-batches of a step or
-in none. So a micro-batch without pictures gets a blank picture after the end of its first row, where no
-trained token attends to it.
+in none, unless gradients are reduced after each. So a micro-batch without pictures gets a blank picture after
+the end of its first row, where no trained token attends to it.
 """
 
 import json
@@ -26,12 +26,12 @@ from .batches import Batch, GlobalBatches, collate
 from .encode import Rows
 from .examples import Example
 from .packing import joined
-from .pictures import decoded, folder_of, process, room_of
+from .pictures import decoded, folder_of, picture_texts, process
 from .prompts import Prompt
 from .tokens import encode
 
 BLANK = Image.new("RGB", (32, 32))
-TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of the model's input for token types
+TYPES = {"mm_token_type_ids", "token_type_ids"}  # names of the input for token types
 # (the rows of a micro-batch, whether it gets a blank picture)
 Work = tuple[list[int], bool]
 
@@ -41,7 +41,7 @@ class PictureBatches(GlobalBatches):
     """GlobalBatches whose `extra` holds the model's picture inputs, made by its own processor: pixel_values
     and other inputs of the model's family. `extra` is {} if no rank has a picture and the family has no token
     types. Rows are padded on the right. The cost of a row is its tokens plus its patches. If `separates`, a
-    step may have more micro-batches.
+    step may have more micro-batches, and gradients must be reduced after each.
 
     source: how the rows were read. processor: see pictures.load_processor. workers: the number of decoding
     processes; 0: this process decodes. ConfigError names the row of a picture that cannot be decoded.
@@ -60,7 +60,7 @@ class PictureBatches(GlobalBatches):
         self.counts = [len(self.sources(i)) if crosses else 0 for i in range(len(self.patches))]
         self.separates = len({*self.counts}) > 1
         self.next_step = -1
-        self.made = iter(())
+        self.prepared = iter(())
 
     def __getitem__(self, work: Work) -> Batch:
         """Make one micro-batch, in a worker process."""
@@ -81,38 +81,45 @@ class PictureBatches(GlobalBatches):
         return self.batch([int(self.patches.argmax())] * rows)
 
     def costs(self, rows: list[int]) -> Tensor:
+        """The tokens and patches of each row, (n,) int64."""
         return super().costs(rows) + self.patches[rows]
 
     def shares(self, step: int) -> list[list[list]]:
+        """As GlobalBatches.shares. If `separates`, the rows of a micro-batch have equally many pictures."""
         shares = [[] for _ in range(self.ranks)]
         rows = self.rows_of(step)
-        for number in sorted({self.counts[row] for row in rows}):
-            alike = self.dealt([row for row in rows if self.counts[row] == number])
-            for share, more in zip(shares, alike, strict=True):
-                share += more
+        for count_of_pictures in sorted({self.counts[row] for row in rows}):
+            alike = [row for row in rows if self.counts[row] == count_of_pictures]
+            for share, micro_batches in zip(shares, self.dealt(alike), strict=True):
+                share += micro_batches
         return shares
 
     def work(self, step: int) -> list[Work]:
         """This rank's micro-batches of a step. Every rank knows which micro-batches of all ranks have
         pictures. The tower runs in all micro-batches of a step or in none, because FSDP2 cannot accumulate
-        the gradients of a unit that runs in only some of them.
+        the gradients of a unit that runs in only some of them. If `separates`, it runs in those in which any
+        rank has pictures.
         """
         shares = self.shares(step)
         pictured = [[bool(self.patches[rows].any()) for rows in share] for share in shares]
-        some = [any(ranks) for ranks in zip(*pictured, strict=True)]
+        # of each micro-batch: whether any rank has a picture in it
+        tower_runs = [any(ranks) for ranks in zip(*pictured, strict=True)]
         if not self.separates:
-            some = [any(some)] * len(some)
-        mine = zip(shares[self.rank], pictured[self.rank], some, strict=True)
-        return [(rows, anyone and not own) for rows, own, anyone in mine]
+            tower_runs = [any(tower_runs)] * len(tower_runs)
+        micro_batches = zip(shares[self.rank], pictured[self.rank], tower_runs, strict=True)
+        return [(rows, runs and not has_picture) for rows, has_picture, runs in micro_batches]
 
     def batches(self, step: int) -> list[Batch]:
+        """As GlobalBatches.batches, made ahead by the workers as long as steps follow each other. If that
+        fails, this process makes them from then on, with a warning.
+        """
         if not self.workers:
             return [self.batch(*work) for work in self.work(step)]
         try:
             if step != self.next_step:
-                self.made = iter(())  # ends the workers
+                self.prepared = iter(())  # ends the workers
                 ahead = copy(self)  # a copy, or this object and its workers keep each other alive
-                self.made = iter(
+                self.prepared = iter(
                     DataLoader(
                         ahead,
                         sampler=chain.from_iterable(map(ahead.work, count(step))),  # without end
@@ -120,25 +127,26 @@ class PictureBatches(GlobalBatches):
                         num_workers=self.workers,
                         multiprocessing_context="fork",  # workers use no GPU
                         worker_init_fn=begin_worker,
-                        generator=torch.Generator(),  # else it would use the generator of dropout
+                        generator=torch.Generator(),  # the default generator is that of dropout
                     )
                 )
                 # Torch's handler raises at a random place when a worker is killed. next() reports it too.
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.next_step = step + 1
-            return [next(self.made) for _ in self.work(step)]
-        except Exception as error:  # of the data, /dev/shm is full, or a worker died
+            return [next(self.prepared) for _ in self.work(step)]
+        except Exception as error:  # an error of the data, a full /dev/shm, or a worker that died
             self.workers = 0
-            self.made = iter(())
-            found = self.batches(step)  # an error of the data comes again, and is raised
+            self.prepared = iter(())
+            batches = self.batches(step)  # an error of the data comes again, and is raised
             say(
                 "warning: from now on the process that trains decodes the pictures:"
                 f" {' '.join(str(error).splitlines()[-1:])}"
                 " (if /dev/shm is full: a larger one, in Docker --shm-size 8g)"
             )
-            return found
+            return batches
 
     def batch(self, rows: list[int], blank: bool = False) -> Batch:
+        """The micro-batch of these rows, or a filler. blank: its first row gets a blank picture."""
         items = self.items(rows) or [self.filler()]
         sources = [self.sources(row) for row in rows] or [[]]
         pictures = [
@@ -146,9 +154,9 @@ class PictureBatches(GlobalBatches):
             for of_row, item in zip(sources, items, strict=True)
         ]
         if blank:
-            (text,), _ = room_of(self.processor, (BLANK.size,))
-            room = torch.tensor(encode(self.processor.tokenizer, text).ids)
-            untrained = Example(room, torch.full_like(room, IGNORE), "blank")
+            (text,), _ = picture_texts(self.processor, (BLANK.size,))
+            ids = torch.tensor(encode(self.processor.tokenizer, text).ids)
+            untrained = Example(ids, torch.full_like(ids, IGNORE), "blank")
             items[0] = joined([items[0], untrained])
             pictures[0] = [BLANK]
         batch = collate(items, self.pad_id, self.multiple)

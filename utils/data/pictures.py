@@ -38,7 +38,7 @@ from .prompts import Prompt, prompt_of, turns_of
 from .tokens import HIDDEN, PLACE, encode, in_parts
 
 TAG = "<image>"
-KINDS = ("image", "image_url")  # types of a part that is a picture
+PICTURE_TYPES = ("image", "image_url")  # types of a part that is a picture
 SOURCES = "image_url image path url".split()  # keys of a part that may hold the source
 NO_ROOM = (
     "with pictures of more tokens than --seq_len (fix: --image_max_pixels, or raise --seq_len)"
@@ -87,7 +87,7 @@ def load_processor(folder: Path | str, tokenizer):
         if kind.__name__ == "SmolVLMProcessor":
             kind = Idefics3Processor  # the same for pictures
         images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        words, _ = kind.get_processor_dict(folder, local_files_only=True)
+        settings, _ = kind.get_processor_dict(folder, local_files_only=True)
 
         class Processor(kind):
             def check_argument_for_proper_class(self, name, value):
@@ -95,14 +95,14 @@ def load_processor(folder: Path | str, tokenizer):
                     super().check_argument_for_proper_class(name, value)
 
             def _has_wrappers(*_):
-                # HunYuan-VL's wants tokens around each placeholder, which `process` writes alone.
+                # HunYuan-VL's processor wants tokens around each placeholder, and `process` writes none.
                 return True
 
         parts = {"tokenizer": tokenizer, "image_processor": images}
         processor = Processor.from_args_and_dict(
-            [parts.get(name, NoVideos()) for name in kind.get_attributes()], words
+            [parts.get(name, NoVideos()) for name in kind.get_attributes()], settings
         )
-    template = words.get("chat_template")
+    template = settings.get("chat_template")
     if template and tokenizer.template_name in (f"of {folder}", ""):
         tokenizer.chat_template = template
         tokenizer.template_name = f"of {folder}"
@@ -116,29 +116,31 @@ def process(processor, rows: list[list[Image.Image]]) -> dict:
     mark = processor.tokenizer.eos_token
     texts = [mark + (processor.image_token + mark) * len(pictures) for pictures in rows]
     try:
-        made = dict(processor(text=texts, images=rows, padding=len(rows) > 1, return_tensors="pt"))
+        output = dict(
+            processor(text=texts, images=rows, padding=len(rows) > 1, return_tensors="pt")
+        )
     except Exception as error:  # unusual sizes may raise anything
         raise ValueError(f"the model's processor: {reason_of_others(error)}") from None
-    del made["attention_mask"]
-    made.pop("cross_attention_mask", None)  # it depends on the text: see picture_batches.py
-    return made
+    del output["attention_mask"]
+    output.pop("cross_attention_mask", None)  # it depends on the text: see picture_batches.py
+    return output
 
 
 @lru_cache(maxsize=2**14)
-def room_of(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
+def picture_texts(processor, sizes: tuple[Size, ...]) -> tuple[list[str], int]:
     """(texts, patches) for the pictures of a row. texts: what replaces the placeholder of each picture, as
     text. patches: their cost in the vision tower, in patches of 14 x 14 pixels. Both depend only on the sizes
     of the pictures.
     """
-    made = process(processor, [[Image.new("RGB", size) for size in sizes]])
+    output = process(processor, [[Image.new("RGB", size) for size in sizes]])
     tokenizer = processor.tokenizer
-    ids = made["input_ids"][0].tolist()
+    ids = output["input_ids"][0].tolist()
     ends = [i for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
     texts = [
         tokenizer.decode(ids[before + 1 : behind], clean_up_tokenization_spaces=False)
         for before, behind in pairwise(ends[: len(sizes) + 1])
     ]
-    return texts, max(1, made["pixel_values"].numel() // PATCH_PIXELS)
+    return texts, max(1, output["pixel_values"].numel() // PATCH_PIXELS)
 
 
 # --- rows -> tokens
@@ -151,23 +153,25 @@ def add_pictured(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     messages, tools, sources, form = read_pictured(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
         part.add_row(*encode_plain(tokenizer, messages, notes), where, rows, form)
-        say_pictures(part, [], 0)
+        keep_pictures(part, [], 0)
         return form
     processor = load_processor(rows.processor, tokenizer)
     pictures = sized(sources, where, rows)
     chats = render_chats(tokenizer, messages, tools, rows.train_on, notes)
     check_places(processor, chats[-1].text, pictures)
     for chat in chats:
-        own = pictures[: chat.text.count(processor.image_token)]  # it may end before the last
-        whole, end, patches = with_pictures(processor, tokenizer, chat, own)
-        ids, mask = encode_chat(tokenizer, whole)
-        cut = own and len(ids) > rows.seq_len and rows.too_long == "truncate"
-        if cut and len(encode(tokenizer, whole.text[:end]).ids) > rows.seq_len:
+        shown = pictures[
+            : chat.text.count(processor.image_token)
+        ]  # it may end before the last picture
+        filled, end, patches = with_pictures(processor, tokenizer, chat, shown)
+        ids, mask = encode_chat(tokenizer, filled)
+        is_cut = shown and len(ids) > rows.seq_len and rows.too_long == "truncate"
+        if is_cut and len(encode(tokenizer, filled.text[:end]).ids) > rows.seq_len:
             part.dropped[NO_ROOM] += 1
         else:
             part.add_row(ids, mask, where, rows, form)
-            say_pictures(part, own, patches)
-        part.say_problem(chat.problem, where)
+            keep_pictures(part, shown, patches)
+        part.keep_problem(chat.problem, where)
     return form
 
 
@@ -176,7 +180,7 @@ def sized(sources: list[str], where: str, rows) -> list[list]:
     return [described(source, folder_of(where, rows), rows.image_max_pixels) for source in sources]
 
 
-def say_pictures(part, pictures: list, patches: int) -> None:
+def keep_pictures(part, pictures: list, patches: int) -> None:
     """Record the pictures of the sequences that add_row has just added; there may be none."""
     while len(part.row_sizes) < len(part.lengths):
         text = json.dumps(pictures)
@@ -202,20 +206,20 @@ def with_pictures(processor, tokenizer, chat: Chat, pictures: list) -> tuple[Cha
     if not pictures:
         return chat, 0, 0
     sizes = tuple(tuple(size) for _, *size, _ in pictures)
-    texts, patches = room_of(processor, sizes)
-    whole, end = with_room(chat, processor.image_token, texts)
-    compare(processor, tokenizer, chat.text, whole.text, sizes)
-    return whole, end, patches
+    texts, patches = picture_texts(processor, sizes)
+    filled, end = with_texts(chat, processor.image_token, texts)
+    compare_once(processor, tokenizer, chat.text, filled.text, sizes)
+    return filled, end, patches
 
 
-def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
+def with_texts(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
     """(the chat with each placeholder `place` replaced by a text, the character where the last one ends). The
     replacements are not trained.
     """
-    starts = [found.start() for found in re.finditer(re.escape(place), chat.text)]
+    starts = [match.start() for match in re.finditer(re.escape(place), chat.text)]
 
-    def filled(end):
-        """The text up to a character, with its placeholders replaced."""
+    def filled_up_to(end):
+        """The text before character `end`, with its placeholders replaced."""
         replacements = iter(texts)
         return re.sub(re.escape(place), lambda _: next(replacements), chat.text[:end])
 
@@ -227,22 +231,24 @@ def with_room(chat: Chat, place: str, texts: list[str]) -> tuple[Chat, int]:
                 begin = start + len(place)
                 exact = False
         spans.append((begin, end, exact))
-    spans = [(len(filled(begin)), len(filled(end)), exact) for begin, end, exact in spans]
-    whole = filled(len(chat.text))
-    return chat._replace(text=whole, spans=spans), len(filled(starts[-1] + len(place)))
+    spans = [
+        (len(filled_up_to(begin)), len(filled_up_to(end)), exact) for begin, end, exact in spans
+    ]
+    end = len(filled_up_to(starts[-1] + len(place)))
+    return chat._replace(text=filled_up_to(len(chat.text)), spans=spans), end
 
 
-def compare(processor, tokenizer, text: str, whole: str, sizes: tuple[Size, ...]) -> None:
-    """Check once per process that our ids are those of the processor. whole: `text` with its placeholders
+def compare_once(processor, tokenizer, text: str, filled: str, sizes: tuple[Size, ...]) -> None:
+    """Check once per process that our ids are those of the processor. filled: `text` with its placeholders
     replaced; the processor gets `text` and blank pictures of these sizes. ValueError if the ids differ.
     """
     if getattr(processor, "compared", False) or HIDDEN.search(text):
         return
     processor.compared = True
     blanks = [Image.new("RGB", size) for size in sizes]
-    made = processor(text=[text], images=[blanks], add_special_tokens=False)
-    ours = encode(tokenizer, whole).ids
-    theirs = list(made["input_ids"][0])
+    output = processor(text=[text], images=[blanks], add_special_tokens=False)
+    ours = encode(tokenizer, filled).ids
+    theirs = list(output["input_ids"][0])
     if theirs != ours:
         raise ValueError(
             f"the model's processor gives {len(theirs)} tokens, and its tokenizer {len(ours)} others"
@@ -268,8 +274,8 @@ def picture_prompt_ids(processor, tokenizer, prompt: Prompt) -> list[int]:
     """The ids of the generation prompt, with the tokens of each picture. ValueError names what is wrong."""
     text = prompt_of(tokenizer, prompt.messages, prompt.tools)
     check_places(processor, text, prompt.pictures)
-    whole, _, _ = with_pictures(processor, tokenizer, Chat(text, []), prompt.pictures)
-    return encode(tokenizer, whole.text).ids
+    filled, _, _ = with_pictures(processor, tokenizer, Chat(text, []), prompt.pictures)
+    return encode(tokenizer, filled.text).ids
 
 
 # --- rows -> messages and sources
@@ -283,42 +289,42 @@ def read_pictured(
     the first user turn, as in TRL.
     """
     row = dict(row)
-    given = []
+    listed = []  # sources in columns of the row
     for key in ("image", "images"):
         value = row.pop(key, None)
         if value is not None:
-            given += value if isinstance(value, list) else [value]
+            listed += value if isinstance(value, list) else [value]
     if not form and isinstance(row.get("texts"), list):
         row |= alpaca_of(row.pop("texts"))
         form = "alpaca"
-    sources = []  # one per part; None: the next one of `given`
+    sources = []  # one per part; None: the next one of `listed`
     for key in "messages conversations prompt completion".split():
         if isinstance(row.get(key), list):
             row[key] = [without_parts(turn, sources) for turn in row[key]]
     messages, tools = to_messages(row, form, notes)
     if messages[0]["role"] in ("text", "tokens"):
-        if given:
+        if listed:
             raise ValueError(
                 "pictures need turns (fix: --columns instruction=THEIRS,output=THEIRS)"
             )
         return messages, tools, [], form
     if not sources:  # the texts mark pictures with <image>, or not at all
-        if given and not any(TAG in m["content"] for m in messages):
+        if listed and not any(TAG in m["content"] for m in messages):
             first = next(message for message in messages if message["role"] == "user")
-            first["content"] = TAG * len(given) + first["content"]
+            first["content"] = TAG * len(listed) + first["content"]
         for message in messages:
-            if given and "<video>" in message["content"]:
+            if listed and "<video>" in message["content"]:
                 raise ValueError(f"<video>: videos are not trained ({REMEDY})")
             sources += [None] * message["content"].count(TAG)
             message["content"] = message["content"].replace(TAG, PLACE)
-    if sources.count(None) != len(given):
+    if sources.count(None) != len(listed):
         raise ValueError(
-            f"{len(given)} pictures for {sources.count(None)} places in the texts"
+            f"{len(listed)} pictures for {sources.count(None)} places in the texts"
             ' (fix: one <image>, or one {"type": "image"}, for each of "images")'
         )
     if any(m["role"] == "assistant" and PLACE in m["content"] for m in messages):
         raise ValueError("a picture in a turn of the assistant, which writes none")
-    return messages, tools, [url_of(source or given.pop(0)) for source in sources], form
+    return messages, tools, [url_of(source or listed.pop(0)) for source in sources], form
 
 
 def alpaca_of(texts: list) -> dict:
@@ -342,7 +348,7 @@ def without_parts(turn: object, sources: list) -> object:
         return turn
     parts = []
     for part in turn[key]:
-        if isinstance(part, dict) and part.get("type") in KINDS:
+        if isinstance(part, dict) and part.get("type") in PICTURE_TYPES:
             sources.append(next((part[name] for name in SOURCES if part.get(name)), None))
             part = {"type": "text", "text": PLACE}
         parts.append(part)
@@ -404,8 +410,8 @@ def open_picture(source: str, folder: str) -> Iterator[Image.Image]:
             with Image.open(file_of(source, folder), formats=FORMATS) as image:
                 yield image
         except Exception as error:
-            why = error if isinstance(error, ValueError) else reason_of_others(error)
-            raise ValueError(f"picture {source[:80]!r}: {why}") from None
+            reason = error if isinstance(error, ValueError) else reason_of_others(error)
+            raise ValueError(f"picture {source[:80]!r}: {reason}") from None
 
 
 def described(source: str, folder: str, max_pixels: int) -> list:

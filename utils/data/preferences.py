@@ -33,8 +33,8 @@ from .formats import (
     ROLES,
     Messages,
     Read,
-    check_one_answer,
     conversation,
+    examine_keys,
     keys_of,
     read_alpaca,
     read_completion,
@@ -46,7 +46,9 @@ EQUAL = "chosen equals rejected"
 PROMPTS = "prompt instruction conversations messages".split()  # the first that a row has is used
 ANSWER_OF = {"prompt": "completion", "instruction": "output"}  # the key of a labelled answer
 # one turn in a transcript of hh-rlhf
-SAID = re.compile(r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.S)
+TRANSCRIPT_TURN = re.compile(
+    r"(?:^|\n\n)(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)", re.S
+)
 
 
 def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, notes: Counter) -> str:
@@ -62,38 +64,39 @@ def add_preferences(part, tokenizer, row: dict, where: str, rows, form: str, not
     prompt_key = next(filter(row.get, PROMPTS), "")
     form = prompt_key or "conversation"
     labels = labels_of(row, prompt_key, rows.task)
-    check_one_answer({key: row[key] for key in row.keys() - PREFERENCES}, "chat", notes)
+    examine_keys({key: row[key] for key in row.keys() - PREFERENCES}, "chat", notes)
     is_plain = rows.format == "completion" or not tokenizer.template_name
-    read = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
-    start = begin_of_answers(row, prompt_key, [messages for messages, _ in read])
+    sides = [read_side(row, prompt_key, key, is_plain, notes) for key in labels]
+    start = begin_of_answers(row, prompt_key, [messages for messages, _ in sides])
     cuts = []
     prompts = []
-    for messages, tools in read:
-        if messages[start:] == [] or messages[start]["role"] not in ("assistant", "text"):
+    for messages, tools in sides:
+        if not messages[start:] or messages[start]["role"] not in ("assistant", "text"):
             raise ValueError(f"after {start} turns of the prompt, expected one of the assistant")
         messages[:start] = [message | {"weight": 0} for message in messages[:start]]
         if messages[0]["role"] == "text":
             ids, mask = encode_plain(tokenizer, messages, notes)
             form = "plain text"
         else:
-            chat, *more = render_chats(tokenizer, messages, tools, "assistant", notes)
-            if more:
+            chat, *later_chats = render_chats(tokenizer, messages, tools, "assistant", notes)
+            if later_chats:
                 raise ValueError(
                     "an answer of several turns, of which the chat template writes one differently once"
                     " others follow (fix: one turn an answer, or another --chat_template)"
                 )
-            part.say_problem(chat.problem, where)
+            part.keep_problem(chat.problem, where)
             ids, mask = encode_chat(tokenizer, chat)
         prompts.append(ids[: mask.find(1)])
-        cuts.append(type(part)())
-        cuts[-1].add_row(ids, mask, where, rows, "")
+        cut = type(part)()  # a Part; encode.py cannot be imported, since it imports this file
+        cut.add_row(ids, mask, where, rows, "")
+        cuts.append(cut)
     if prompts[0] != prompts[-1]:
         raise ValueError(
             "the prompt has other tokens before chosen than before rejected (fix: a prompt without white"
             " space at its end, or another --chat_template)"
         )
     add_cuts(part, cuts, labels, where, rows.task)
-    notes &= Counter({*notes})  # both sides count once
+    notes &= Counter({*notes})  # a note of both sides counts once
     return form
 
 
@@ -118,7 +121,7 @@ def labels_of(row: dict, prompt_key: str, task: str) -> dict[str, bool]:
 
 def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Counter) -> Read:
     """(messages, tools) of a side: the conversation row[key], or row[prompt_key] with the answer row[key]."""
-    turns = turns_of(row, key, prompt_key)
+    turns = answer_turns(row, key, prompt_key)
     first = turns[0] if turns else None
     role = str(first.get(keys_of(first)[0])) if isinstance(first, dict) else ""
     if key == prompt_key or ROLES.get(role) in ("system", "user"):
@@ -132,12 +135,12 @@ def read_side(row: dict, prompt_key: str, key: str, is_plain: bool, notes: Count
         row = row | {prompt_key: [{"role": "user", "content": prompt}]}
     if not prompt_key:
         text_of(row, "prompt")  # raises: it is missing or empty
-    name = f"{prompt_key} + {key}"
-    both = typed(row, prompt_key, list) + turns
-    return conversation(row | {name: both}, notes, name)
+    name = f"{prompt_key} + {key}"  # the key of these turns in errors
+    turns = typed(row, prompt_key, list) + turns
+    return conversation(row | {name: turns}, notes, name)
 
 
-def turns_of(row: dict, key: str, prompt_key: str) -> list:
+def answer_turns(row: dict, key: str, prompt_key: str) -> list:
     """The turns of an answer, or of a whole conversation."""
     value = row.get(key)
     if isinstance(value, list):
@@ -145,9 +148,12 @@ def turns_of(row: dict, key: str, prompt_key: str) -> list:
     if isinstance(value, dict):
         return [value]
     text = text_of(row, key)
-    if prompt_key or not SAID.match(text):
+    if prompt_key or not TRANSCRIPT_TURN.match(text):
         return [{"role": "assistant", "content": text}]
-    return [{"from": who.lower(), "value": said.strip()} for who, said in SAID.findall(text)]
+    return [
+        {"from": speaker.lower(), "value": words.strip()}
+        for speaker, words in TRANSCRIPT_TURN.findall(text)
+    ]
 
 
 def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) -> int:
@@ -159,11 +165,11 @@ def begin_of_answers(row: dict, prompt_key: str, conversations: list[Messages]) 
     start = sum(chosen[: i + 1] == rejected[: i + 1] for i in range(len(chosen)))
     if chosen == rejected:
         start -= 1  # a single conversation, or equal answers, which add_cuts drops and counts
-    asked = [turn["content"] for turn in chosen[:start] if turn["role"] in ("user", "text")]
-    if not asked:
+    questions = [turn["content"] for turn in chosen[:start] if turn["role"] in ("user", "text")]
+    if not questions:
         raise ValueError("chosen and rejected have no common beginning, which is the prompt")
     prompt = row.get("prompt") or None
-    if isinstance(prompt, str) and asked[-1].strip() != prompt.strip():
+    if isinstance(prompt, str) and questions[-1].strip() != prompt.strip():
         raise ValueError("prompt: not the last turn of the user before the answers")
     return start
 

@@ -5,19 +5,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .chats import check_parts, renderable, skeleton
+from .chats import examine_parts, renderable, skeleton
 from .formats import PICTURES, REFUSED, ROLES, Messages, to_messages
 from .tokens import adds_bos, encode, hidden, render
 
-FORMS = (
+FORMS_OF_PROMPTS = (
     'a row is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
     " (fix: rename its key; eval.py and grpo.py take --columns prompt=THEIRS)"
 )
 # Keys that belong to the prompt beside its turns, and keys of pictures, which to_messages refuses.
-BESIDE = ("system", "tools", *(key for key, why in REFUSED.items() if why == PICTURES))
+EXTRAS = ("system", "tools", *(key for key, reason in REFUSED.items() if reason == PICTURES))
 
-NO_COLUMNS = {"prompt", "messages", "conversations", *BESIDE}
-OF_ALPACA = ("instruction", "input", "history", *BESIDE)  # the keys of an alpaca row's prompt
+NO_COLUMNS = {"prompt", "messages", "conversations", *EXTRAS}
+OF_ALPACA = ("instruction", "input", "history", *EXTRAS)  # the keys of an alpaca row's prompt
 
 
 class Prompt(NamedTuple):
@@ -54,23 +54,24 @@ def turns_of(row: dict, read: Callable = to_messages) -> tuple:
             Counter(),
         )
         return messages, tools, row.get("output"), *others
-    beside = {key: row[key] for key in BESIDE if row.get(key)}
+    extras = {key: row[key] for key in EXTRAS if row.get(key)}
     if isinstance(text, str) and text and messages is None:
-        if not beside:
+        if not extras:
             return text, None, None
         text = [{"role": "user", "content": text}]
     if isinstance(text, list) and messages is None:
-        text, messages = None, text
+        messages = text
+        text = None
     if not isinstance(messages, list) or text is not None:
-        raise ValueError(f"no prompt to answer; {FORMS}")
+        raise ValueError(f"no prompt to answer; {FORMS_OF_PROMPTS}")
     # to_messages refuses a conversation without an answer, so a placeholder is appended
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     is_answered = ROLES.get(last.get("role", last.get("from"))) == "assistant"
     if not is_answered:
         messages = [*messages, {"role": "assistant", "content": "to come"}]
     if len(messages) == 1:
-        raise ValueError(f"no turn to answer; {FORMS}")
-    messages, tools, *others = read(beside | {"messages": messages}, "chat", Counter())
+        raise ValueError(f"no turn to answer; {FORMS_OF_PROMPTS}")
+    messages, tools, *others = read(extras | {"messages": messages}, "chat", Counter())
     answer = messages[-1]["content"] if is_answered else None
     return messages[:-1], tools, answer, *others
 
@@ -101,11 +102,12 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     form = "prompts"
     if is_plain(content, tokenizer, rows):
         form = "plain text"
-        ids = [tokenizer.bos_token_id] * adds_bos(tokenizer)
-        ids += encode(tokenizer, hidden(tokenizer, content)).ids
+        ids = encode(tokenizer, hidden(tokenizer, content)).ids
+        if adds_bos(tokenizer):
+            ids = [tokenizer.bos_token_id, *ids]
     else:
         messages = Prompt(where, content).messages
-        check_parts(tokenizer, skeleton(messages), tools, [], notes)
+        examine_parts(tokenizer, skeleton(messages), tools, [], notes)
         ids = prompt_ids(tokenizer, messages, tools)
     if not ids:
         raise ValueError("the prompt has no tokens")

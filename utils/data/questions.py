@@ -27,8 +27,8 @@ from .tokens import hidden
 
 # options of lm_eval's tasks that limit the tokens of an answer; the first that a task has is used
 SIZES = "max_gen_toks max_new_tokens max_tokens max_completion_tokens".split()
-# names of choices without labels
-NAMES = [[*map(str, range(1000))], [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]]
+# the labels of choices that come without any: numbers from 0, or letters
+LABELS = [[*map(str, range(1000))], [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]]
 
 # --- prompts with columns
 
@@ -107,38 +107,43 @@ def choices_of(questions: Questions, tokenizer, rows: Rows) -> list[tuple]:
     texts, one that stands for two choices is an error. ConfigError lists up to ten rows that are wrong or
     longer than rows.seq_len.
     """
-    found = []
+    items = []
     part = Part()
-    given = [[one.columns.get(key) for key in ("choices", "answer")] for one in questions]
-    all_texts = all(isinstance(choices, list) and known in choices for choices, known in given)
-    for question, (choices, known) in zip(questions, given, strict=True):
+    columns = [(q.columns.get("choices"), q.columns.get("answer")) for q in questions]
+    all_texts = all(isinstance(choices, list) and answer in choices for choices, answer in columns)
+    for question, (choices, answer) in zip(questions, columns, strict=True):
         try:
-            names = NAMES * (not all_texts)
+            label_lists = [] if all_texts else LABELS
             if isinstance(choices, dict):
-                choices, names = choices.get("text"), [choices.get("label") or ()]
-            elif isinstance(known, str):
-                names = [*names, choices]
+                label_lists = [choices.get("label") or ()]
+                choices = choices.get("text")
+            elif isinstance(answer, str):
+                label_lists = [*label_lists, choices]
             are_texts = isinstance(choices, list) and {*map(type, choices)} == {str}
             if not are_texts or len(choices) < 2 or "" in choices:
                 raise ValueError(
                     "choices: expected two texts or more (fix: --columns choices=THEIRS)"
                 )
-            right = {kind.index(str(known)) for kind in names if str(known) in kind[: len(choices)]}
+            right = {
+                labels.index(str(answer))
+                for labels in label_lists
+                if str(answer) in labels[: len(choices)]
+            }
             if len(right) != 1:
                 raise ValueError(
-                    f"answer: {known!r:.60} names {len(right)} of the choices, not one: it is a text, number"
+                    f"answer: {answer!r:.60} names {len(right)} of the choices, not one: it is a text, number"
                     " from 0 or letter, or a label if they have labels (fix: --columns answer=THEIRS)"
                 )
             sequences = [continued(question, choice, tokenizer, rows) for choice in choices]
             longest = max(len(sequence.ids) for sequence in sequences)
             if longest > rows.seq_len:
                 raise ValueError(f"{longest:,} tokens, and --seq_len is {rows.seq_len}")
-            found.append((sequences, choices, *right))
+            items.append((sequences, choices, *right))
         except ValueError as fault:
             part.bad.append((question.where, str(fault)))
     if part.bad:
         part.close(rows)  # raises
-    return found
+    return items
 
 
 def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example:
@@ -152,9 +157,12 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
         choice = hidden(tokenizer, choice)
         messages = question.messages
         answered = [*messages, {"role": "assistant", "content": choice}]
-        prompt, whole = (prompt_of(tokenizer, m, question.tools) for m in (messages, answered))
-        lead = whole[len(prompt) :].partition(choice)[0]  # Llama 2: "[/INST]", then " Yes"
-        text = prompt + lead * (not lead.strip()) + choice
+        prompt = prompt_of(tokenizer, messages, question.tools)
+        rendered = prompt_of(tokenizer, answered, question.tools)
+        lead, *_ = rendered[len(prompt) :].partition(choice)  # Llama 2: "[/INST]", then " Yes"
+        if lead.strip():  # only white space is kept
+            lead = ""
+        text = prompt + lead + choice
         ids, mask = encode_chat(tokenizer, Chat(text, [(len(prompt), len(text), True)]))
     return scored(ids, mask.find(1), question.where)
 
@@ -232,12 +240,12 @@ def harness_of(base: type, tokenizer, asker, seq_len: int, max_new_tokens: int):
                     " (fix: do_sample: false in its .yaml, or leave the task out)",
                 )
                 size = next(filter(None, map(options.get, SIZES)), max_new_tokens)
-                left = seq_len - 1 - size  # tokens of a prompt
+                prompt_tokens = seq_len - 1 - size  # at most
                 check(
-                    left > 0,
+                    prompt_tokens > 0,
                     f"--seq_len {seq_len}: a task has answers of {size} tokens (fix: a larger --seq_len)",
                 )
-                ids = self.tok_encode(context)[-left:]
+                ids = self.tok_encode(context)[-prompt_tokens:]
                 by_size[size].append((number, scored(ids, len(ids))))
             texts = [""] * len(requests)
             for size, asked in by_size.items():

@@ -35,9 +35,12 @@ from .questions import Question, Questions, scored
 
 # --- rewards
 
-FORMS = "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight (fix: exact:0.5)"
-NEXT = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
-PART = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
+FORMS_OF_REWARDS = (
+    "rewards are exact, number, regex:PATTERN, FILE.py:FUNCTION, or one with its weight"
+    " (fix: exact:0.5)"
+)
+SEPARATOR = re.compile(r",(?=exact\b|number\b|regex:|[^,:]+\.py:)")
+ONE_REWARD = re.compile(r"(?:regex:(.+?)|(?:(.+\.py):)?(\w+))(?::([+-]?\d*\.?\d+))?", re.S)
 NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
 
 
@@ -53,22 +56,22 @@ def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:
     """Parse the rewards of a flag. Executes the files that it names. ConfigError names the wrong part."""
     rewards = []
     files = {None: BUILT_IN}
-    for part in NEXT.split(text) if text else ():
-        given = f"{flag} {part}"
-        match = PART.fullmatch(part.strip())
-        check(match, f"{given}: {FORMS}")
+    for part in SEPARATOR.split(text) if text else ():
+        setting = f"{flag} {part}"
+        match = ONE_REWARD.fullmatch(part.strip())
+        check(match, f"{setting}: {FORMS_OF_REWARDS}")
         pattern, file, name, weight = match.groups()
         if pattern:
             name = "regex"
-            with others_code(given):
+            with others_code(setting):
                 function = of_pattern(re.compile(pattern, re.S))
         else:
             if file not in files:
-                files[file] = run_file(Path(file), given)
+                files[file] = run_file(Path(file), setting)
             function = files[file].get(name)
             check(
                 callable(function) and not inspect.iscoroutinefunction(function),
-                f"{given}: no function {name}, or an async one; {FORMS}",
+                f"{setting}: no function {name}, or an async one; {FORMS_OF_REWARDS}",
             )
         if name in {"model"} | {reward.name for reward in rewards}:
             name = f"{name}_{len(rewards)}"
@@ -96,9 +99,10 @@ def check_columns(
     answers that are lists or objects, if they are compared; for answers without a number, if `number` is a
     reward; and for prompts that the reward model's template refuses. ids_of: see RewardModel.
     """
-    for question in questions if ids_of else ():
-        with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
-            ids_of(question, "")
+    if ids_of:
+        for question in questions:
+            with others_code(f"--reward_model: {question.where}", "other rows, or another model"):
+                ids_of(question, "")
     for reward in rewards:
         try:
             inspect.signature(reward.function).bind(
@@ -110,17 +114,19 @@ def check_columns(
                 f"{', '.join(sorted(questions.names)) or 'none'}"
                 " (fix: parameters named as columns, --columns answer=THEIRS, or **columns as the last one)"
             ) from None
-        for question in questions if getattr(reward.function, "func", None) is compared else ():
-            known = question.columns["answer"]
+        if getattr(reward.function, "func", None) is not compared:
+            continue
+        for question in questions:
+            answer = question.columns["answer"]
             check(
-                not isinstance(known, list | dict),
-                f"{question.where}: answer {known!r:.60} is no text (fix: {reward.flag} FILE.py:FUNCTION)",
+                not isinstance(answer, list | dict),
+                f"{question.where}: answer {answer!r:.60} is no text (fix: {reward.flag} FILE.py:FUNCTION)",
             )
             check(
-                known is None
+                answer is None
                 or reward.function is not BUILT_IN["number"]
-                or number_of(without_thoughts(known)) is not None,
-                f"{question.where}: no number in the answer {known!r:.60}, for {reward.flag} number"
+                or number_of(without_thoughts(answer)) is not None,
+                f"{question.where}: no number in the answer {answer!r:.60}, for {reward.flag} number"
                 " (fix: remove the row)",
             )
 
@@ -134,17 +140,17 @@ def score(
     in TRL. If a function raises, or returns NaN or the wrong number of values, ConfigError names the reward,
     the row and the completion.
     """
-    given = {name: [question.columns[name] for question in asked] for name in asked[0].columns}
-    given["prompts"] = [question.content for question in asked]
-    given["completions"] = [
+    lists = {name: [question.columns[name] for question in asked] for name in asked[0].columns}
+    lists["prompts"] = [question.content for question in asked]
+    lists["completions"] = [
         text if isinstance(question.content, str) else [{"role": "assistant", "content": text}]
         for question, text in zip(asked, texts, strict=True)
     ]
-    given["completion_ids"] = ids
+    lists["completion_ids"] = ids
     where = [question.where for question in asked]
     # a function may change its lists
-    found = {reward.name: values_of(reward, deepcopy(given), where) for reward in rewards}
-    return [{name: values[i] for name, values in found.items()} for i in range(len(asked))]
+    values = {reward.name: values_of(reward, deepcopy(lists), where) for reward in rewards}
+    return [{name: values[name][i] for name in values} for i in range(len(asked))]
 
 
 def reward_all(
@@ -166,55 +172,56 @@ def reward_all(
     """
     ids = [completion.ids for completion in completions]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    own = {}  # number of a completion -> its values
+    values_of_all = {}  # number of a completion -> its values
     with together(world, patient=True):  # functions of the user may take long
         for start in range(0, len(asked), group_size)[world.rank :: world.size]:
             part = slice(start, start + group_size)
-            own |= enumerate(score(rewards, asked[part], texts[part], ids[part]), start)
-    for of_rank in gather(world, own):
-        own |= of_rank
-    for i, values in own.items():
+            values_of_all |= enumerate(score(rewards, asked[part], texts[part], ids[part]), start)
+    for of_rank in gather(world, values_of_all):
+        values_of_all |= of_rank
+    for i, values in values_of_all.items():
         if {*values.values()} == {None} and not scores:
             print0(f"warning: no reward applies to {asked[i].where}: its completions count as 0")
             break
-    found = [
-        {
-            "text": text,
-            **{f"rewards/{name}": value for name, value in own[i].items()},
-            "reward": sum(one.weight * (own[i][one.name] or 0) for one in rewards),
-        }
-        for i, text in enumerate(texts)
-    ]
+    records = []
+    for i, text in enumerate(texts):
+        values = values_of_all[i]
+        record = {"text": text}
+        record |= {f"rewards/{name}": value for name, value in values.items()}
+        record["reward"] = sum(reward.weight * (values[reward.name] or 0) for reward in rewards)
+        records.append(record)
     if scores:
-        for one, value in zip(found, scores(asked, texts), strict=True):
-            one |= {"rewards/model": value, "reward": one["reward"] + weight * value}
-    return found
+        for record, value in zip(records, scores(asked, texts), strict=True):
+            record |= {"rewards/model": value, "reward": record["reward"] + weight * value}
+    return records
 
 
-def reward_means(found: list[dict], prefix: str = "") -> dict[str, float]:
-    """The mean of each reward over the completions to which it applies. found: from reward_all."""
+def reward_means(records: list[dict], prefix: str = "") -> dict[str, float]:
+    """The mean of each reward over the completions to which it applies. records: from reward_all."""
     means = {}
-    for name in found[0]:
-        values = [one[name] for one in found if one[name] is not None]
+    for name in records[0]:
+        values = [record[name] for record in records if record[name] is not None]
         if values and name != "text":
             means[prefix + name] = sum(values) / len(values)
     return means
 
 
-def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[float | None]:
-    """The values of one reward for n completions."""
+def values_of(reward: Reward, lists: dict[str, list], where: list[str]) -> list[float | None]:
+    """The values of one reward for n completions. lists: its arguments, of n values each. ConfigError as from
+    score.
+    """
     try:
-        values = [v if v is None else float(v) for v in reward.function(**given)]
+        values = [v if v is None else float(v) for v in reward.function(**lists)]
         if not all(value is None or math.isfinite(value) for value in values):
             raise ValueError(f"not finite: {values}")
     except (Exception, SystemExit) as error:
         if len(where) > 1:
             for i, row in enumerate(where):  # raises for the completion that fails
-                values_of(reward, {name: given[name][i : i + 1] for name in given}, [row])
+                values_of(reward, {name: lists[name][i : i + 1] for name in lists}, [row])
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{reward.flag} {reward.name}: {reason_of_others(error)} ({frame.filename}:{frame.lineno});"
-            f" {where[0]}, completion {text_of(given['completions'][0])[:200]!r}"
+            f" {where[0]}, completion {completion_text(lists['completions'][0])[:200]!r}"
         ) from error
     check(
         len(values) == len(where),
@@ -223,7 +230,8 @@ def values_of(reward: Reward, given: dict[str, list], where: list[str]) -> list[
     return values
 
 
-def text_of(completion: str | list[dict]) -> str:
+def completion_text(completion: str | list[dict]) -> str:
+    """The text of a completion, as `score` passes it to rewards."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -237,7 +245,9 @@ def compared(is_right: Callable, completions: list, answer: list, **columns) -> 
     answer.
     """
     return [
-        None if known is None else float(is_right(text_of(completion), without_thoughts(known)))
+        None
+        if known is None
+        else float(is_right(completion_text(completion), without_thoughts(known)))
         for completion, known in zip(completions, answer, strict=True)
     ]
 
@@ -250,8 +260,8 @@ def is_same(text: str, known: str) -> bool:
 def number_of(text: str) -> Decimal | None:
     """The first number after the last ####; without ####, the last number. Commas are ignored."""
     _, mark, behind = text.rpartition("####")
-    found = NUMBER.findall(behind)
-    return Decimal(found[0 if mark else -1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(behind)
+    return Decimal(numbers[0 if mark else -1].replace(",", "")) if numbers else None
 
 
 def of_pattern(pattern: re.Pattern) -> Callable:
@@ -263,6 +273,7 @@ def of_pattern(pattern: re.Pattern) -> Callable:
 
     if pattern.groups:
         return partial(compared, is_right)
+    # No answer is needed. The completions in its place are ignored, and none of them is None.
     return lambda completions, **columns: compared(is_right, completions, completions)
 
 
@@ -300,6 +311,7 @@ class RolloutBatches(GlobalBatches):
     """rows_of(step): the prompts of each step. share(rollouts): micro-batches of their completions."""
 
     def costs(self, rows: list[Rollout]) -> Tensor:
+        """The tokens of each prompt with its completion, (n,) int64."""
         return torch.tensor([len(r.prompt) + len(r.ids) for r in rows], dtype=torch.int64)
 
     def batch(self, rows: list[Rollout]) -> RolloutBatch:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -19,10 +18,10 @@ from .formats import json_name
 KINDS = ".jsonl .json .csv .parquet .txt .md".split()
 # a word in the name of a file that is not for training
 HELD_OUT = "(?i)(?<![a-z])(test|val(id(ation)?)?|dev|eval(uation)?)(?![a-z])"
-ABOUT = r"(?i)\.|readme|license"  # how a file of a folder begins that holds no rows
+NOT_DATA = r"(?i)\.|readme|license"  # how names of files without rows begin, in a folder
 
 # (where, the row as an object or as bytes of JSON); where: "chat.jsonl:3", or "chat.json row 3"
-Found = Iterator[tuple[str, object]]
+RawRows = Iterator[tuple[str, object]]
 
 
 class Source(NamedTuple):
@@ -30,12 +29,12 @@ class Source(NamedTuple):
 
     name: str
     weight: float  # 0: not set
-    files: list[Path]  # that hold its rows
-    read: Callable[[], Found]  # each call reads from the first row
+    files: list[Path]  # those that hold its rows
+    read: Callable[[], RawRows]  # each call reads from the first row
 
 
 def as_object(value: object) -> dict:
-    """Decode a value of Found to a row. ValueError if it is no JSON object."""
+    """Decode a raw row. ValueError if it is no JSON object."""
     if isinstance(value, bytes):
         try:
             value = json.loads(value.decode())
@@ -62,14 +61,15 @@ def find_sources(name: str) -> list[Source]:
     )
     sources = []
     for match, weight in zip(matches, weights, strict=True):
-        files = files_of(match[1])
+        source = match[1]
+        files = files_of(source)
         if files is None:
             from .tables import open_data_set
 
-            files, read = open_data_set(match[1])
+            files, read = open_data_set(source)
         else:
-            read = partial(read_files, match[1], files)
-        sources.append(Source(match[1], weight, files, read))
+            read = partial(read_files, source, files)
+        sources.append(Source(source, weight, files, read))
     return sources
 
 
@@ -81,41 +81,43 @@ def files_of(name: str) -> list[Path] | None:
     holds files to test with beside others.
     """
     path = Path(name)
-    stored = Path(name.partition(":")[0])
-    if (path / "state.json").exists() or (stored / "dataset_dict.json").exists():
+    without_split = Path(name.partition(":")[0])
+    if (path / "state.json").exists() or (without_split / "dataset_dict.json").exists():
         return None  # datasets' save_to_disk wrote it
     if path.is_dir():
-        found = [
-            p for p in sorted(path.iterdir()) if kind_of(p) in KINDS and not re.match(ABOUT, p.name)
+        files = [
+            p
+            for p in sorted(path.iterdir())
+            if kind_of(p) in KINDS and not re.match(NOT_DATA, p.name)
         ]
-        splits = {re.search(HELD_OUT, p.name) is None for p in found}
+        splits = {re.search(HELD_OUT, p.name) is None for p in files}
         check(
             len(splits) < 2,
             f"{name}: files to test with beside others (fix: '{name}/train*', or '{name}/*' for all)",
         )
     elif glob.has_magic(name) and not path.exists():
-        found = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+        files = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif (
-        stored.exists()
+        without_split.exists()
         or kind_of(path) in KINDS
         or not re.fullmatch(r"[\w.-]+(/[\w.-]+){1,2}(:\w+)?", name)
     ):
-        found = [path]
+        files = [path]
     else:
         return None
-    kinds = sorted({kind_of(p) for p in found})
-    within = path.glob("*/*") if not found else ()
-    inner = [f" (fix: '{p.parent}/*')" for p in within if kind_of(p) in KINDS]
+    kinds = sorted({kind_of(p) for p in files})
+    nested = path.glob("*/*") if not files else ()
+    fixes = [f" (fix: '{p.parent}/*')" for p in nested if kind_of(p) in KINDS]
     check(
-        found and {*kinds} <= {*KINDS},
+        files and {*kinds} <= {*KINDS},
         f"{name}: no {', '.join(KINDS)} files found, nor .gz of them"
-        f"{min(inner, default=' (fix: a file or folder, or OWNER/NAME of the hub)')}",
+        f"{min(fixes, default=' (fix: a file or folder, or OWNER/NAME of the hub)')}",
     )
     check(
         len(kinds) == 1,
         f"{name}: files of several kinds, {', '.join(kinds)} (fix: name those of one kind)",
     )
-    return found
+    return files
 
 
 def kind_of(path: Path) -> str:
@@ -123,22 +125,22 @@ def kind_of(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def read_files(name: str, files: list[Path]) -> Found:
+def read_files(name: str, files: list[Path]) -> RawRows:
     """The rows of several files. ConfigError if a file cannot be read, or if there are no rows at all."""
-    found = False
+    has_rows = False
     for path in files:
         check(path.is_file(), f"{path}: no such file{did_you_mean(path)}")
         with others_code(f"{path}: cannot be read"):  # gzip, zlib, csv, json, pyarrow
             for row in read_file(path):
-                found = True
+                has_rows = True
                 yield row
     check(
-        found,
+        has_rows,
         f"{name}: no rows; a .jsonl file holds one object a line, a .json file an array of objects",
     )
 
 
-def read_file(path: Path) -> Found:
+def read_file(path: Path) -> RawRows:
     """The rows of one file."""
     open_file = gzip.open if path.suffix == ".gz" else open
     kind = kind_of(path)
@@ -156,13 +158,10 @@ def read_file(path: Path) -> Found:
             yield str(path), {"text": file.read().decode("utf-8-sig")}
 
 
-def read_lines(file: BinaryIO, path: Path) -> Found:
+def read_lines(file: BinaryIO, path: Path) -> RawRows:
     """(where, bytes) of each line that is not blank. Only \\n ends a line: U+2028 and U+0085 are text."""
-    for number in count(1):
-        line = file.readline()
+    for number, line in enumerate(file, start=1):
         where = f"{path}:{number}"
-        if not line:
-            return
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
             check(

@@ -14,28 +14,32 @@ def encode_hidden(
     special, names, _ = special_tokens
     backend = tokenizer.backend_tokenizer
 
-    def read(shown):
+    def encoded(replacement):
+        """(ids, offsets); `replacement` gives the text for a match of marks."""
         ids = []
         offsets = []
         backend.encode_special_tokens = True
         begin = 0
-        for found in [*special.finditer(text), None]:
-            end = found.start() if found else len(text)
-            piece = backend.encode(marks.sub(shown, text[begin:end]), add_special_tokens=False)
+        for match in [*special.finditer(text), None]:
+            end = match.start() if match else len(text)
+            piece = backend.encode(
+                marks.sub(replacement, text[begin:end]), add_special_tokens=False
+            )
             ids += piece.ids
             offsets += [(first + begin, last + begin) for first, last in piece.offsets]
-            if found:
-                ids.append(backend.token_to_id(found[0]))
-                offsets.append(found.span())
-                begin = found.end()
+            if match:
+                ids.append(backend.token_to_id(match[0]))
+                offsets.append(match.span())
+                begin = match.end()
         return ids, offsets
 
-    def harmless(found):
-        return "x" * len(found[0])
+    def harmless(match):
+        return "x" * len(match[0])
 
     backend.encode_special_tokens = False
-    if backend.encode(marks.sub(harmless, text), add_special_tokens=False).ids != read(harmless)[0]:
+    whole = backend.encode(marks.sub(harmless, text), add_special_tokens=False)
+    if whole.ids != encoded(harmless)[0]:
         raise ValueError(
             "its text spells a special token, which this tokenizer cannot read as text"
         )
-    return read(lambda found: names.get(found[0], found[0]))
+    return encoded(lambda match: names.get(match[0], match[0]))

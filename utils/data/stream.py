@@ -29,7 +29,8 @@ class TokenStream:
         self.examples = examples
         self.documents = documents
         self.key = key
-        self.epoch = lru_cache(1)(self.epoch)  # only a row that crosses the end of one needs two
+        # Only a row that crosses the end of an epoch needs two of them.
+        self.epoch = lru_cache(1)(self.epoch)
         self.lengths = examples.bounds.diff()[documents]
         self.tokens = int(self.lengths.sum())
         self.size_bytes = int(examples.row_sizes[documents].sum())  # UTF-8 bytes of the text
@@ -38,6 +39,7 @@ class TokenStream:
         """(documents in the order of this epoch, where each ends), both (n,) int64. One epoch is cached."""
         order = torch.arange(len(self.documents))
         if self.key:
+            # Not through its cache, which would keep 4 orders: the epoch is cached already.
             order = permutation.__wrapped__(len(order), f"{self.key} {number}")
         return self.documents[order], self.lengths[order].cumsum(0)
 
@@ -45,17 +47,17 @@ class TokenStream:
         """Tokens [first, last) of the stream, as one example per document. The first and the last example may
         be parts of documents.
         """
-        found = []
+        examples = []
         while first < last:
             number, begin = divmod(first, self.tokens)
             documents, ends = self.epoch(number)
             i = int(torch.searchsorted(ends, begin, right=True))
             count = min(last - first, int(ends[i]) - begin)
-            at = int(self.examples.bounds[documents[i] + 1] - ends[i]) + begin
-            ids = self.examples.ids[at : at + count].int()
-            found.append(Example(ids, ids, self.examples.where[documents[i]]))
+            start = int(self.examples.bounds[documents[i] + 1] - ends[i]) + begin
+            ids = self.examples.ids[start : start + count].int()
+            examples.append(Example(ids, ids, self.examples.where[documents[i]]))
             first += count
-        return found
+        return examples
 
 
 @dataclass(eq=False)
@@ -83,17 +85,18 @@ class StreamBatches(PackedBatches):
 
     @cached_property
     def streams(self) -> list[TokenStream]:
+        """One stream, or one for each weighted source. ConfigError for a source without documents."""
         numbers = self.examples.numbers
         if not self.weights:
             return [TokenStream(self.examples, numbers, "" if self.held_out else self.key)]
         streams = []
         for origin in self.examples.origins:
-            own = numbers[(numbers >= origin.first) & (numbers < origin.last)]
+            documents = numbers[(numbers >= origin.first) & (numbers < origin.last)]
             check(
-                len(own),
+                len(documents),
                 f"{origin.name}: no document of it is trained on (fix: more rows, or a smaller --eval_share)",
             )
-            streams.append(TokenStream(self.examples, own, f"{self.key} {len(streams)}"))
+            streams.append(TokenStream(self.examples, documents, f"{self.key} {len(streams)}"))
         return streams
 
     @cached_property
@@ -119,25 +122,27 @@ class StreamBatches(PackedBatches):
         return range(first, min(last, self.rows()) if self.held_out else last)
 
     def costs(self, rows: range) -> Tensor:
+        """All rows cost the same, (n,) int64."""
         return torch.ones(len(rows), dtype=torch.int64)
 
     def items(self, rows: list[int]) -> list[Example]:
         """The documents, whole or in part, in these rows. Without document_mask: each row as one text."""
-        found = []
+        examples = []
         for row in rows:
-            period, at = divmod(row, PERIOD)
-            is_own = self.pattern == self.pattern[at]
-            stream = self.streams[self.pattern[at]]
-            # the index of the row among the rows of its stream
-            number = int(period * is_own.sum() + is_own[:at].sum())
+            period, place = divmod(row, PERIOD)
+            source = self.pattern[place]
+            stream = self.streams[source]
+            of_source = self.pattern == source
+            # The index of the row among the rows of its stream.
+            number = int(period * of_source.sum() + of_source[:place].sum())
             first = number * (self.size - 1)
             last = first + self.size
             parts = stream.read(first, min(last, stream.tokens) if self.held_out else last)
             if not self.document_mask:
                 ids = torch.cat([part.ids for part in parts])
                 parts = [Example(ids, ids, parts[0].where)]
-            found += parts
-        return found
+            examples += parts
+        return examples
 
     def batch(self, rows: list[int]) -> Batch:
         if self.document_mask:
@@ -151,6 +156,7 @@ class StreamBatches(PackedBatches):
         return torch.tensor([min(longest, self.size)])
 
     def __getitem__(self, _: int) -> Example:
+        """Stands for the longest text in check_positions, which reads only its name."""
         return Example(torch.empty(0), torch.empty(0), "the longest text of a row")
 
     def steps(self, tokens: int, epochs: int) -> int:

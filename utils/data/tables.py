@@ -24,14 +24,15 @@ def read_table(file: BinaryIO, kind: str, path: Path) -> Iterator:
     elif kind == ".json":
         rows = rows_of_json(file.read())
     else:
-        csv.field_size_limit(2**26)  # bytes
-        found = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-        rows = map(without_nulls, found)
+        csv.field_size_limit(2**26)  # characters
+        records = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        rows = map(without_nulls, records)
         first = 2
     return numbered(path, rows, first)
 
 
 def numbered(path: Path, rows: Iterator, first: int) -> Iterator:
+    """(where, row) of each row. first: the number of the first row."""
     for number, row in enumerate(rows, start=first):
         yield f"{path} row {number}", row
 
@@ -72,19 +73,22 @@ def open_data_set(name: str) -> tuple[list[Path], Callable[[], Iterator]]:
     fix = "a file, a folder or OWNER/NAME; of several configurations OWNER/NAME/CONFIG"
     with others_code(f"--dataset {name}: neither a file nor a data set that can be read", fix):
         if Path(path).is_dir():
-            found = datasets.load_from_disk(path)
+            data_set = datasets.load_from_disk(path)
         else:
-            found = datasets.load_dataset("/".join(parts[:2]), *parts[2:])
-    if isinstance(found, datasets.DatasetDict):
+            data_set = datasets.load_dataset("/".join(parts[:2]), *parts[2:])
+    if isinstance(data_set, datasets.DatasetDict):
         split = split or "train"
-        why = f"it has no split {split}, but {', '.join(found)}"
-        check(split in found, f"--dataset {name}: {why} (fix: --dataset {path}:{min(found)})")
-        found = found[split]
-    files = [Path(file["filename"]) for file in found.cache_files]
+        reason = f"it has no split {split}, but {', '.join(data_set)}"
+        check(
+            split in data_set,
+            f"--dataset {name}: {reason} (fix: --dataset {path}:{min(data_set)})",
+        )
+        data_set = data_set[split]
+    files = [Path(file["filename"]) for file in data_set.cache_files]
 
     def read():
         # Pictures come as the bytes of their files, not decoded.
-        tables = map(embed_table_storage, found.with_format("arrow").iter(64))
+        tables = map(embed_table_storage, data_set.with_format("arrow").iter(64))
         return numbered(Path(name), rows_of(tables), 0)
 
     return files, read

@@ -206,8 +206,8 @@ def pad_id(tokenizer) -> int:
     return tokenizer.eos_token_id or 0
 
 
-# For templates that write a date (Llama 3): the one that they take themselves if there is no clock. With
-# another date each day, the data would be other data, and no run could be resumed the day after.
+# The date for templates that write one; Llama 3's takes this one itself where there is no clock. If the date
+# were today's, the tokens would differ each day, and no run could be resumed on the next day.
 TODAY = "26 Jul 2024"
 QUESTION = [{"role": "user", "content": MARK.format(0)}]
 ANSWERED = [*QUESTION, {"role": "assistant", "content": MARK.format(1)}]
@@ -271,23 +271,25 @@ def turn_end(
     messages, tools: see sketch. The content of the last message is a mark.
     """
     words = added_words(tokenizer)
+    answer = messages[-1]["content"]
 
     def after_answer(messages, prompt=False):
-        return sketch(tokenizer, messages, tools, prompt)[0].rpartition(mark)[2]
+        text, _ = sketch(tokenizer, messages, tools, prompt)
+        return text.rpartition(answer)[2]
 
-    mark = messages[-1]["content"]
     tail = after_answer(messages)
-    own = re.match(rf"\s*(?:{words})+", tail)
-    if own and tail != after_answer(messages, prompt=True):
-        return tail, own[0]
+    end = re.match(rf"\s*(?:{words})+", tail)
+    if end and tail != after_answer(messages, prompt=True):
+        return tail, end[0]
     following = {"role": next_role, "content": MARK.format("next"), "name": "", "tool_call_id": ""}
     with suppress(ValueError):  # the template may refuse this turn
-        own = re.match(rf"\s*(?:{words})", after_answer([*messages, following])) or own
-    return tail, own[0] if own else tokenizer.eos_token or ""
+        end = re.match(rf"\s*(?:{words})", after_answer([*messages, following])) or end
+    return tail, end[0] if end else tokenizer.eos_token or ""
 
 
 @lru_cache(maxsize=8)
 def added_words(tokenizer) -> str:
+    """A regular expression that matches any added token, special or not."""
     return any_of({token.content for token in tokenizer.added_tokens_decoder.values()})
 
 
@@ -319,10 +321,12 @@ def _sketch(tokenizer, template, messages, has_tools, prompt) -> Rendered:
 
 
 def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
-    """As render, and also the spans between {% generation %} marks."""
+    """As render, and also the spans between {% generation %} marks. ValueError if the template cannot render
+    the conversation.
+    """
     template = tokenizer.get_chat_template(tools=tools)
-    always = takes_parts(tokenizer, template)
-    messages = [in_parts(m) if always or PLACE in m["content"] else m for m in messages]
+    only_parts = takes_parts(tokenizer, template)
+    messages = [in_parts(m) if only_parts or PLACE in m["content"] else m for m in messages]
     has_marks = not prompt and GENERATION_MARK.search(template) is not None
     try:
         texts, spans = render_jinja_template(
@@ -346,6 +350,7 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
 
 
 def template_name(tokenizer) -> str:
+    """The name of the chat template in messages."""
     return f"chat template {getattr(tokenizer, 'template_name', '') or 'of the tokenizer'}"
 
 
@@ -395,7 +400,7 @@ def encode(tokenizer, text: str) -> Encoded:
     Byte-level tokenizers report an empty range for a token of spaces, at the end of the spaces. Here such a
     token starts where the previous token ended. ValueError for a lone surrogate.
     """
-    text.encode()  # raises for one
+    text.encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     if HIDDEN.search(text):
         from .spelled import encode_hidden
 
@@ -417,7 +422,7 @@ def hidden(tokenizer, value: object) -> object:
     """A JSON value in whose texts every special token is replaced by hidden characters."""
     special, _, hide = special_tokens(tokenizer)
     if isinstance(value, str):
-        return special.sub(lambda found: hide[found[0]], value)
+        return special.sub(lambda match: hide[match[0]], value)
     if isinstance(value, dict):
         return {key: hidden(tokenizer, item) for key, item in value.items()}
     return [hidden(tokenizer, item) for item in value] if isinstance(value, list) else value

@@ -28,9 +28,9 @@ from .need import (
 WORKSPACES = GIB // 16
 
 
-def room_here(world: World) -> Room:
-    """The memory of this machine. All ranks return the same values and text: those of the
-    rank with the least.
+def available_room(world: World) -> Room:
+    """The memory that is free on this machine. All ranks return the same values and text: those of the rank
+    with the least.
     """
     used, limit = host_memory()
     host, limit, local_ranks = min(gather(world, (limit - used, limit, world.local_size)))
@@ -111,7 +111,7 @@ def plan_memory(
     start has chosen the settings, and they stay. If the run does not fit, it raises ConfigError with the
     smallest change that fits, unless `force`.
     """
-    room = room_here(world)
+    room = available_room(world)
     chosen = {}
     lines = []
     if fit and not fitted:
@@ -135,13 +135,13 @@ def plan_memory(
         """What to do if memory runs out anyway: the smallest change that needs a tenth less."""
         from .search import remedy
 
-        less = need.device - 0.1 * max(need.acts.values())
-        fix = remedy(setting, room._replace(device=less))
+        device = need.device - 0.1 * max(need.acts.values())
+        fix = remedy(setting, room._replace(device=device))
         if fit and fix.startswith("--"):
             fix = f"without --fit, and {fix}"  # --fit would choose the same settings again
         return fix
 
-    # the host's memory too: for lack of that the kernel kills
+    # The host's memory too: if it runs out, the kernel kills the process, and no error says why.
     story.planned = (
         f"; planned {need.device / GIB:.2f} GiB a rank and {need.host * setting.local_ranks / GIB:.2f} GiB of"
         f" host memory, where there was {room.text}"
@@ -190,5 +190,8 @@ def estimate_disk(
     """
     saves = math.ceil(steps / save_every) if save_every else 0
     saves = min(saves, keep + 1) if keep else saves
-    kept = saves * (dtype.itemsize + 2 * (1 if "8bit" in optimizer else dtype.itemsize))
-    return sum(math.prod(info.shape) * (info.dtype.itemsize + kept) for info in weights.values())
+    checkpoint_bytes = saves * (dtype.itemsize + 2 * (1 if "8bit" in optimizer else dtype.itemsize))
+    return sum(
+        math.prod(info.shape) * (info.dtype.itemsize + checkpoint_bytes)
+        for info in weights.values()
+    )

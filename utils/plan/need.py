@@ -38,7 +38,7 @@ class Setting:
 
     config: PretrainedConfig = field(compare=False)
     param_dtype: torch.dtype
-    dtype: torch.dtype  # of the computation
+    dtype: torch.dtype  # in which the model computes
     seq_len: int  # tokens of the longest row
     shards: int = 1  # ranks over which a copy of the model is sharded
     replicate: int = 1  # copies of the model, each sharded over `shards` ranks (HSDP)
@@ -126,8 +126,8 @@ def sum_of(parts: dict[str, int]) -> str:
 
 
 def planned_model(setting: Setting) -> nn.Module:
-    """The model on meta, with adapters, quantized layers and chunked loss. Only the plan uses
-    it; it is cached.
+    """The model on meta, with adapters, quantized layers and chunked loss. It is cached; only the plan uses
+    it.
     """
     return _planned_model(Setting(seq_len=1, **{name: getattr(setting, name) for name in OF_MODEL}))
 
@@ -135,7 +135,7 @@ def planned_model(setting: Setting) -> nn.Module:
 @lru_cache(maxsize=16)
 def _planned_model(setting: Setting) -> nn.Module:
     model = build_model(
-        deepcopy(setting.config),  # which it changes
+        deepcopy(setting.config),  # build_model changes it
         setting.param_dtype,
         setting.attn,
         setting.trust_remote_code,
@@ -153,7 +153,7 @@ def _planned_model(setting: Setting) -> nn.Module:
         from ..model.lora import add_adapters, freeze_base
 
         add_adapters(model, setting.lora)
-        # llm_int8 keeps the same for the backward, and cannot be traced
+        # llm_int8 keeps as much for the backward as dequant, but cannot be traced.
         freeze_base(model, replace(setting.quant, int8_mode="dequant"), setting.dtype)
     return model if setting.kind == "scores" else add_chunked_loss(model)
 
@@ -211,8 +211,8 @@ class Unit:
 def units_of(
     model: nn.Module, setting: Setting
 ) -> tuple[Unit, Unit, list[Unit], Unit | None, list[Unit]]:
-    """(the rest, the embedding, the blocks, the head, the layers of towers), as sharding.units forms them. A
-    tied head shares the embedding's unit, and is None here.
+    """(the root, the embedding, the blocks, the head, the layers of towers), as sharding.units forms them.
+    The root has all other parameters. A tied head shares the embedding's unit, and is None here.
     """
     layers = sharding.decoder_layers(model)
     towers = setting.pictures.towers(model) if setting.pictures else []
@@ -220,40 +220,40 @@ def units_of(
     head = model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
     # Modules that are gathered in fp32, in units of their own, count as part of the unit around them.
-    kept = {p for module in in_fp32 for p in module.parameters()}
+    fp32_parameters = {p for module in in_fp32 for p in module.parameters()}
     plain = set()  # see sharding.stored_as_computed
     alone = setting.shards == 1
     if alone and setting.replicate == 1 and not setting.cpu_offload:
-        found = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
+        units = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
         accumulates = setting.grad_accum > 1 and not setting.sync_each_microbatch
-        plain = sharding.stored_as_computed(found, accumulates)
+        plain = sharding.stored_as_computed(units, accumulates)
 
     def unit_of(parameters):
         unit = Unit()
         for p in parameters:
-            own_numel = share_numel(p, setting.shards)
-            padded_numel = 0 if p in plain else own_numel * setting.shards
-            dtype = torch.float32 if p in kept else setting.dtype
+            shard_numel = share_numel(p, setting.shards)
+            padded_numel = 0 if p in plain else shard_numel * setting.shards
+            dtype = torch.float32 if p in fp32_parameters else setting.dtype
             is_cast = p.is_floating_point() and p.dtype != dtype
             itemsize = dtype.itemsize if is_cast else p.element_size()
             unit.gathered += padded_numel * itemsize
-            copied = own_numel * itemsize * (is_cast or setting.cpu_offload)
+            copied = shard_numel * itemsize if is_cast or setting.cpu_offload else 0
             unit.copied = max(copied, unit.copied) if alone else copied + unit.copied
             if is_cast and setting.cpu_offload:
-                unit.moved = max(unit.moved, own_numel * p.element_size())
+                unit.moved = max(unit.moved, shard_numel * p.element_size())
             if p.requires_grad:
                 grads = p.numel() * itemsize
                 unit.grads += grads
                 unit.reduced += padded_numel * 4
-                unit.share += own_numel * p.element_size()
+                unit.share += shard_numel * p.element_size()
                 unit.last = 0 if alone else grads
         return unit
 
-    own = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
+    in_units = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
     is_tied = embedding.weight is head.weight
     first = nn.ModuleList([embedding, head]) if is_tied else embedding
     return (
-        unit_of(p for p in model.parameters() if p not in own),
+        unit_of(p for p in model.parameters() if p not in in_units),
         unit_of(first.parameters()),
         [unit_of(layer.parameters()) for layer in layers],
         None if is_tied else unit_of(head.parameters()),
@@ -278,11 +278,11 @@ class Replay:
         self.live_bytes = 0  # of all parts together
         self.peak = Peak("", {}, {})
         self.pools = Counter()  # bytes by stream
-        self.most_of_pools = {}
+        self.pool_peaks = {}  # the most bytes of each stream so far
         self.open = set()  # units that are gathered
         # unit -> bytes of its all-gather buffer, before it is copied out
         self.fetched = {}
-        self.kept_buffer = 0  # bytes of buffers that are copied out but not freed yet
+        self.unfreed_bytes = 0  # of all-gather buffers that are copied out
         # unit -> bytes of whole gradients that wait for the last micro-batch
         self.deferred = {}
         self.reduced = set()  # units whose sharded gradients exist
@@ -293,31 +293,33 @@ class Replay:
             self.add("optimizer", states.optimizer)
 
     def add(self, part: str, size: int, stream: str = COMPUTE) -> None:
+        """Add `size` bytes, which may be negative, and keep the peak."""
         self.live[part] += size
         self.live_bytes += size
         self.pools[stream] += size
-        self.most_of_pools[stream] = max(self.most_of_pools.get(stream, 0), self.pools[stream])
+        self.pool_peaks[stream] = max(self.pool_peaks.get(stream, 0), self.pools[stream])
         if self.live_bytes > self.peak.total:
-            self.peak = Peak(self.phase, dict(self.live), self.most_of_pools)
+            # The pools are not copied: they peak at other times, also later.
+            self.peak = Peak(self.phase, dict(self.live), self.pool_peaks)
 
     def free(self, part: str, size: int | None = None, stream: str = COMPUTE) -> None:
         """size None: all bytes of the part."""
         self.add(part, -(self.live[part] if size is None else size), stream)
 
-    def compute(self, segment: Segment, without: int = 0, part="activations") -> None:
-        """Run a segment. without: bytes of whole gradients in its rest, counted as a part of their own."""
+    def compute(self, segment: Segment, grads: int = 0, part="activations") -> None:
+        """Run a segment. grads: bytes of whole gradients in its rest, counted as a part of their own."""
         self.add(part, segment.peak)
         self.free(part, segment.peak)
-        self.add("activations", segment.rest - without)
-        self.add("whole gradients", without)
+        self.add("activations", segment.rest - grads)
+        self.add("whole gradients", grads)
 
     def fetch(self, unit: Unit) -> None:
         """Begin the all-gather of a unit. A single rank copies its parameters one by one."""
         if unit in self.open or unit in self.fetched:
             return
-        sizes = (unit.copied, unit.moved) if self.alone else (unit.gathered, unit.copied)
-        self.fetched[unit], freed = sizes
-        self.add("buffers", sum(sizes), self.gather_stream)
+        buffer, freed = (unit.copied, unit.moved) if self.alone else (unit.gathered, unit.copied)
+        self.fetched[unit] = buffer
+        self.add("buffers", buffer + freed, self.gather_stream)
         self.free("buffers", freed, self.gather_stream)
 
     def unshard(self, unit: Unit, forward: bool) -> None:
@@ -330,16 +332,18 @@ class Replay:
         self.add("gathered", unit.gathered)
         if forward:
             self.drop_buffer()
-        self.kept_buffer += self.fetched.pop(unit)
+        self.unfreed_bytes += self.fetched.pop(unit)
         if self.alone or not forward:
             self.drop_buffer()
         self.open.add(unit)
 
     def drop_buffer(self) -> None:
-        self.free("buffers", self.kept_buffer, self.gather_stream)
-        self.kept_buffer = 0
+        """Free the all-gather buffers that are copied out."""
+        self.free("buffers", self.unfreed_bytes, self.gather_stream)
+        self.unfreed_bytes = 0
 
     def reshard(self, unit: Unit) -> None:
+        """Free the gathered parameters of a unit."""
         if unit in self.open:
             self.open.remove(unit)
             self.free("gathered", unit.gathered)
@@ -365,10 +369,10 @@ class Replay:
         last = unit.last * 2 if waiting > unit.grads else unit.last  # those that waited are fp32
         output = unit.reduced // self.setting.shards
         cast = unit.share if unit.share != output else 0  # a copy in the parameters' dtype
-        keeps = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
-        kept = unit.share if keeps and unit not in self.reduced else 0
+        stays = not (self.setting.cpu_offload or self.setting.optimizer_in_backward)
+        new_grads = unit.share if stays and unit not in self.reduced else 0
         self.reduced.add(unit)
-        # also without a stream of its own, since gradients do not fit between activations
+        # The pool counts even if there is no such stream: gradients do not fit between activations.
         stream = ALL_REDUCE if self.setting.replicate > 1 else REDUCE
         self.add("gradients", last)
         self.add("gradients", output, REDUCE)
@@ -379,8 +383,8 @@ class Replay:
         self.add("gradients", cast, stream)
         self.free("gradients", last)
         if cast:
-            self.free("gradients", cast - kept, stream)
-        freed = output if cast else output - kept
+            self.free("gradients", cast - new_grads, stream)
+        freed = output if cast else output - new_grads
         self.free("gradients", freed, REDUCE)
         if stream == ALL_REDUCE:
             # FSDPParamGroup._all_reduce_state keeps the all-reduced tensor until the whole backward ends. If
@@ -390,10 +394,10 @@ class Replay:
 
 def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     """A forward with head and loss. trace: None for a few tokens, whose activations are negligible."""
-    rest, embedding, blocks, head, towers = units
+    root, embedding, blocks, head, towers = units
     reshards = replay.setting.reshard_after_forward
-    replay.unshard(rest, True)
-    replay.unshard(embedding, True)
+    replay.unshard(root, forward=True)
+    replay.unshard(embedding, forward=True)
     if trace:
         replay.compute(trace.embedding)
     if head and reshards:
@@ -401,7 +405,7 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
     if trace and trace.pictures:
         trace.pictures.forward(replay, towers)
     for k, unit in enumerate(blocks):
-        replay.unshard(unit, True)
+        replay.unshard(unit, forward=True)
         if head and unit is blocks[-1] and not replay.alone:
             replay.fetch(head)  # set_modules_to_forward_prefetch
         if trace:
@@ -410,7 +414,7 @@ def forward(replay: Replay, units: tuple, trace: Trace | None) -> None:
             replay.reshard(unit)
     replay.phase = "loss"
     if head:
-        replay.unshard(head, True)
+        replay.unshard(head, forward=True)
     if trace:
         replay.compute(trace.loss, part="loss")
     replay.drop_buffer()  # FSDPState._post_forward
@@ -422,7 +426,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
     units: from units_of, for a setting with the same shards, dtype and offload.
     """
     replay = Replay(states, setting)
-    rest, embedding, blocks, head, towers = units
+    root, embedding, blocks, head, towers = units
     if trace.pictures:
         replay.add("pictures", trace.pictures.bytes)
     micro_batches = min(setting.grad_accum + setting.separates, 3)  # the others are like the second
@@ -437,7 +441,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         if head:
             replay.reduce(head, sync)
         for k, unit in reversed(list(enumerate(blocks))):
-            replay.unshard(unit, False)
+            replay.unshard(unit, forward=False)
             if k and not replay.alone:
                 replay.fetch(blocks[k - 1])
             replay.compute(trace.blocks_back[trace.kinds[k]], unit.grads)
@@ -445,7 +449,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
         if trace.pictures:
             trace.pictures.backward(replay, towers, sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
-        replay.reduce(rest, sync)
+        replay.reduce(root, sync)
         replay.reduce(embedding, sync)
         replay.free("reduced")
         replay.free("activations")
@@ -580,53 +584,57 @@ def need_of(setting: Setting) -> Need:
             scaling=None,
         )
     )
-    copy = states.gradients + states.optimizer if setting.async_save else 0
+    copy_bytes = states.gradients + states.optimizer if setting.async_save else 0
     peak = None
     why = ""
-    inputs = 0
-    paged = 0
+    inputs_bytes = 0  # blocks' inputs on the host
+    paged_bytes = 0
     if setting.gpu and not setting.cpu_offload and "paged" in setting.optimizer:
         # The driver moves the moments to the host if it must, and torch does not count them.
-        paged = states.optimizer
+        paged_bytes = states.optimizer
         states = replace(states, optimizer=0)
     try:
         trace = trace_of(setting)
         peak = step_peak(units, states, setting, trace)
         if setting.activation_offload:
-            inputs = len(trace.kinds) * pinned_bytes(trace.input_bytes)
+            inputs_bytes = len(trace.kinds) * pinned_bytes(trace.input_bytes)
     except Exception as error:  # a model is someone else's program
         why = f"its blocks cannot be traced: {escaped(reason_of_others(error))[:150]}"
     model = planned_model(setting)
-    # bytes of all weights, unsharded, in their own dtypes
-    stored = 0 if setting.low_cpu_fsdp else sum(p.nbytes for p in model.parameters())
+    # all weights, unsharded, in their own dtypes
+    stored_bytes = 0 if setting.low_cpu_fsdp else sum(p.nbytes for p in model.parameters())
     on_device = States(0, 0, 0) if setting.cpu_offload else states
-    load = on_device.weights + LOAD_BYTES + stored * on_host
+    steady = on_device.weights + on_device.optimizer
+    load = on_device.weights + LOAD_BYTES
+    train = (peak or on_device).total
+    save = steady
+    if on_host:
+        load += stored_bytes
+        train += copy_bytes
+        save += copy_bytes + SAVE_BYTES
     if not getattr(model, "full_logits", True):
         # settle_chunked_loss: two forwards of a few tokens, without optimizer states.
         replay = Replay(States(states.weights, 0, 0), setting)
         forward(replay, units, None)
         forward(replay, units, None)
         load = max(load, replay.peak.total)
-    steady = on_device.weights + on_device.optimizer
-    train = (peak or on_device).total + copy * on_host
-    save = steady + (copy + SAVE_BYTES) * on_host
     acts = {"load": load, "train": train, "save": save}
     if setting.compile and peak:  # only the activations of the layers can shrink
         train = max(int(train * COMPILED), train - peak.parts["activations"])
     alive = max(load, train, save)
-    must = must_be_there(alive, setting.shards * setting.replicate, setting.gpu)
+    must = must_bytes(alive, setting.shards * setting.replicate, setting.gpu)
     if on_host:
         return Need(states, peak, why, must, must, must, acts)
     pools = max(alive, sum(peak.pools.values()) if peak else 0)
-    comfortable = max(must, comfortable_of(pools, steady)) + paged
-    host = PROCESS_BYTES + copy + inputs + stored + paged
+    comfortable = max(must, comfortable_bytes(pools, steady)) + paged_bytes
+    host = PROCESS_BYTES + copy_bytes + inputs_bytes + stored_bytes + paged_bytes
     if setting.cpu_offload:
-        host += pinned(model, states, setting.shards) + setting.frozen_bytes
+        host += offloaded_bytes(model, states, setting.shards) + setting.frozen_bytes
     return Need(states, peak, why, must, comfortable, host, acts)
 
 
 @lru_cache(maxsize=256)
-def pinned(model: nn.Module, states: States, shards: int) -> int:
+def offloaded_bytes(model: nn.Module, states: States, shards: int) -> int:
     """Bytes on the host for offloaded states; weights and gradients are in page-locked memory."""
     return states.optimizer + sum(
         pinned_bytes(share_numel(p, shards) * p.element_size()) * (1 + p.requires_grad)
@@ -639,16 +647,16 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def must_be_there(alive: int, ranks: int, gpu: bool) -> int:
+def must_bytes(alive: int, ranks: int, gpu: bool) -> int:
     """Bytes that must be available on a rank's device for a peak of `alive` bytes: with the reserve."""
     if not gpu:
         return int(alive * HOST_SLACK) + HOST_BYTES
     return alive + (MUST_BYTES_ALONE if ranks == 1 else MUST_BYTES_OF_SEVERAL)
 
 
-def comfortable_of(pools: int, steady: int) -> int:
-    """Comfortable bytes of a GPU. pools: the sum of the pools' peaks; steady: bytes in it that
-    are never freed.
+def comfortable_bytes(pools: int, steady: int) -> int:
+    """Comfortable bytes of a GPU. pools: the sum of the pools' peaks; steady: bytes in it that are never
+    freed.
     """
     return steady + int((pools - steady) * POOLS_SLACK) + POOLS_BYTES
 

@@ -39,20 +39,20 @@ class Pictures:
     """
 
     rows_of: Callable
-    known: dict = field(default_factory=dict)  # of `trace`
+    traced: dict = field(default_factory=dict)  # (model, dtype, recompute) -> what `trace` found
     towers = staticmethod(tower_layers)
 
     def batch(self, rows: int, seq_len: int) -> tuple[Tensor, dict[str, Tensor]]:
         """(ids (rows, seq_len), the other inputs) of such a batch, padded."""
-        found = self.rows_of(rows)
-        shape = found.ids.shape
+        batch = self.rows_of(rows)
+        shape = batch.ids.shape
 
         def padded(tensor):
             if tensor.shape[:2] != shape:  # has no value for each token
                 return tensor
             return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, seq_len - shape[1]))
 
-        return tree_map(padded, (found.ids, found.extra))
+        return tree_map(padded, (batch.ids, batch.extra))
 
     def trace(
         self, model: nn.Module, dtype: torch.dtype, rows: int, seq_len: int, recompute: str
@@ -62,14 +62,14 @@ class Pictures:
         """
         trains = any(p.requires_grad for p in nn.ModuleList(tower_layers(model)).parameters())
         key = (model, dtype, trains and recompute)
-        if key not in self.known:
+        if key not in self.traced:
             tokens = self.rows_of(1).ids.shape[1]
             one, two = (
                 PictureTrace(model, dtype).come_to_language(*self.batch(*shape))
                 for shape in ((1, tokens), (2, tokens + MORE))
             )
-            self.known[key] = (tokens, one, two)
-        tokens, one, two = self.known[key]
+            self.traced[key] = (tokens, one, two)
+        tokens, one, two = self.traced[key]
         if len(one.calls) != len(two.calls):  # one call for each picture
             one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
         resize = partial(resized, tokens, rows, seq_len)
@@ -90,14 +90,14 @@ def resized(tokens: int, rows: int, seq_len: int, one, two) -> object:
     if not isinstance(one, Tensor):
         return one
     shape = []
-    more = []
-    for size, other in zip(one.shape, two.shape, strict=True):
-        of_tokens = size == tokens and other == tokens + MORE
-        shape.append(seq_len if of_tokens else of_rows(size, other))
-        more = [0, seq_len - size if of_tokens else 0, *more]
+    padding = []
+    for size, size_of_two in zip(one.shape, two.shape, strict=True):
+        of_tokens = size == tokens and size_of_two == tokens + MORE
+        shape.append(seq_len if of_tokens else of_rows(size, size_of_two))
+        padding = [0, seq_len - size if of_tokens else 0, *padding]
     if one.is_floating_point() or math.prod(shape) > 2**26:
         return one.new_empty(shape, device="meta", requires_grad=one.requires_grad)
-    one = F.pad(one, more)  # the added tokens hold no picture
+    one = F.pad(one, padding)  # the added tokens hold no picture
     copies = [math.ceil(size / old) for size, old in zip(shape, one.shape, strict=True)]
     return one.repeat(copies)[tuple(map(slice, shape))]
 
@@ -106,11 +106,11 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
     """Rows with blank pictures of these sizes (width, height), and almost no text. model: on meta."""
     blanks = [Image.new("RGB", size) for size in sizes]
     token = model.config.image_token_id
-    known = inspect.signature(type(model.base_model).forward).parameters
+    parameters = inspect.signature(type(model.base_model).forward).parameters
 
     def features(images):
         extra = image_processor(images=images, return_tensors="pt")
-        return {name: value for name, value in extra.items() if name in known}
+        return {name: value for name, value in extra.items() if name in parameters}
 
     row = []  # the tokens of each picture, and one of text that separates it from the next
     for blank in blanks:
@@ -121,7 +121,7 @@ def blank_pictures(model: nn.Module, image_processor, sizes: Sequence[tuple]) ->
         extra = features(blanks * rows)
         ids = torch.tensor([row] * rows)
         for name in ("mm_token_type_ids", "token_type_ids"):
-            if name in known:
+            if name in parameters:
                 extra[name] = (ids == token).long()
         return SimpleNamespace(ids=ids, extra=extra)
 
@@ -146,12 +146,12 @@ class PictureBytes(LiveBytes):
         if func.overloadpacket in INDEXED:
             args = (args[0], numbered(args[1]), *args[2:])
         kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
-        is_true = not any(tensor.is_meta for tensor in given)
-        if not given:  # it creates a tensor: integers are real, floating-point values on meta
+        tensors = tensors_in((args, kwargs))
+        is_real = not any(tensor.is_meta for tensor in tensors)
+        if not tensors:  # it creates a tensor: integers are real, floating-point values on meta
             dtype = kwargs.get("dtype") or torch.float32
-            is_true = not dtype.is_floating_point or func.overloadpacket is aten.arange
-        if not is_true:
+            is_real = not dtype.is_floating_point or func.overloadpacket is aten.arange
+        if not is_real:
             args, kwargs = on_tensors(methodcaller("to", "meta"), (args, kwargs))
         elif "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
@@ -162,13 +162,13 @@ def numbered(indices: list[Tensor | None]) -> list[Tensor | None]:
     """Indices in which a real boolean mask is replaced by the positions of its True elements. Otherwise their
     number would be unknown on meta.
     """
-    found = []
+    numbers = []
     for index in indices:
         if index is not None and index.dtype == torch.bool and not index.is_meta:
-            found += index.nonzero().unbind(1)
+            numbers += index.nonzero().unbind(1)
         else:
-            found.append(index)
-    return found
+            numbers.append(index)
+    return numbers
 
 
 class Reached(Exception):
@@ -184,7 +184,7 @@ class PictureTrace:
         self.dtype = dtype
         self.layers = tower_layers(model)
         self.calls = []
-        self.known = {}  # equal calls are traced once
+        self.traced = {}  # equal calls are traced once
         self.graphs = []  # keeps alive what the backward of the real parts needs
         self.embedding = model.get_input_embeddings()
         projector = []
@@ -202,9 +202,9 @@ class PictureTrace:
         model raises Reached.
         """
         decoder = language_model(self.model)
-        heavy = [*self.large, decoder, self.model.get_output_embeddings()]
+        idle_modules = [*self.large, decoder, self.model.get_output_embeddings()]
         with ExitStack() as stack:
-            stack.enter_context(parameters_in(self.dtype, self.model, heavy))
+            stack.enter_context(parameters_in(self.dtype, self.model, idle_modules))
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 tensor.data.zero_()  # does nothing on meta
             for module in (*self.large, decoder):
@@ -215,10 +215,10 @@ class PictureTrace:
     def tokens(self, extra: dict) -> int:
         """How many tokens the model makes of these pictures."""
         with torch.no_grad(), self.on_zeros():
-            found = self.model.base_model.get_image_features(**extra)
-        features = tree_leaves(getattr(found, "pooler_output", found))
-        numbers = sum(part.numel() for part in features)
-        return numbers // self.model.config.get_text_config().hidden_size
+            output = self.model.base_model.get_image_features(**extra)
+        features = tree_leaves(getattr(output, "pooler_output", output))
+        numel = sum(feature.numel() for feature in features)
+        return numel // self.model.config.get_text_config().hidden_size
 
     def come_to_language(self, ids: Tensor, extra: dict) -> "Before":
         """Run the model on a micro-batch, up to its language model."""
@@ -227,11 +227,12 @@ class PictureTrace:
             try:
                 self.model.base_model(ids, **extra, use_cache=False)
             except Reached as reached:
-                (read,) = reached.args
-        kept = sum(live.sizes.values()) + sum(value.nbytes for value in extra.values())
-        if read.get("inputs_embeds") is not None:  # counted with the language model
-            kept -= live.sizes.get(read["inputs_embeds"].untyped_storage()._cdata, 0)
-        return Before(self.model, self.calls, kept, read)
+                (arguments,) = reached.args
+        kept_bytes = sum(live.sizes.values()) + sum(value.nbytes for value in extra.values())
+        embedded = arguments.get("inputs_embeds")
+        if embedded is not None:  # counted with the language model
+            kept_bytes -= live.sizes.get(embedded.untyped_storage()._cdata, 0)
+        return Before(self.model, self.calls, kept_bytes, arguments)
 
     def run(self, module: nn.Module, *args, **kwargs):
         """Stands in for the forward of a large module: trace the call, and return zeros like its outputs."""
@@ -239,23 +240,23 @@ class PictureTrace:
         self.graphs += [tensor for tensor in tensors_in(values) if tensor.requires_grad]
         key = (type(module), str(structure), *map(description, [*values, *module.parameters()]))
         with _disable_current_modes():
-            if key not in self.known:
-                self.known[key] = self.trace_call(module, args, kwargs)
-            forward, backward, outputs = self.known[key]
+            if key not in self.traced:
+                self.traced[key] = self.trace_call(module, args, kwargs)
+            forward, backward, outputs = self.traced[key]
             if module is not self.embedding:
                 layer = self.layers.index(module) if module in self.layers else -1
                 trains = any(value.requires_grad for value in tree_leaves(outputs))
                 self.calls.append(Call(layer, forward, backward, trains))
             return on_tensors(zeros_like, outputs)
 
-    def trace_call(self, called: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    def trace_call(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
         """(forward, backward, outputs as meta tensors) of one call of a module."""
         live = PictureBytes()
-        with on_meta(), parameters_in(self.dtype, self.model, part=called):
+        with on_meta(), parameters_in(self.dtype, self.model, part=module):
             args, kwargs = on_tensors(meta_like, (args, kwargs))
             with live:
-                # Not called(...), because hooks of the module collect hidden states.
-                outputs = type(called).forward(called, *args, **kwargs)
+                # Not module(...), because its hooks collect hidden states.
+                outputs = type(module).forward(module, *args, **kwargs)
                 live.log.append("forward")
             shapes = on_tensors(meta_like, outputs)
             with live:
@@ -272,29 +273,29 @@ class PictureTrace:
 
 class Before(NamedTuple):
     """What comes before the language model: calls, in their order; bytes, kept besides those of the calls;
-    read, the arguments of the language model.
+    arguments, those of the language model.
     """
 
     model: nn.Module
     calls: list[Call]
     bytes: int
-    read: dict
+    arguments: dict
 
     def hidden(self, ids: Tensor) -> Tensor:
         """The last hidden states of the language model. Its parameters and ids (B, T) are on meta."""
         embedded = self.model.get_input_embeddings()(ids)
         trains = any(call.trains for call in self.calls)
         features = torch.empty(embedded.shape, dtype=embedded.dtype, requires_grad=trains)
-        read = on_tensors(meta_like, self.read) | {"input_ids": None}
-        read["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
+        arguments = on_tensors(meta_like, self.arguments) | {"input_ids": None}
+        arguments["inputs_embeds"] = torch.where(ids[..., None] > 0, features, embedded)
         del embedded, features
-        return language_model(self.model)(**read).last_hidden_state
+        return language_model(self.model)(**arguments).last_hidden_state
 
     def forward(self, replay: Replay, towers: list[Unit]) -> None:
         """The part of a step between the embedding and the blocks."""
         for call in self.calls:
             if call.layer >= 0:
-                replay.unshard(towers[call.layer], True)
+                replay.unshard(towers[call.layer], forward=True)
             replay.compute(call.forward if call.trains else call.forward._replace(rest=0))
             if call.layer >= 0 and replay.setting.reshard_after_forward:
                 replay.reshard(towers[call.layer])
@@ -306,12 +307,13 @@ class Before(NamedTuple):
                 replay.compute(call.backward)
                 continue
             unit = towers[call.layer]
-            replay.unshard(unit, False)
+            replay.unshard(unit, forward=False)
             replay.compute(call.backward, unit.grads)
             replay.reduce(unit, sync)
 
 
 def reach(**kwargs):
+    """Stands in for the forward of the language model."""
     raise Reached(kwargs)
 
 
@@ -329,11 +331,7 @@ def meta_like(value: Tensor) -> Tensor:
     values.
     """
     if value.is_floating_point() or value.is_meta:
-        return value.new_empty(
-            value.shape,
-            device="meta",
-            requires_grad=value.requires_grad,
-        )
+        return value.new_empty(value.shape, device="meta", requires_grad=value.requires_grad)
     return value
 
 

@@ -27,7 +27,7 @@ from .need import (
 
 RECOMPUTE = "none selective full".split()
 TOKENS_STEP = 64  # step of a row's length
-MOST = 2**16  # limit of a search: rows, or steps of a row's length
+MOST_SIZE = 2**16  # limit of a search: rows, or steps of a row's length
 
 # Flags that a plan may change -> the attribute of a setting.
 LEVERS = {
@@ -62,8 +62,8 @@ def flags_between(before: Setting, after: Setting) -> str:
 
 
 def first_that_fits(settings: Iterable[Setting], room: Room) -> Setting | None:
-    """The first setting that fits. If none does, the first that fits tightly, else the first
-    that may not fit.
+    """The first setting that fits. If none does, the first that fits tightly, else the first that may not
+    fit; None if there is none of these. Settings that cannot be traced do not count.
     """
     second_best = {}
     for setting in settings:
@@ -92,8 +92,8 @@ def ways(setting: Setting) -> Iterator[Setting]:
         "reshard_after_forward": [False, True]
         if setting.shards > 1
         else [setting.reshard_after_forward],
-        "low_cpu_fsdp": [False, True][setting.low_cpu_fsdp :],
-        "async_save": [True, False][not setting.async_save :],
+        "low_cpu_fsdp": sorted({setting.low_cpu_fsdp, True}),
+        "async_save": sorted({setting.async_save, False}, reverse=True),
     }
     for values in itertools.product(*choices.values()):
         way = replace(setting, rows=rows, **dict(zip(choices, values, strict=True)))
@@ -103,20 +103,20 @@ def ways(setting: Setting) -> Iterator[Setting]:
 
 def methods(setting: Setting) -> list[Setting]:
     """The setting itself, and with LoRA on frozen weights in 16, 8 and 4 bit, if recipe and model can have
-    them: what adapters train is fp32, and of a model that reads pictures it is the language.
+    them: adapters are trained in fp32, and of a model that reads pictures only the language model.
     """
     if setting.lacks == "lora_rank" or setting.param_dtype.itemsize < 4:
         return [setting]
     lora = setting.lora or replace(setting.lora, lora_rank=16)
     experts = ".experts." in " ".join(planned_model(setting).state_dict())
-    found = {setting: None}
+    settings = {setting: None}  # an ordered set
     for kind in ("none", "8bit", "4bit"):
         quant = Quant(kind, keep_experts_16bit=experts and kind != "none")
-        other = replace(setting, lora=lora, quant=quant, train=setting.train and "language")
+        adapted = replace(setting, lora=lora, quant=quant, train=setting.train and "language")
         with suppress(ConfigError):  # no linear layer of the model can be quantized
-            planned_model(other)
-            found[other] = None
-    return list(found)
+            planned_model(adapted)
+            settings[adapted] = None
+    return list(settings)
 
 
 def fastest(
@@ -125,8 +125,8 @@ def fastest(
     """The fastest setting that fits, of the first method for which any setting fits."""
     for method in methods(setting) if any_method else [setting]:
         candidates = (way for way in ways(method) if may_offload or not way.cpu_offload)
-        if found := first_that_fits(candidates, room):
-            return found
+        if fitting := first_that_fits(candidates, room):
+            return fitting
     return None
 
 
@@ -134,7 +134,7 @@ def smallest_change(setting: Setting, room: Room) -> Setting | None:
     """The setting that fits and changes the fewest flags. The method changes only if nothing else fits."""
 
     def best(candidates):
-        fewest_first = sorted(candidates, key=lambda other: len(changes(setting, other)))
+        fewest_first = sorted(candidates, key=lambda candidate: len(changes(setting, candidate)))
         return first_that_fits(fewest_first, room)
 
     return best(ways(setting)) or best(
@@ -146,7 +146,7 @@ def remedy(setting: Setting, room: Room) -> str:
     """The flags of the smallest change that fits; if there is none, other advice."""
     if change := smallest_change(setting, room):
         return flags_between(setting, change)
-    if setting.gpu and need_of(setting).device <= room.device:  # it is the host's that is short
+    if setting.gpu and need_of(setting).device <= room.device:  # the host has too little
         return "more machines, or more memory in each"
     if setting.gpu:
         return "more or larger GPUs, or a smaller --seq_len"
@@ -155,22 +155,22 @@ def remedy(setting: Setting, room: Room) -> str:
 
 def largest_batch(setting: Setting, room: Room) -> int:
     """The most rows of a micro-batch that fit, to 1 % or one row; 0 if not even one fits."""
-    return most(
+    return largest_size(
         lambda rows: replace(setting, batch_size=rows, rows=rows * setting.grad_accum), room
     )
 
 
-def longest_row(setting: Setting, room: Room) -> int:
-    """The longest row that fits in a micro-batch of one row, in steps of 64 tokens and to 1
-    %; 0 if none fits.
-    """
+def largest_seq_len(setting: Setting, room: Room) -> int:
+    """The most tokens that fit in a micro-batch of one row, in steps of 64 and to 1 %; 0 if none fit."""
     one_row = replace(setting, batch_size=1, rows=setting.grad_accum)
-    return TOKENS_STEP * most(lambda steps: replace(one_row, seq_len=TOKENS_STEP * steps), room)
+    return TOKENS_STEP * largest_size(
+        lambda steps: replace(one_row, seq_len=TOKENS_STEP * steps), room
+    )
 
 
-def most(setting_of: Callable[[int], Setting], room: Room) -> int:
-    """The largest size up to MOST with which a setting fits, to 1 %, and never one with which it does not; 0
-    if none fits. Sizes above twice the result are not tried: some models take long to trace.
+def largest_size(setting_of: Callable[[int], Setting], room: Room) -> int:
+    """The largest size up to MOST_SIZE with which a setting fits, to 1 %, and never one with which it does
+    not; 0 if none fits. Sizes above twice the result are not tried: some models take long to trace.
     """
 
     def fits(size):
@@ -179,7 +179,7 @@ def most(setting_of: Callable[[int], Setting], room: Room) -> int:
 
     low = 0
     high = 1
-    while high <= MOST and fits(high):
+    while high <= MOST_SIZE and fits(high):
         low = high
         high = 2 * high
     while high - low > max(1, low / 100):
@@ -211,14 +211,17 @@ def fit_levers(
 def refusal(setting: Setting, need: Need, room: Room) -> str:
     """One line: what does not fit, its largest part, and the smallest change that fits."""
     if need.device <= room.device:
-        why = f"the ranks of a machine need {need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
+        reason = f"the ranks of a machine need {need.host * setting.local_ranks / GIB:.2f} GiB of host memory"
     else:
-        why = f"a rank needs {need.device / GIB:.2f} GiB"
+        reason = f"a rank needs {need.device / GIB:.2f} GiB"
         if need.peak:
             parts = need.peak.parts
             name = max(parts, key=parts.get)
-            why += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
-    return f"this does not fit: {why}; there is {room.text} (fix: {remedy(setting, room)}; or --force to try)"
+            reason += f", most of it {name}, {parts[name] / GIB:.2f} GiB"
+    return (
+        f"this does not fit: {reason}; there is {room.text} (fix: {remedy(setting, room)};"
+        " or --force to try)"
+    )
 
 
 def fitted_before(out: Path) -> dict[str, object]:

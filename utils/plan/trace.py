@@ -36,7 +36,7 @@ class Segment(NamedTuple):
     """A part of the step. Its bytes are relative to the live bytes at its begin."""
 
     peak: int  # the most during the segment
-    rest: int  # at its end
+    rest: int  # those that remain at its end
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,19 @@ class LiveBytes(TorchDispatchMode):
         # Living storages that the blocks share: masks, rotary tables. The backward does not free them: its
         # traced block stands for many.
         self.shared = set()
-        self.table = None  # the shape of the embedding; if it is tied, its two gradients are added
-        self.beside = None  # what the last block returned beside the hidden states, if a tuple
+        self.table_shape = None  # of the embedding; if it is tied, its two gradients are added
+        # what the last block returned beside the hidden states, if it returned a tuple
+        self.further_outputs = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_grouped = func is aten._grouped_mm.default
-        if is_grouped:  # of other dtypes too, but its shape function takes bf16 only (torch 2.13)
+        if is_grouped:  # it takes other dtypes too, but its shape function only bf16 (torch 2.13)
             dtype = args[0].dtype
-            args = [a.bfloat16() if getattr(a, "dtype", None) == dtype else a for a in args]
-        if func is aten.add.Tensor and args[0].shape == self.table:
+            args = [
+                value.bfloat16() if getattr(value, "dtype", None) == dtype else value
+                for value in args
+            ]
+        if func is aten.add.Tensor and args[0].shape == self.table_shape:
             func = aten.add_.Tensor  # autograd adds in place, but not within a mode
         result = func(*args, **kwargs or {})
         if is_grouped:
@@ -94,6 +98,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _leave(self, key: int) -> None:
+        """Log that a storage is freed."""
         at = len(self.log)
         if key == self.block_input:
             at = self.block_end
@@ -105,14 +110,14 @@ class LiveBytes(TorchDispatchMode):
 def segments_of(log: list[int | str], scaled=int) -> dict[str, list[Segment]]:
     """The segments of a log by name. scaled: turns bytes of the log into those to count."""
     segments = {}
-    live = most = 0
+    live = peak = 0
     for entry in log:
         if isinstance(entry, str):
-            segments.setdefault(entry, []).append(Segment(most, live))
-            live = most = 0
+            segments.setdefault(entry, []).append(Segment(peak, live))
+            live = peak = 0
         else:
             live += scaled(entry)
-            most = max(most, live)
+            peak = max(peak, live)
     return segments
 
 
@@ -145,7 +150,7 @@ def record_step(
     dtype: torch.dtype,
     batch: int,
     seq_len: int,
-    packed: bool = False,
+    masked: bool = False,
     recompute: str = "none",
     repeats_keys: bool = False,
     offload: bool = False,
@@ -154,7 +159,7 @@ def record_step(
     """Run a step on meta tensors. Returns a function that makes its Trace, with the argument `scaled`
     of trace_of_log.
 
-    model: on meta, with adapters and chunked loss, as it will be sharded. packed: a mask keeps documents
+    model: on meta, with adapters and chunked loss, as it will be sharded. masked: a mask keeps documents
     apart. recompute, offload: as --activation_checkpointing, --activation_offload. repeats_keys: see
     sharding.lacks_grouped_kernels. pictures: see pictures.Pictures.
     """
@@ -166,7 +171,7 @@ def record_step(
         enter = stack.enter_context
         if repeats_keys:
             enter(patch.object(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False))
-        if not packed:
+        if not masked:
             enter(documents_by(one_document))  # positions have no values here
         if recompute != "none":
             recompute_activations(model, recompute)
@@ -187,7 +192,7 @@ def record_step(
         for layer in firsts:
             enter(patch.object(layer, "forward", mark_block(layer, live)))
         head = model.get_output_embeddings()
-        live.table = model.get_input_embeddings().weight.shape
+        live.table_shape = model.get_input_embeddings().weight.shape
         enter(patch.multiple(loss, chunk_slices=few_chunks, _add_product=first_product))
         ids = torch.zeros(batch, seq_len, dtype=torch.int64)
         places = ids.flatten()  # of trained tokens
@@ -201,10 +206,10 @@ def record_step(
         if not hasattr(head, "chunk_tokens"):  # the scores of a pair
             total = head(flat.index_select(0, places[: 2 * batch])).float().sum()
         elif model.full_logits:  # both live until the loss is there, as in loss._model_forward
-            every = head(flat)
-            logits = every.index_select(0, places)
+            all_logits = head(flat)
+            logits = all_logits.index_select(0, places)
             total = F.cross_entropy(logits.float(), places)
-            del every, logits
+            del all_logits, logits
         else:
             total = head(flat.index_select(0, places), places)
         input_bytes = hidden.nbytes
@@ -253,13 +258,15 @@ def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
     """(the kind of each block, the first block of each kind). Blocks of one kind have the same class,
     attention and parameter shapes. The first block is a kind of its own if no gradient flows to its input.
     """
-    apart = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    embedding_is_frozen = not any(
+        p.requires_grad for p in model.get_input_embeddings().parameters()
+    )
     types = getattr(model.config.get_text_config(), "layer_types", None)
     kinds = []
     firsts = {}
     for i, layer in enumerate(decoder_layers(model)):
         shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
-        key = type(layer), types and types[i], shapes, apart and i == 0
+        key = type(layer), types and types[i], shapes, embedding_is_frozen and i == 0
         firsts.setdefault(key, layer)
         kinds.append([*firsts].index(key))
     return kinds, [*firsts.values()]
@@ -282,7 +289,7 @@ def pass_over(live: LiveBytes, hidden_states: Tensor, *args, **kwargs) -> object
     """The forward of a block that need not run, because another block of its kind does. Outputs beside the
     hidden states are those of the last block that ran.
     """
-    return hidden_states if live.beside is None else (hidden_states, *live.beside)
+    return hidden_states if live.further_outputs is None else (hidden_states, *live.further_outputs)
 
 
 def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
@@ -308,9 +315,9 @@ def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
         live.block_input = key
         live.log.append("block")
         hidden = output
-        live.beside = None
+        live.further_outputs = None
         if isinstance(output, tuple | list):
-            hidden, *live.beside = output
+            hidden, *live.further_outputs = output
         hidden.register_hook(mark_backward)
         return output
 
@@ -320,20 +327,23 @@ def mark_block(layer: nn.Module, live: LiveBytes) -> Callable:
 def parameters_in(
     dtype: torch.dtype,
     model: nn.Module,
-    without: Iterable[nn.Module] = (),
+    idle_modules: Iterable[nn.Module] = (),
     part: nn.Module | None = None,
 ) -> AbstractContextManager:
     """Within it new parameters and buffers stand in for those of `part`, or of the whole model, in the dtype
-    in which FSDP gathers them. Modules in `without` keep theirs: they do not run.
+    in which FSDP gathers them. idle_modules keep theirs, because they do not run.
     """
     in_fp32 = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
-    idle = {t for module in without for t in (*module.parameters(), *module.buffers())}
-    made = {}
+    idle = {t for module in idle_modules for t in (*module.parameters(), *module.buffers())}
+    stand_ins = {}
     part = part or model
     for name, old in (*part.named_parameters(), *part.named_buffers()):
         if old not in idle:
             is_cast = isinstance(old, nn.Parameter) and old.is_floating_point()
-            gathered = torch.float32 if old in in_fp32 else dtype
-            own = gathered if is_cast else old.dtype
-            made[name] = torch.empty(old.shape, dtype=own, requires_grad=old.requires_grad)
-    return _reparametrize_module(part, made, tie_weights=True)
+            gathered_dtype = torch.float32 if old in in_fp32 else dtype
+            stand_ins[name] = torch.empty(
+                old.shape,
+                dtype=gathered_dtype if is_cast else old.dtype,
+                requires_grad=old.requires_grad,
+            )
+    return _reparametrize_module(part, stand_ins, tie_weights=True)
