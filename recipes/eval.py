@@ -163,7 +163,7 @@ def main(cfg: Config) -> Path:
         dtype,
         world,
         cfg.trust_remote_code,
-        quantization=cfg.quantization,
+        cfg.quantization,
     )
     model = trained.model
     with together(world):

@@ -123,7 +123,13 @@ def main(cfg: Config) -> Path:
         print0(f"finished  {out}")
         return out
     trained = open_trained(
-        cfg.model, cfg.adapter, cfg.checkpoint, "", world, cfg.trust_remote_code, bool(cfg.adapter)
+        cfg.model,
+        cfg.adapter,
+        cfg.checkpoint,
+        "",
+        world,
+        cfg.trust_remote_code,
+        merge=bool(cfg.adapter),
     )
     check_room(out, trained.source.weights.values(), world)
     print0(f"model     {trained.name}: {trained.source.sentence()}")

@@ -156,7 +156,7 @@ def main(cfg: Config) -> None:
         dtype,
         world,
         cfg.trust_remote_code,
-        quantization=cfg.quantization,
+        cfg.quantization,
     )
     model = trained.model
     with together(world):

@@ -67,14 +67,14 @@ def open_trained(
     dtype: str,
     world: World,
     trust_remote_code: bool,
-    merge=False,
     quantization="none",
+    merge=False,
 ) -> Trained:
     """Open the model that a recipe serves: a base, alone or with a peft folder or a checkpoint on top.
 
     model: the base; "": the one that the adapter or the run names. dtype: of the parameters; "": that of the
-    run. merge: the model without the adapter, which the recipe adds itself. quantization: 8bit or 4bit for
-    the linear layers that the adapter or the run did not train. Every rank calls it. Raises ConfigError if
+    run. quantization: 8bit or 4bit for the linear layers that the adapter or the run did not train. merge:
+    the model without the adapter, which the recipe adds itself. Every rank calls it. Raises ConfigError if
     something is missing or does not fit together.
     """
     path = None
