@@ -101,7 +101,10 @@ def test_a_copy_without_the_tiny_model_says_so(tmp_path):
 
 @pytest.mark.parametrize(
     ("package", "version", "said"),
-    [("torch", "{}.0a0+6.nv26.02", "torch>="), ("transformers", "{}.0", "# ")],
+    [
+        pytest.param("torch", "{}.0a0+6.nv26.02", "torch>=", marks=pytest.mark.slow),
+        ("transformers", "{}.0", "# "),
+    ],
 )
 def test_packages_older_than_in_requirements_are_refused_with_the_remedy(
     package, version, said, tmp_path

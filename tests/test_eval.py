@@ -668,6 +668,7 @@ def test_lm_eval_that_is_not_installed_is_one_line(folder, tmp_path):
         evaluated(tmp_path / "out", **flags)
 
 
+@pytest.mark.slow
 def test_the_bare_command_asks_the_tiny_model_what_it_cannot_do(tmp_path):
     done = forked(f"python {ROOT}/recipes/eval.py", tmp_path, apart=True)
     assert done.returncode == 0, done.stderr

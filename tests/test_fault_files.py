@@ -413,9 +413,9 @@ def test_a_resume_with_other_settings_goes_on_and_says_what_changed(
 
 
 @slow
-def test_a_line_of_ten_megabytes_is_cut_and_counted_and_the_others_train(whole, tmp_path, capsys):
+def test_a_line_of_three_megabytes_is_cut_and_counted_and_the_others_train(whole, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
-    answers = ["1", "a word " * 1_500_000, "2", "3"]
+    answers = ["1", "a word " * 450_000, "2", "3"]
     rows.write_text(
         "".join(json.dumps({"instruction": "Say.", "output": a}) + "\n" for a in answers)
     )
@@ -425,9 +425,7 @@ def test_a_line_of_ten_megabytes_is_cut_and_counted_and_the_others_train(whole, 
     assert f"{rows}: 4 rows, " in printed
     assert "1 cut at --seq_len" in printed
     assert [number[0] for number in curve(out)] == [1, 2]
-    assert (
-        json.loads((out / "plan.json").read_text())["measured"]["peak_memory_bytes"][0] < 3 * 2**30
-    )
+    assert json.loads((out / "plan.json").read_text())["measured"]["peak_memory_bytes"][0] < 2**30
 
 
 # --- the surroundings of a run

@@ -235,6 +235,7 @@ def test_twenty_overflows_in_a_row_stop_an_fp16_run(tmp_path):
         run_ranks(in_fp16, 2, flags | {"steps": 24})
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_in_fp16_and_back(tmp_path):
     flags = {**loud(tmp_path, {}), "steps": 2, "save_every": 1}
     for steps, dtype in ((2, "fp32"), (4, "fp16"), (6, "fp32")):

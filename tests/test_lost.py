@@ -75,6 +75,7 @@ def test_a_killed_rank_is_one_line_that_names_it_wherever_the_others_are(tmp_pat
     assert "memory" in line
 
 
+@slow
 def test_a_killed_rank_of_another_machine_is_one_line_that_says_killed_or_a_machine_gone(tmp_path):
     """Each rank is the only one of its launcher, so neither finds the other in /proc."""
     script = tmp_path / "ranks.py"
@@ -114,6 +115,7 @@ def takes_sigterm(pid: int) -> bool:
     return not any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
+@slow
 def test_a_stop_that_rank_0_hears_after_the_others_have_ended_is_not_taken_for_a_kill(tmp_path):
     (tmp_path / "ranks.py").write_text(
         RANKS.format(ends="time.sleep(60)", waits="gather(world, 'here')")

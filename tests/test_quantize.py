@@ -406,7 +406,7 @@ def served(world, name, flags):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["4bit", pytest.param("8bit", marks=pytest.mark.slow)])
 def test_an_adapter_is_served_on_the_quantized_base_that_it_was_trained_on(
     setting, kind, ranks, tmp_path
 ):

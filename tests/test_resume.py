@@ -105,7 +105,10 @@ def on_one_rank(whole, tmp_path_factory):
 LEVERS = {"cpu_offload": True, "activation_checkpointing": "full", "batch_size": 2}
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(1, {}), (4, {}), (4, {"replicate": 2}), (2, LEVERS)])
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(1, {}), (4, {}), pytest.param(4, {"replicate": 2}, marks=pytest.mark.slow), (2, LEVERS)],
+)
 def test_another_number_of_ranks_sees_the_same_global_batches(
     request, whole, tmp_path, ranks, more
 ):

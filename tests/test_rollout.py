@@ -279,6 +279,7 @@ def test_any_number_of_ranks_draws_the_same_bits_gathered_or_in_lockstep(one_ran
         assert in_lockstep > 12
 
 
+@pytest.mark.slow
 def test_adapters_on_an_int8_base_draw_the_same_on_two_ranks(tmp_path):
     folder = tiny_model_folder(tmp_path / "model", vocab_size=271, intermediate_size=128)
     ((expected, lockstep, _),) = run_ranks(on_ranks, 1, folder)

@@ -511,6 +511,7 @@ def endless(folder: Path, rows: Path, out: Path, **flags) -> Forked:
     return Forked(f"torchrun --nproc_per_node 2 recipes/vision.py {given}")
 
 
+@slow
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(folder_of, rows, tmp_path):
     with endless(folder_of("llava"), rows, tmp_path / "out") as run:
         run.until("step 3/")
