@@ -107,7 +107,7 @@ from utils.train.log import RunLog
 
 TINY = Path(__file__).resolve().parent / "tiny"
 # Values of flags that are not given, if --model is not given either.
-TINY_VALUES = {"loss": "orpo", "epochs": 3, "batch_size": 16, "lr": 2e-3, "log_every": 20}
+TINY_VALUES = {"loss": "orpo", "epochs": 2, "batch_size": 16, "lr": 2e-3, "log_every": 20}
 BETAS = (0.9, 0.95)  # of AdamW
 # Losses that need log pi_ref, of the model at the start of the run.
 WITH_REFERENCE = ("dpo", "ipo", "kto")

@@ -74,7 +74,14 @@ def read_and_save(world, folder, out) -> tuple[bool, set[str], float]:
     return model.full_logits, wrong, float(difference)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# one of each sort; the others are left to make test-all
+AT_ONCE = ("qwen2_5_vl", "qwen3_vl_moe", "mllama", "minicpmv4_6")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
 def test_two_ranks_read_their_slices_and_save_what_was_stored(name, folders, tmp_path):
     folder, out = folders(name), tmp_path / "out"
     for result in run_ranks(read_and_save, 2, folder, out):

@@ -567,7 +567,14 @@ def killed(world, out, point, calls):
 
 @pytest.mark.parametrize(
     ("point", "calls"),
-    [("truncate", 1), ("pwritev", 5), ("preadv", 5), ("rename", 1), ("rename", 2)],
+    [
+        ("pwritev", 5),
+        ("rename", 1),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (("truncate", 1), ("preadv", 5), ("rename", 2))
+        ),
+    ],
 )
 def test_killed_save_leaves_no_half_model_and_the_next_one_succeeds(tmp_path, point, calls):
     """At the second rename the old model is aside and the new one is not there yet: absent, not half."""

@@ -171,8 +171,8 @@ def travel(world, generate_ranks, layout, kind, dtype):
     ("learners", "generators", "layout"),
     [
         (1, 1, "whole"),
-        (2, 1, "whole"),
         (1, 2, "whole"),
+        pytest.param(2, 1, "whole", marks=pytest.mark.slow),
         (1, 2, "sharded"),
         pytest.param(2, 2, "whole", marks=pytest.mark.slow),
         pytest.param(2, 2, "sharded", marks=pytest.mark.slow),
@@ -258,7 +258,7 @@ def travel_adapters(world, folder, dtype):
     return trained, vars(wire), (before, after), logits
 
 
-@pytest.mark.parametrize("learners", [1, 2])
+@pytest.mark.parametrize("learners", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_of_adapters_on_an_8_bit_base_only_these_travel(tmp_path, learners, dtype):
     folder = tiny_model_folder(tmp_path / "model", vocab_size=271, intermediate_size=128)
