@@ -157,13 +157,7 @@ def main(cfg: Config) -> Path:
     dtype = settle_dtype(cfg.dtype, world.device)
     base = cfg.model or ("" if cfg.adapter or cfg.checkpoint else str(TINY))
     trained = open_trained(
-        base,
-        cfg.adapter,
-        cfg.checkpoint,
-        dtype,
-        world,
-        cfg.trust_remote_code,
-        cfg.quantization,
+        base, cfg.adapter, cfg.checkpoint, dtype, world, cfg.trust_remote_code, cfg.quantization
     )
     model = trained.model
     with together(world):

@@ -35,6 +35,7 @@ from utils.model.quantize import (
 from utils.model.sharding import decoder_layers, recompute_activations
 from utils.run.distributed import build_mesh, mesh_axes
 from utils.run.errors import ConfigError
+from utils.train import trained_run
 
 KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
 # rows that 2, 3 and 4 ranks cannot share evenly; 3 rows on 4 ranks
@@ -436,6 +437,24 @@ def test_an_adapter_is_served_on_the_quantized_base_that_it_was_trained_on(
     assert found != pytest.approx(other, rel=3e-5)
     told = json.loads((tmp_path / "answers.jsonl").read_text())["answer"]
     assert told == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def served_where_integers_are_not_sharded(world, flags):
+    chosen, trained_run.SHARDS_INTEGERS = trained_run.SHARDS_INTEGERS, False  # as in torch 2.11
+    try:
+        with pytest.raises(
+            ConfigError, match=r"shards no integers \(fix: 1 rank, or torch>=2\.12\)"
+        ):
+            served(world, "generate", flags)
+    finally:
+        trained_run.SHARDS_INTEGERS = chosen
+
+
+@pytest.mark.slow
+def test_an_older_torch_serves_a_quantized_base_on_one_rank_only(setting, tmp_path):
+    (tmp_path / "texts.txt").write_text("one\n")
+    flags = {"model": str(setting[0]), "prompts": str(tmp_path / "texts.txt"), "raw": True}
+    run_ranks(served_where_integers_are_not_sharded, 2, flags | {"quantization": "8bit"})
 
 
 TOGETHER = ("recompute", "offload", "accumulate")

@@ -221,18 +221,18 @@ def units_of(
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
     # Modules that are gathered in fp32, in units of their own, count as part of the unit around them.
     fp32_parameters = {p for module in in_fp32 for p in module.parameters()}
-    plain = set()  # see sharding.stored_as_computed
+    unsharded = set()  # see sharding.stored_as_computed
     alone = setting.shards == 1
     if alone and setting.replicate == 1 and not setting.cpu_offload:
         units = [sharding.Unit(in_fp32, torch.float32), sharding.Unit([model], setting.dtype)]
         accumulates = setting.grad_accum > 1 and not setting.sync_each_microbatch
-        plain = sharding.stored_as_computed(units, accumulates)
+        unsharded = sharding.stored_as_computed(units, accumulates)
 
     def unit_of(parameters):
         unit = Unit()
         for p in parameters:
             shard_numel = share_numel(p, setting.shards)
-            padded_numel = 0 if p in plain else shard_numel * setting.shards
+            padded_numel = 0 if p in unsharded else shard_numel * setting.shards
             dtype = torch.float32 if p in fp32_parameters else setting.dtype
             is_cast = p.is_floating_point() and p.dtype != dtype
             itemsize = dtype.itemsize if is_cast else p.element_size()

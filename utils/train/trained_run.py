@@ -139,7 +139,7 @@ def open_trained(
 
             check(
                 SHARDS_INTEGERS or world.size == 1,
-                f"--quantization on {world.size} ranks (fix: one rank, or pip install 'torch>=2.12')",
+                f"--quantization: torch {torch.__version__} shards no integers (fix: 1 rank, or torch>=2.12)",
             )
             quantized = quantize_linears(built, Quant(quantization), dtype)
             print0(f"quantized {quantized.sentence()}")
