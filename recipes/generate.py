@@ -467,7 +467,7 @@ def encode_prompt(
         elif prompt.pictures:
             ids = pictured(prompt)
         else:
-            ids = prompt_ids(tokenizer, prompt.messages, prompt.tools)
+            ids = prompt_ids(tokenizer, prompt)
     except ValueError as error:
         raise ConfigError(f"{prompt.where}: {error}") from None
     check(ids, f"{prompt.where}: the prompt has no tokens")

@@ -484,7 +484,7 @@ def kinds_of_parameters(world, folder):
     found.model = frozen_copy(
         found.model, found.pieces, mesh, torch.float32, world.device, cpu_offload=False
     )
-    asked = [Question([], content, {}, "") for content in ("a", "b", "c")]
+    asked = [Question([], content, {}, "", None) for content in ("a", "b", "c")]
     assert len(found.scores(2, world, asked, ["d", "e f", ""])) == 3
     tools = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
     with_tools = found.tokenizer.apply_chat_template(

@@ -86,6 +86,7 @@ def test_ids_are_those_of_the_template_with_its_generation_prompt(folder, tmp_pa
     ]
     assert [found[i].content for i in (0, 1, 3)] == ["one", turns, turns]
     assert found[4].where == f"{tmp_path}/rows.jsonl:5"
+    assert found.summary() == "5 prompts, 428 tokens, 1 the same as a row before"
 
 
 def test_text_stays_plain_without_a_template_or_with_format_completion(folder, tokenizer, tmp_path):

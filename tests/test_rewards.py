@@ -92,7 +92,7 @@ def scores(flag, completions, prompts=None, **columns):
     asked = []
     for i, prompt in enumerate(prompts):
         own = {name: values[i] for name, values in columns.items()}
-        asked.append(Question([], prompt, own, f"rows.jsonl:{i + 1}"))
+        asked.append(Question([], prompt, own, f"rows.jsonl:{i + 1}", None))
     ids = [[*text.encode()] for text in completions]
     rewards = parse_rewards(flag)
     rows = score(rewards, asked, completions, ids)
@@ -193,7 +193,7 @@ def test_rewards_may_be_called_reward_and_text(rules):
         "def reward(completions, **columns):\n    return [1, 3]\ndef text(**columns):\n    return [None, 4]\n"
     )
     rewards = parse_rewards(f"{rules}:reward:2,{rules}:text")
-    asked = [Question([], "p", {}, "rows.jsonl:1")] * 2
+    asked = [Question([], "p", {}, "rows.jsonl:1", None)] * 2
     completions = [Completion([5], []), Completion([6], [])]
     found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
     assert reward_means(found) == {"reward": 6, "rewards/reward": 2, "rewards/text": 4}
@@ -204,7 +204,7 @@ def test_rewards_may_be_called_reward_and_text(rules):
 def test_a_function_is_called_for_one_prompt_at_a_time_and_with_weight_0_only_logged(rules):
     rules.write_text("def calls(completions, **columns):\n    return [len(completions)] * 2\n")
     rewards = parse_rewards(f"{rules}:calls:0,exact")
-    asked = [Question([], name, {"answer": "a"}, "rows.jsonl") for name in "ppqq"]
+    asked = [Question([], name, {"answer": "a"}, "rows.jsonl", None) for name in "ppqq"]
     completions = [Completion([i], []) for i in range(5, 9)]
     found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
     assert [one["rewards/calls"] for one in found] == [2] * 4
@@ -219,7 +219,7 @@ def test_a_function_that_changes_its_lists_changes_neither_completions_nor_other
         "    return [0, 0]\n"
     )
     rewards = parse_rewards(f"{rules}:changes,exact")
-    asked = [Question([], "p", {"answer": "a"}, "rows.jsonl:1")] * 2
+    asked = [Question([], "p", {"answer": "a"}, "rows.jsonl:1", None)] * 2
     ids = tiny_tokenizer()(["a", "b"], add_special_tokens=False)["input_ids"]
     completions = [Completion([*one], []) for one in ids]
     found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
@@ -230,7 +230,7 @@ def test_a_function_that_changes_its_lists_changes_neither_completions_nor_other
 def test_a_warning_names_the_row_to_which_no_reward_applies(rules, capsys):
     rules.write_text("def never(completions, **columns):\n    return [None] * len(completions)\n")
     rewards = parse_rewards(f"{rules}:never")
-    asked = [Question([], "p", {}, "rows.jsonl:1")] * 2
+    asked = [Question([], "p", {}, "rows.jsonl:1", None)] * 2
     completions = [Completion([5], []), Completion([6], [])]
     found = reward_all(rewards, asked, completions, 2, tiny_tokenizer(), ALONE, None, 1.0)
     assert [one["reward"] for one in found] == [0, 0]
@@ -241,7 +241,7 @@ def test_a_warning_names_the_row_to_which_no_reward_applies(rules, capsys):
 def test_a_function_of_the_name_model_has_a_metric_of_its_own(rules):
     rules.write_text("def model(completions, **columns):\n    return [1.0]\n")
     rewards = parse_rewards(f"{rules}:model")
-    asked, completions = [Question([], "p", {}, "rows.jsonl:1")], [Completion([5], [])]
+    asked, completions = [Question([], "p", {}, "rows.jsonl:1", None)], [Completion([5], [])]
     judge = lambda asked, texts: [0.5]  # noqa: E731
     (found,) = reward_all(rewards, asked, completions, 1, tiny_tokenizer(), ALONE, judge, 2.0)
     assert found["rewards/model_0"] == 1
@@ -251,7 +251,7 @@ def test_a_function_of_the_name_model_has_a_metric_of_its_own(rules):
 
 def test_a_function_that_ends_the_process_is_named(rules):
     rules.write_text("def leave(completions, **columns):\n    raise SystemExit(3)\n")
-    rewards, asked = parse_rewards(f"{rules}:leave"), [Question([], "p", {}, "rows.jsonl:1")]
+    rewards, asked = parse_rewards(f"{rules}:leave"), [Question([], "p", {}, "rows.jsonl:1", None)]
     with pytest.raises(ConfigError, match=r"leave: SystemExit.*rows.jsonl:1"):
         score(rewards, asked, ["a"], [[5]])
 

@@ -12,7 +12,7 @@ from test_tokens import TALK, byte_level, check_prompts, encode_all, metaspace, 
 
 from utils.data.chats import render_chats
 from utils.data.formats import THOUGHTS
-from utils.data.prompts import prompt_ids
+from utils.data.prompts import Prompt, prompt_ids
 from utils.data.tokens import end_of_turn_ids, load_tokenizer, print_template_notes
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
@@ -122,7 +122,8 @@ def test_generate_asks_with_the_prompt_that_was_trained(tokenizer, kind):
     for rows, tools in ((TWO, None), *([] if kind.call is None else [(CALLS, TOOLS)])):
         last = encode_all(tokenizer, rows, tools)[-1]
         if kind.exact:
-            prompt, (ids, mask) = prompt_ids(tokenizer, rows[:-1], tools), last
+            prompt = prompt_ids(tokenizer, Prompt("", rows[:-1], tools))
+            ids, mask = last
             at = mask.rfind(0, 0, mask.rfind(1)) + 1  # where the last answer begins
             assert tokenizer.decode(ids[:at]) == tokenizer.decode(prompt)
             assert ids[at - 2 : at] == prompt[-2:]
@@ -145,7 +146,7 @@ def test_text_that_spells_a_special_token_stays_text_in_prompts_and_calls(tokeni
     ]
     ids, _ = encode_all(tokenizer, rows)[-1]
     assert ids.count(end) == 4  # one a turn
-    prompt = prompt_ids(tokenizer, rows[:1], None)
+    prompt = prompt_ids(tokenizer, Prompt("", rows[:1]))
     assert prompt.count(end) == 1
     assert ids[: len(prompt)] == prompt
 

@@ -36,10 +36,9 @@ def add_document(part, tokenizer, row: dict, where: str, rows, form: str, notes:
     if not text.strip():
         part.dropped["empty documents"] += 1
         return form
-    bos = tokenizer.bos_token_id
+    if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
     eos = tokenizer.eos_token_id
-    if adds_bos(tokenizer) and ids[:1] != [bos]:
-        ids = [bos, *ids]
     if eos is not None and ids[-1:] != [eos]:
         ids = [*ids, eos]
     if not part.lengths and len(tokenizer) <= 2**16:

@@ -84,9 +84,9 @@ def prompt_of(tokenizer, messages: Messages, tools: list | None) -> str:
     return render(tokenizer, messages, tools, prompt=True)
 
 
-def prompt_ids(tokenizer, messages: Messages, tools: list | None) -> list[int]:
+def prompt_ids(tokenizer, prompt: Prompt) -> list[int]:
     """The ids of the generation prompt."""
-    return encode(tokenizer, prompt_of(tokenizer, messages, tools)).ids
+    return encode(tokenizer, prompt_of(tokenizer, prompt.messages, prompt.tools)).ids
 
 
 def is_plain(content: str | list[dict], tokenizer, rows) -> bool:
@@ -106,9 +106,9 @@ def add_question(part, tokenizer, row: dict, where: str, rows, form: str, notes:
         if adds_bos(tokenizer):
             ids = [tokenizer.bos_token_id, *ids]
     else:
-        messages = Prompt(where, content).messages
-        examine_parts(tokenizer, skeleton(messages), tools, [], notes)
-        ids = prompt_ids(tokenizer, messages, tools)
+        prompt = Prompt(where, content, tools)
+        examine_parts(tokenizer, skeleton(prompt.messages), tools, [], notes)
+        ids = prompt_ids(tokenizer, prompt)
     if not ids:
         raise ValueError("the prompt has no tokens")
     if len(ids) > rows.seq_len:

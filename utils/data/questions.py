@@ -38,7 +38,7 @@ class Question(NamedTuple):
     content: str | list[dict]  # a text, or messages, as the row has it
     columns: dict[str, object]  # the same keys for all rows; None: this row does not have it
     where: str
-    tools: list | None = None
+    tools: list | None
 
     messages = Prompt.messages
 
@@ -48,6 +48,10 @@ class Questions(Examples):
     """Prompts as examples without trained tokens. GlobalBatches(questions, ...).rows_of(step) gives the rows
     of a step; questions[row] is the prompt of a row.
     """
+
+    def summary(self) -> str:
+        """As of Examples, without the share of trained tokens, which is 0."""
+        return f"{len(self):,} {self.unit}, {self.lengths.sum():,} tokens{self.remarks()}"
 
     def __getitem__(self, i: int) -> Question:
         ids, _, where = super().__getitem__(i)
@@ -152,7 +156,8 @@ def continued(question: Question, choice: str, tokenizer, rows: Rows) -> Example
         prompt = {"role": "text", "content": question.content, "weight": 0}
         answer = prompt | {"content": choice, "weight": 1}
         ids, mask = encode_plain(tokenizer, [prompt, answer], Counter())
-        ids = ids if tokenizer.eos_token_id is None else ids[:-1]
+        if tokenizer.eos_token_id is not None:
+            ids = ids[:-1]
     else:
         choice = hidden(tokenizer, choice)
         messages = question.messages

@@ -22,6 +22,7 @@ from decimal import Decimal
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -202,7 +203,7 @@ def reward_means(records: list[dict], prefix: str = "") -> dict[str, float]:
     for name in records[0]:
         values = [record[name] for record in records if record[name] is not None]
         if values and name != "text":
-            means[prefix + name] = sum(values) / len(values)
+            means[prefix + name] = fmean(values)
     return means
 
 

@@ -21,15 +21,15 @@ class Background:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
-        on_gpu = device.type == "cuda"
-        options = StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_non_blocking_copy=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
+        self.on_gpu = device.type == "cuda"
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=self.on_gpu,
+                use_non_blocking_copy=self.on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+            )
         )
-        self.stager = DefaultStager(options)
         self.copies = {}  # of the tensors, by name
         self.thread = ThreadPoolExecutor(1, "save", _start_thread, (device,))
 
@@ -41,7 +41,7 @@ class Background:
         else:
             for name, copy in self.copies.items():
                 local(copy).copy_(local(tensors[name]), non_blocking=True)
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize()
         return self.thread.submit(save, self.copies)
 
