@@ -20,8 +20,10 @@ $(READY): requirements.txt tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r tests/requirements.txt
 	@touch $(READY)
 
+# 2, or 1 where there is one GPU
+RANKS = $(shell $(BIN)/python -c "import torch; print(min(2, torch.cuda.device_count() or 2))")
 demo: $(READY)  ## fine-tune the tiny model on 2 ranks, then show its answers before and after
-	$(BIN)/torchrun --nproc_per_node 2 recipes/finetune.py --low_cpu_fsdp
+	$(BIN)/torchrun --nproc_per_node $(RANKS) recipes/finetune.py --low_cpu_fsdp
 	$(BIN)/python recipes/tiny/score.py recipes/tiny $$(ls -dt output/finetune-*/model | head -n 1)
 
 demo-all: $(READY) ## the bare command of each recipe in turn, and a table: before, after, seconds

@@ -16,7 +16,7 @@ from pathlib import Path
 
 TINY = Path(__file__).resolve().parent
 RECIPES = TINY.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 LINES = {  # what is measured -> its lines in the output of score.py, for before and after
     "exact match": re.compile(r"^exact match .*?: (\d+ of \d+)", re.M),
     "chosen likelier": re.compile(r"^chosen likelier than rejected, .*: (\d+ of \d+)", re.M),
@@ -44,10 +44,13 @@ def main() -> int:
     names = parser.parse_args().names or everything
     if unknown := {*names} - {*everything}:
         parser.error(f"no recipe of this table: {', '.join(sorted(unknown))}")
+    import torch  # which --help need not wait for
+
+    ranks = str(min(2, torch.cuda.device_count() or 2))  # 1 where there is one GPU
     rows = []
     for name in names:
         start = time.monotonic()
-        output = run([*TORCHRUN, str(RECIPES / f"{name}.py")])
+        output = run([*TORCHRUN, ranks, str(RECIPES / f"{name}.py")])
         seconds = time.monotonic() - start
         measure, before, after = measured(name, output) if output else FAILED
         rows.append((name, measure, before, after, f"{seconds:.0f}"))
