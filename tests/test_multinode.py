@@ -232,8 +232,8 @@ def job(root: Path, out: Path, host: Machine) -> dict[str, str]:
         "HOST": host.address,
         "PORT": str(free_port()),
     }
-    given |= {"MODEL": MODEL, "DATASET": str(root / "rows.jsonl"), "OUT": str(out), "FLAGS": FLAGS}
-    return given | {"CUDA_VISIBLE_DEVICES": ""}  # the two would have one and the same
+    dataset = str(root / "rows.jsonl")
+    return given | {"MODEL": MODEL, "DATASET": dataset, "OUT": str(out), "FLAGS": FLAGS}
 
 
 @pytest.mark.slow

@@ -168,6 +168,8 @@ def _run(cfg: Config, source: Path, size: int, name: str, metrics: dict) -> dict
     environment.pop("RANK", None)
     environment.pop("WORLD_SIZE", None)
     environment.setdefault("OMP_NUM_THREADS", "1")
+    if cfg.what not in ("gpu", "memory"):  # the others compare loops on CPU ranks
+        environment["CUDA_VISIBLE_DEVICES"] = "-1"
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
         environment["TMPDIR"] = folder  # torchrun leaves folders there
         ranks_flag = f"--nproc_per_node={size}"

@@ -212,5 +212,4 @@ def _batches(worker: Worker, steps: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # compares the loops, on CPU ranks
     run_worker(contend)

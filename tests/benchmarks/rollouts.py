@@ -205,5 +205,4 @@ def _train_trl(worker: Worker, steps: int) -> tuple[list[float], list[float]]:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # compares the loops, on CPU ranks
     run_worker(contend)
