@@ -348,8 +348,9 @@ def main(cfg: Config) -> Path:
 
         offload_inputs(model, world.device)
     if cfg.compile:
-        for layer in decoder_layers(model):
-            layer.compile()  # in place; layers are alike, so one compilation serves all
+        from utils.model.attention import compile_layers
+
+        compile_layers(model)
     print0(f"output    {out}")
     print0(
         f"compute   {cfg.dtype} over {'frozen' if lora else cfg.param_dtype} weights;"

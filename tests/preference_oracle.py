@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterable
 
 import torch
-from tiny import tiny_config, tiny_model
+from tiny import NO_REMARKS, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
@@ -136,7 +136,7 @@ def examples_of(rows: Iterable[tuple[Ids, list[Ids]]], row_sizes: list[int]) -> 
         trained_tokens=torch.tensor(trained),
         keys=torch.arange(len(trained)),
         where=[f"row {i}" for i in range(len(trained))],
-        row_sizes=torch.tensor(row_sizes),
+        **NO_REMARKS | {"row_sizes": torch.tensor(row_sizes)},
     )
 
 

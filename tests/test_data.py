@@ -9,6 +9,7 @@ import torch
 from generate import read_rows
 from templates import KINDS
 from test_tokens import byte_level
+from tiny import NO_REMARKS
 
 from utils.data import examples as data
 from utils.data.batches import GlobalBatches, collate, permutation
@@ -288,7 +289,8 @@ def examples_of(part: Part) -> Examples:
     ids = torch.frombuffer(part.ids, dtype=torch.int32)
     loss_mask = torch.frombuffer(part.loss_mask, dtype=torch.uint8)
     trained = torch.tensor(part.trained_tokens)
-    return Examples(ids, loss_mask, bounds, trained, torch.tensor(part.keys), part.where)
+    keys = torch.tensor(part.keys)
+    return Examples(ids, loss_mask, bounds, trained, keys, part.where, **NO_REMARKS)
 
 
 def test_a_row_is_held_out_whatever_stands_around_it():

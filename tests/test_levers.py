@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Gemma3TextConfig
 
 from utils.model.activation_offload import HostCopies, hook_inputs, offload_inputs
+from utils.model.attention import compile_layers
 from utils.model.sharding import recompute_activations
 from utils.plan import search
 from utils.run.distributed import mesh_axes
@@ -191,6 +192,19 @@ def test_layers_of_two_kinds_are_compiled_for_checks_evaluation_and_training(tmp
     texts = ("".join(f"{n * n % 97} " for n in range(i, i + 5 + i % 60)) for i in range(200))
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     run_ranks(train_two_kinds_of_layers, 1, tmp_path / "model", rows, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_loop_over_chunks_is_not_compiled_again_for_rows_of_more_chunks():
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    torch._dynamo.reset()
+    model = family_model("qwen3_5_text")
+    compile_layers(model)
+    for length, stance in ((128, "default"), (192, "default"), (320, "fail_on_recompile")):
+        with torch.compiler.set_stance(stance), torch.no_grad():
+            model(torch.ones(2, length, dtype=torch.int64), use_cache=False)
 
 
 def test_fp16_trains_like_fp32_to_its_rounding(setting, tmp_path):

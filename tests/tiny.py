@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from utils.data.examples import Texts
+
 SIZES = {
     "vocab_size": 1003,  # divides by nothing that a test shards over
     "hidden_size": 64,
@@ -55,6 +57,17 @@ KINDS = {
             "router_aux_loss_coef": 0.5,
         },
     ),
+}
+NO_REMARKS = {  # of utils.data.examples.Examples, for rows that no file has
+    "dropped": {},
+    "notes": {},
+    "firsts": {},
+    "problem": "",
+    "row_sizes": torch.empty(0),
+    "details": Texts(torch.empty(0, dtype=torch.uint8), torch.empty(0)),
+    "unit": "rows",
+    "origins": (),
+    "bad": (),
 }
 OLDER = {"falcon": ("falcon", {})}  # its blocks return tuples; tested in the plan only
 

@@ -131,10 +131,10 @@ def _ours(
     from shards import shard_training
     from tiny import build_optimizer
 
-    from utils.model.attention import fuse_norms
+    from utils.model.attention import compile_layers, fuse_norms
     from utils.model.loading import build_model, load_pieces
     from utils.model.loss import add_chunked_loss
-    from utils.model.sharding import clip_gradients, decoder_layers, recompute_activations
+    from utils.model.sharding import clip_gradients, recompute_activations
     from utils.run.distributed import build_mesh
 
     device = worker.world.device
@@ -160,8 +160,7 @@ def _ours(
     if recompute in ("selective", "full"):
         recompute_activations(model, recompute)
     if worker.contender.startswith("compiled"):
-        for layer in decoder_layers(model):
-            layer.compile()
+        compile_layers(model)
     mesh = build_mesh(worker.world)
     shard_training(model, mesh, torch.bfloat16, cpu_offload=offload, accumulates=False)
     load_pieces(model, [], device, offload)  # memory, and the buffers

@@ -7,7 +7,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -82,22 +82,22 @@ class Examples:
     trained_tokens: Tensor  # (n,) int64: how many tokens of row i are trained
     keys: Tensor  # (n,) int64: a hash of row i's ids
     where: Sequence[str]  # the names of the n rows, such as "chat.jsonl:3"
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
-    notes: dict[str, int] = field(default_factory=dict)  # what the user should know -> rows
-    firsts: dict[str, str] = field(default_factory=dict)  # note -> the first row it is about
+    dropped: dict[str, int]  # reason -> rows
+    notes: dict[str, int]  # what the user should know -> rows
+    firsts: dict[str, str]  # note -> the first row it is about
     # the first row whose prompt differs between training and inference, and how it differs
-    problem: str = ""
-    rows: Tensor | EllipsisType = ...  # numbers of the rows that are used; ...: all
+    problem: str
     # (n,) int64; its meaning depends on the task. pairs: the offset in row i of the rejected sequence, which
     # follows the chosen one. labels (KTO): the length of row i if it is desirable, else 0. documents: the
-    # bytes of the text. Rows with pictures: the number of patches, or 0. Other rows: None, or empty.
-    row_sizes: Tensor | None = None
+    # bytes of the text. Rows with pictures: the number of patches, or 0. Other rows: empty.
+    row_sizes: Tensor
     # JSON of each row. Rows with pictures: [[source, width, height, bytes], ...]. prompts: [content,
-    # columns, tools]. Other rows: None, or empty.
-    details: Texts | None = None
-    unit: str = "rows"  # the word for a row in the summary
-    origins: Sequence[Origin] = ()
-    bad: Sequence[tuple[str, str]] = ()  # (where, reason) of each bad row that was dropped
+    # columns, tools]. Other rows: empty.
+    details: Texts
+    unit: str  # the word for a row in the summary
+    origins: Sequence[Origin]
+    bad: Sequence[tuple[str, str]]  # (where, reason) of each bad row that was dropped
+    rows: Tensor | EllipsisType = ...  # numbers of the rows that are used; ...: all
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -130,7 +130,7 @@ class Examples:
             self.loss_mask,
             self.rows,
             self.row_sizes,
-            self.details and self.details.texts,
+            self.details.texts,
         ):
             if isinstance(part, Tensor):
                 digest.update(memoryview(part.numpy()))

@@ -36,8 +36,7 @@ def hold_out(examples, rows: Rows, load: Callable) -> tuple:
     if rows.eval_share:
         return split_by_hash(examples, rows.eval_share)
     held_out = load(replace(rows, dataset=rows.eval_dataset))
-    trained_keys = examples.keys[examples.rows]
-    count = torch.isin(held_out.keys[held_out.rows], trained_keys).sum()
+    count = torch.isin(held_out.keys[held_out.rows], examples.keys[examples.rows]).sum()
     if count:
         print0(f"warning: {count:,} of {len(held_out):,} held-out rows are trained on too")
     return examples, held_out

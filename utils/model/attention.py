@@ -1,5 +1,5 @@
 """Attention: grouped heads on GPUs without kernels for them; attention within the documents of packs; a check
-that a model keeps packed documents apart. RMS norms in one kernel of a GPU.
+that a model keeps packed documents apart. RMS norms in one kernel of a GPU. Compiled layers.
 """
 
 import re
@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ..run.errors import check, others_code
 from ..run.units import IGNORE
 from .loss import summed_cross_entropy
-from .sharding import lacks_grouped_kernels, reshard
+from .sharding import decoder_layers, lacks_grouped_kernels, reshard
 
 BLOCK = r'"\w*(?:window|chunk|block)\w*": (\d+)'  # fields of a config in JSON
 # If torch's varlen_attn accepts fewer heads of keys and values than of queries, as in 2.12.
@@ -52,6 +52,22 @@ def _fused_norm(self, hidden: Tensor) -> Tensor:
     if self.weight.dtype != hidden.dtype:  # kept in fp32, and then the result is fp32
         return type(self).forward(self, hidden)
     return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """torch.compile for each decoder layer, in place. Layers are alike, so one compilation serves all.
+
+    Parts whose code loops over the tokens or chunks of a row stay uncompiled: torch would unroll the loop,
+    for minutes, and again for each number of rounds.
+    """
+    # Per code: for each kind of layer, with and without gradients, for each form of its inputs. At torch's
+    # limit of 8 a Gemma 3 with packing would train uncompiled.
+    torch.compiler.config.recompile_limit = 64
+    for layer in decoder_layers(model):
+        for mixer in layer.modules():
+            if re.search("Delta|MambaMixer|Lightning", type(mixer).__name__):
+                mixer.forward = torch.compiler.disable(mixer.forward)
+        layer.compile()
 
 
 def repeat_grouped_keys() -> None:

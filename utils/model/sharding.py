@@ -24,10 +24,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 # What peft adds to the names of parameters.
 ADAPTED = ".base_layer .original_module .modules_to_save.default".split()
 
-# How often --compile may compile the code of a layer: for each kind of layer, with and without gradients,
-# for each form of its inputs. At torch's limit of 8 a Gemma 3 with packing would train uncompiled.
-torch.compiler.config.recompile_limit = 64
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -253,8 +249,7 @@ def recompute_activations(model: nn.Module, mode: str) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)
     enable = enable or model.gradient_checkpointing_enable
     enable(options)
-    if hasattr(model, "_require_grads_hook"):
-        model.disable_input_require_grads()  # only use_reentrant needs them
+    model.disable_input_require_grads()  # only use_reentrant needs them
 
 
 def checkpoint_policy(context, op, *args, **kwargs) -> CheckpointPolicy:

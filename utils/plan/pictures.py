@@ -72,8 +72,7 @@ class Pictures:
         tokens, one, two = self.traced[key]
         if len(one.calls) != len(two.calls):  # one call for each picture
             one, two = (before._replace(calls=one.calls * rows) for before in (one, two))
-        resize = partial(resized, tokens, rows, seq_len)
-        return PictureBytes(), tree_map(resize, one, two)
+        return PictureBytes(), tree_map(partial(resized, tokens, rows, seq_len), one, two)
 
 
 def resized(tokens: int, rows: int, seq_len: int, one, two) -> object:

@@ -225,8 +225,7 @@ def read_yaml(cls: type, path: str | Path, others: Sequence[str] = ()) -> dict[s
     """
     kinds = kinds_of(cls)
     try:
-        text = Path(path).read_text("utf-8-sig")
-        root = yaml.compose(text, Loader=yaml.BaseLoader)
+        root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"--config {path}: {reason}{did_you_mean(Path(path))}") from None

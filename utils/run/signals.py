@@ -99,8 +99,7 @@ def begin_child() -> None:
     signal.set_wakeup_fd(-1)  # it leads to the parent
     for number in CAUGHT:
         # SIGTERM is never ignored, not even for a moment: that would lose one that waits.
-        ends = number == signal.SIGTERM
-        signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     _unblock()
 
 

@@ -130,7 +130,6 @@ def _sharded(part: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """
     if not isinstance(like, DTensor):
         return part
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, part.dtype)
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), part.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, meta)
     return DTensor(part, spec, requires_grad=False)

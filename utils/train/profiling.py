@@ -24,9 +24,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html
     https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
-    steps_to_run = steps - first
-    active = max(1, min(PROFILED, steps_to_run))
-    skipped = max(0, min(SKIPPED, steps_to_run - active))
+    skipped = max(0, min(SKIPPED, steps - first - PROFILED))
     name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
     # The handler adds the time to the file name.
     write_trace = torch.profiler.tensorboard_trace_handler(folder, name, use_gzip=True)
@@ -43,7 +41,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     if world.gpu_name:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
     profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1),
+        schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=PROFILED, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
     )

@@ -261,8 +261,7 @@ def token_sums(batch, old: Tensor, losses: Tensor, clipped: Tensor, kl: Tensor) 
     the update.
     """
     mask = batch.labels != IGNORE
-    apart = (old - batch.drawn).abs()
-    values = (losses * batch.weights, clipped, kl.detach(), -old, apart, mask)
+    values = (losses * batch.weights, clipped, kl.detach(), -old, (old - batch.drawn).abs(), mask)
     return torch.stack([(value * mask).sum() for value in values])
 
 
