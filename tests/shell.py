@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+QUOTED = shlex.quote(str(ROOT))  # in a command: the path may have spaces
 
 
 def shell(

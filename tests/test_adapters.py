@@ -16,7 +16,7 @@ from metrics import read_metrics
 from peft import PeftModel
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT
+from shell import QUOTED
 from test_parity import write_rows
 from tiny import tiny_model_folder
 from torch.distributed.run import get_args_parser
@@ -274,7 +274,7 @@ def test_a_mixture_that_stays_16_bit_for_the_most_part_is_refused_unless_asked(f
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["", "--quantization 8bit", "--quantization 4bit"])
 def test_the_llama_recipes_command_runs_verbatim(files, tmp_path, quantization):
-    command = f"torchrun --nnodes 1 --nproc_per_node 2 {ROOT}/recipes/finetune.py"
+    command = f"torchrun --nnodes 1 --nproc_per_node 2 {QUOTED}/recipes/finetune.py"
     command += " --enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora"
     command += f" --model_name {files[0]} --batch_size_training 1"
     command += (

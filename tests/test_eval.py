@@ -18,7 +18,7 @@ import pytest
 import torch
 from launch import Forked, forked
 from ranks import run_ranks
-from shell import ROOT
+from shell import QUOTED, ROOT
 from test_export import lora_run, make_adapter
 from test_parity import write_rows
 from tiny import tiny_model_folder
@@ -670,7 +670,7 @@ def test_lm_eval_that_is_not_installed_is_one_line(folder, tmp_path):
 
 @pytest.mark.slow
 def test_the_bare_command_asks_the_tiny_model_what_it_cannot_do(tmp_path):
-    done = forked(f"python {ROOT}/recipes/eval.py", tmp_path, apart=True)
+    done = forked(f"python {QUOTED}/recipes/eval.py", tmp_path, apart=True)
     assert done.returncode == 0, done.stderr
     assert "exact                    0 +- 0" in done.stdout
     assert len((tmp_path / "output/eval-001/items.jsonl").read_text().splitlines()) == 300

@@ -17,7 +17,7 @@ from launch import forked
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT
+from shell import QUOTED, ROOT
 from tiny import tiny_model_folder
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -533,7 +533,7 @@ def test_prompts_and_completions_beyond_the_positions_are_refused(files, tmp_pat
 def test_a_reward_that_fails_is_named_with_its_row_and_completion(files, tmp_path):
     rules = files["rewards"].replace("remainder", "fails")
     words = " ".join(f"--{name} {value}" for name, value in (RUN | files).items())
-    command = f"python {ROOT}/recipes/grpo.py {words} --rewards {rules} --output_dir out"
+    command = f"python {QUOTED}/recipes/grpo.py {words} --rewards {rules} --output_dir out"
     run = forked(command, tmp_path, apart=True)
     assert run.returncode == 2
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error")]

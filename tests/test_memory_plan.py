@@ -873,7 +873,7 @@ def test_the_plan_of_grpo_counts_the_models_that_do_not_train():
 
 
 def test_the_command_of_pre_training_draws_and_masks_as_its_config(tmp_path):
-    shipped = f"--config {ROOT}/configs/llama3_8b_pretrain_full_8x80gb.yaml --gpus 8".split()
+    shipped = ["--config", f"{ROOT}/configs/llama3_8b_pretrain_full_8x80gb.yaml", "--gpus", "8"]
     line = plan.command(parse_cli(plan.Config, shipped, others=plan.OTHERS), "")
     assert "recipes/pretrain.py" in line
     assert "--document_mask" not in line

@@ -18,7 +18,7 @@ from launch import forked
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT
+from shell import QUOTED
 from tiny import tiny_model_folder
 from transformers import AutoModelForCausalLM
 
@@ -299,7 +299,7 @@ def test_the_held_out_loss_of_kto_does_not_depend_on_the_ranks(kto_held_out):
 def test_one_warning_tells_that_wanted_answers_are_forgotten(files, tmp_path):
     flags = RUN | files | {"steps": 12, "lr": 3e-2, "beta": 5.0, "loss": "simpo", "save_every": 4}
     words = " ".join(f"--{name} {value}" for name, value in flags.items())
-    run = forked(f"python {ROOT}/recipes/prefer.py {words} --batch_size 6", tmp_path)
+    run = forked(f"python {QUOTED}/recipes/prefer.py {words} --batch_size 6", tmp_path)
     assert run.returncode == 0, run.stdout
     warnings = [line for line in run.stdout.splitlines() if line.startswith("warning: wanted")]
     assert len(warnings) == 1
@@ -355,11 +355,11 @@ def test_a_preview_refuses_the_flags_that_the_run_refuses(flags, files, tmp_path
 def test_a_preview_shows_both_answers_and_the_plan_of_the_run(files, tmp_path):
     flags = " ".join(f"--{name} {value}" for name, value in files.items())
     flags += " --loss simpo --beta 3 --batch_size 3"
-    seen = forked(f"python {ROOT}/recipes/preview.py {flags} --show 1", tmp_path)
+    seen = forked(f"python {QUOTED}/recipes/preview.py {flags} --show 1", tmp_path)
     assert seen.returncode == 0, seen.stdout
     for side, text in (("chosen", "good0"), ("rejected", "bad0")):
         assert re.search(rf"pairs.jsonl:1 {side}\n[^\[]*\[\[\W*{text}", seen.stdout)
-    run = forked(f"python {ROOT}/recipes/prefer.py {flags} --steps 1 --output_dir out", tmp_path)
+    run = forked(f"python {QUOTED}/recipes/prefer.py {flags} --steps 1 --output_dir out", tmp_path)
     for start in ("data ", "memory "):
         lines = [
             next(line for line in text.splitlines() if line.startswith(start))

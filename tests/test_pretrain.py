@@ -17,7 +17,7 @@ from launch import Forked, forked
 from metrics import read_metrics
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT
+from shell import QUOTED
 from test_stream import texts_of, write
 from tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -195,7 +195,7 @@ def test_killed_on_two_ranks_then_on_one_it_ends_on_four_as_if_nothing_had_been(
     for ranks, step in ((2, 4), (1, 6)):  # killed while it saves
         flags = RUN | files[0] | {"output_dir": out, "batch_size": 8 // ranks}
         words = " ".join(f"--{name} {value}" for name, value in flags.items())
-        command = f"torchrun --nproc_per_node {ranks} {ROOT}/recipes/pretrain.py {words}"
+        command = f"torchrun --nproc_per_node {ranks} {QUOTED}/recipes/pretrain.py {words}"
         with Forked(command, FAULT=f"data:0:{step}") as run:
             assert run.end() != 0
         assert len(complete_checkpoints(out / "checkpoints")) == step // 2 - 1
@@ -315,7 +315,7 @@ def test_a_model_without_layers_is_refused_in_one_line(files, tmp_path):
 @slow
 def test_the_bare_command_learns_the_language_of_the_stories_from_nothing(tmp_path):
     """recipes/pretrain.py, in three of its six epochs."""
-    done = forked(f"torchrun --nproc_per_node 2 {ROOT}/recipes/pretrain.py --epochs 3", tmp_path)
+    done = forked(f"torchrun --nproc_per_node 2 {QUOTED}/recipes/pretrain.py --epochs 3", tmp_path)
     assert done.returncode == 0, done.stdout
     metrics = read_metrics(tmp_path / "output" / "pretrain-001" / "metrics.jsonl")
     before, after = (n["eval_bits_per_byte"] for n in metrics if "eval_loss" in n)

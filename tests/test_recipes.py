@@ -14,7 +14,7 @@ import torch
 from launch import forked
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT, shell
+from shell import QUOTED, ROOT, shell
 from test_config import load_config
 from test_parity import write_rows
 from tiny import tiny_model_folder
@@ -109,7 +109,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
     """As written, but for fewer ranks and steps, our own output folder, and real files in place of names."""
     model, rows = files
     words = shlex.split(
-        command.replace("recipes/", f"{ROOT}/recipes/").replace("configs/", f"{ROOT}/configs/")
+        command.replace("recipes/", f"{QUOTED}/recipes/").replace("configs/", f"{QUOTED}/configs/")
     )
     values = {"--nproc_per_node": "2", "--model": str(model), "--dataset": str(rows)}
     values |= {"--checkpoint": str(adapted[0]), "--adapter": f"{adapted[0]}/adapter"}
@@ -152,7 +152,7 @@ def test_every_command_of_the_readme_runs(command, files, adapted, tmp_path):
 
 @pytest.mark.slow
 def test_from_any_working_folder_twice_in_a_row_it_trains_twice(tmp_path):
-    command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/finetune.py --low_cpu_fsdp --steps 2"
+    command = f"torchrun --nproc_per_node 2 {QUOTED}/recipes/finetune.py --low_cpu_fsdp --steps 2"
     for count in (1, 2):
         assert forked(command, tmp_path).returncode == 0
         runs = sorted((tmp_path / "output").iterdir())

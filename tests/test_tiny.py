@@ -14,10 +14,11 @@ from random import Random
 import pytest
 import torch
 from launch import forked
-from shell import ROOT, shell
+from shell import QUOTED, ROOT, shell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = ROOT / "recipes" / "tiny"
+SCRIPTS = f"{QUOTED}/recipes/tiny"
 MADE = json.loads((TINY / "made.json").read_text())
 sys.path.append(str(TINY))
 
@@ -69,11 +70,11 @@ def test_rows_are_a_function_of_the_random_numbers():
 def test_help_makes_and_runs_nothing(name):
     """The two that make something import torch first, which a fork need not."""
     start = shell if name == "all" else partial(forked, apart=True)
-    done = start(f"python {TINY}/{name}.py --help")
+    done = start(f"python {SCRIPTS}/{name}.py --help")
     assert done.returncode == 0
     assert f"python recipes/tiny/{name}.py" in done.stdout
     assert done.stderr == ""
-    assert start(f"python {TINY}/{name}.py --halp").returncode == 2
+    assert start(f"python {SCRIPTS}/{name}.py --halp").returncode == 2
 
 
 def test_the_weights_are_at_most_2_mb_and_have_the_recorded_loss():
@@ -148,16 +149,17 @@ def test_the_demo_teaches_it(template, tmp_path):
     """The exact command, and the score of what it saved, in a process that imports nothing of ours. With a
     thinking model's template, here on one rank without torchrun, it was once 0 of 300, at a loss of 0.002.
     """
-    command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/finetune.py --low_cpu_fsdp"
+    command = f"torchrun --nproc_per_node 2 {QUOTED}/recipes/finetune.py --low_cpu_fsdp"
     if template:
         (tmp_path / "thinking.jinja").write_text(template)
-        command = f"python {ROOT}/recipes/finetune.py --batch_size 16"
+        command = f"python {QUOTED}/recipes/finetune.py --batch_size 16"
         command += " --chat_template thinking.jinja --epochs 1"
     trained = forked(command, tmp_path)
     assert trained.returncode == 0, trained.stdout
     assert f"ranks     {1 if template else 2} on cpu" in trained.stdout
     score = (forked if template else shell)(
-        f"python {TINY}/score.py {TINY} output/finetune-001/model", tmp_path
+        f"python {SCRIPTS}/score.py {SCRIPTS} output/finetune-001/model",
+        tmp_path,
     )
     before, after = (
         int(line.split(":")[1].split()[0])
@@ -171,10 +173,10 @@ def test_the_demo_teaches_it(template, tmp_path):
 @pytest.mark.slow
 def test_pairs_teach_it_too(tmp_path):
     """recipes/prefer.py with no other flag, and the score of what it saved by transformers alone."""
-    trained = forked(f"torchrun --nproc_per_node 2 {ROOT}/recipes/prefer.py", tmp_path)
+    trained = forked(f"torchrun --nproc_per_node 2 {QUOTED}/recipes/prefer.py", tmp_path)
     assert trained.returncode == 0, trained.stdout
-    command = f"python {TINY}/score.py {TINY} output/prefer-001/model"
-    score = forked(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
+    command = f"python {SCRIPTS}/score.py {SCRIPTS} output/prefer-001/model"
+    score = forked(f"{command} --questions {SCRIPTS}/heldout_pairs.jsonl", tmp_path)
     assert score.returncode == 0, score.stdout
     numbers = [
         int(line.split(":")[1].split()[0])
@@ -191,11 +193,11 @@ def test_pairs_teach_it_too(tmp_path):
 @pytest.mark.slow
 def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
     """Of recipes/reward.py, in two of the demo's five epochs, on one rank; score.py asks for 90 %."""
-    command = f"python {ROOT}/recipes/reward.py --batch_size 32 --epochs 2"
+    command = f"python {QUOTED}/recipes/reward.py --batch_size 32 --epochs 2"
     trained = forked(command, tmp_path)
     assert trained.returncode == 0, trained.stdout
-    command = f"python {TINY}/score.py {TINY} output/reward-001/model"
-    score = forked(f"{command} --questions {TINY}/heldout_pairs.jsonl", tmp_path)
+    command = f"python {SCRIPTS}/score.py {SCRIPTS} output/reward-001/model"
+    score = forked(f"{command} --questions {SCRIPTS}/heldout_pairs.jsonl", tmp_path)
     assert score.returncode == 0, score.stdout
     assert "chosen scored above rejected" in score.stdout
 
@@ -203,9 +205,12 @@ def test_a_reward_model_scores_held_out_pairs_in_plain_transformers(tmp_path):
 @pytest.mark.slow
 def test_rewards_alone_teach_a_model_that_has_seen_little_of_the_task(tmp_path):
     """recipes/grpo.py with no other flag, and the score of what it saved by transformers alone."""
-    trained = forked(f"torchrun --nproc_per_node 2 {ROOT}/recipes/grpo.py", tmp_path)
+    trained = forked(f"torchrun --nproc_per_node 2 {QUOTED}/recipes/grpo.py", tmp_path)
     assert trained.returncode == 0, trained.stdout
-    score = forked(f"python {TINY}/score.py {TINY}/started output/grpo-001/model", tmp_path)
+    score = forked(
+        f"python {SCRIPTS}/score.py {SCRIPTS}/started output/grpo-001/model",
+        tmp_path,
+    )
     before, after = (
         int(line.split(":")[1].split()[0])
         for line in score.stdout.splitlines()

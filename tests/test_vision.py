@@ -24,7 +24,7 @@ from picture_families import MORE, NAMES, family_folder
 from PIL import Image
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shell import ROOT
+from shell import QUOTED, ROOT
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -548,10 +548,10 @@ def test_the_task_of_the_tiny_model_is_made_again_byte_for_byte(tmp_path):
 @slow
 def test_the_demo_teaches_it(tmp_path):
     """Exact match by transformers alone on pictures that no training row has, after 6 of its 14 epochs."""
-    command = f"torchrun --nproc_per_node 2 {ROOT}/recipes/vision.py --epochs 6"
+    command = f"torchrun --nproc_per_node 2 {QUOTED}/recipes/vision.py --epochs 6"
     demo = forked(command, tmp_path, seconds=400)
     assert demo.returncode == 0, demo.stdout
-    tiny = ROOT / "recipes" / "tiny"
+    tiny = f"{QUOTED}/recipes/tiny"
     folders = f"{tiny}/vision {tmp_path}/output/vision-001/model"
     questions = f"--questions {tiny}/vision/heldout.jsonl"
     score = forked(f"python {tiny}/score.py {folders} {questions}", tmp_path)
