@@ -333,6 +333,25 @@ def test_without_room_in_shared_memory_it_decodes_itself(family, capfd):
         empty.unlink()
 
 
+def test_below_a_tmpdir_of_too_many_letters_it_decodes_itself(family, capfd, monkeypatch, tmp_path):
+    """Workers pass batches on through a socket, whose path has at most 107 bytes."""
+    made = family("llava")
+    plain, ahead = (made.loader([row("a.png"), row("b.png")], workers=n) for n in (0, 1))
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    # where multiprocessing keeps the folder that it has made below TMPDIR
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(long))
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waits for a batch that is lost"))
+    signal.alarm(60)
+    try:
+        found = ahead.batches(0)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert all(map(equal, found, plain.batches(0)))
+    assert "decodes the pictures: OSError: AF_UNIX path too long" in capfd.readouterr().out
+
+
 def test_a_thread_that_may_set_no_signals_decodes_itself(family):
     made = family("llava")
     plain, ahead = (made.loader([row("a.png"), row("b.png")], workers=n) for n in (0, 1))

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
+from multiprocessing.connection import Listener
 
 import torch
 from PIL import Image
@@ -59,8 +60,8 @@ class PictureBatches(GlobalBatches):
         crosses = "aspect_ratio_ids" in blank_inputs(self.processor)
         self.counts = [len(self.sources(i)) if crosses else 0 for i in range(len(self.patches))]
         self.separates = len({*self.counts}) > 1
-        self.next_step = -1
-        self.prepared = iter(())
+        self.next_step = None
+        self.prepared = None
 
     def __getitem__(self, work: Work) -> Batch:
         """Make one micro-batch, in a worker process."""
@@ -117,7 +118,7 @@ class PictureBatches(GlobalBatches):
             return [self.batch(*work) for work in self.work(step)]
         try:
             if step != self.next_step:
-                self.prepared = iter(())  # ends the workers
+                self.prepared = None  # ends the workers
                 ahead = copy(self)  # a copy, or this object and its workers keep each other alive
                 self.prepared = iter(
                     DataLoader(
@@ -136,12 +137,12 @@ class PictureBatches(GlobalBatches):
             return [next(self.prepared) for _ in self.work(step)]
         except Exception as error:  # an error of the data, a full /dev/shm, or a worker that died
             self.workers = 0
-            self.prepared = iter(())
+            self.prepared = None
             batches = self.batches(step)  # an error of the data comes again, and is raised
             say(
                 "warning: from now on the process that trains decodes the pictures:"
                 f" {' '.join(str(error).splitlines()[-1:])}"
-                " (if /dev/shm is full: a larger one, in Docker --shm-size 8g)"
+                " (/dev/shm is full: a larger one, in Docker --shm-size 8g; path too long: another TMPDIR)"
             )
             return batches
 
@@ -171,6 +172,9 @@ def begin_worker(_: int) -> None:
     """Let a worker end with its parent. It ignores all signals but SIGTERM, with which torch ends it."""
     begin_child()
     die_with_parent()
+    # Torch's own thread will make such a socket, below TMPDIR, to pass batches on. If that fails there, the
+    # batch is lost, as above.
+    Listener().close()
 
 
 def decoded_of(pictures: list, where: str, rows: Rows) -> list[Image.Image]:
