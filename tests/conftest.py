@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# What a cluster has set for ranks of its own: a test that is one process would wait for the others.
+RANKS = re.compile("(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHELASTIC_|PET_|SLURM_|OMPI_")
+for name in filter(RANKS.match, [*os.environ]):
+    del os.environ[name]
 # A shell starts what runs in its background with SIGINT ignored, and processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until all tests are imported, which leaves nothing to collect
