@@ -8,6 +8,7 @@ import json
 
 import pytest
 from launch import forked
+from shell import shell
 from test_parity import write_rows
 from tiny import tiny_model_folder
 
@@ -61,3 +62,14 @@ def test_a_run_of_one_step_is_profiled_too_and_an_older_trace_stays(tmp_path, fl
         traces |= {newest}
         assert traces == found
         assert len(found) == start
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_while_it_records_ends_as_without_a_profile(tmp_path, flags):
+    run = shell(
+        f"python recipes/finetune.py {flags} --steps 3 --lr 1e30 --warmup 0 --output_dir {tmp_path}"
+    )
+    assert run.returncode == 2, run.stderr  # not that of a segmentation fault
+    assert "error: step 2: loss" in run.stderr
+    (trace,) = (tmp_path / "profile").glob("rank0_from_step_00000002.*.json.gz")
+    assert "ProfilerStep#1" in events(trace)

@@ -1,5 +1,6 @@
 """Recordings beside the log: torch's profiler; TensorBoard and Weights & Biases; MFU of GPUs."""
 
+import atexit
 import re
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.cuda import memory
 
 from ..run.distributed import World
 from ..run.errors import print0, reason_of_others
@@ -34,18 +36,20 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
         print0(f"profile   {folder}: open its traces at https://ui.perfetto.dev")
         if world.gpu_name:
             snapshot = folder / f"{name}.{time.time_ns()}.memory.pickle"
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            memory._dump_snapshot(snapshot)
+            memory._record_memory_history(enabled=None)
             print0(f"profile   {snapshot}: drop it on https://docs.pytorch.org/memory_viz")
 
     if world.gpu_name:
-        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        memory._record_memory_history(max_entries=200_000)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=PROFILED, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
     )
     profiler.start()
+    # Python would end in a segmentation fault if a run stops, or fails, while it records.
+    atexit.register(profiler.stop)
     return profiler
 
 
@@ -108,8 +112,9 @@ def start_recording(
         asked["TensorBoard"] = start_tensorboard
     if options.wandb:
         asked["Weights & Biases"] = start_wandb
-    trackers = [Tracker(name, start, out, done) for name, start in asked.items() if world.rank == 0]
-    return profiler, trackers
+    return profiler, [
+        Tracker(name, start, out, done) for name, start in asked.items() if world.rank == 0
+    ]
 
 
 # Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;
