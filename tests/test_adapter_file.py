@@ -117,7 +117,7 @@ def test_adapters_of_peft_give_pefts_logits_and_are_saved_as_they_were(base, tmp
     load_pieces(model, pieces, world.device, names=base_names(model))
     load_adapter(model, tmp_path / "theirs")
     assert torch.equal(answers(model), expected)
-    save_adapter(tmp_path / "ours", model, config, base, world, None)
+    save_adapter(tmp_path / "ours", model, config, base, world, None, None)
     again = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert torch.equal(answers(PeftModel.from_pretrained(again, tmp_path / "ours")), expected)
 
@@ -129,7 +129,7 @@ def test_a_whole_lora_alpha_is_written_as_an_integer_which_is_all_that_ollama_re
     model = build_model(tiny_config("llama", vocab_size=271), torch.float32)
     config = add_adapters(model, Lora(lora_rank=4, lora_alpha=alpha, lora_targets="q_proj,v_proj"))
     model.to_empty(device="cpu")
-    save_adapter(tmp_path / "ours", model, config, "base", init_distributed(), None)
+    save_adapter(tmp_path / "ours", model, config, "base", init_distributed(), None, None)
     assert f'"lora_alpha": {written},' in (tmp_path / "ours" / SETTINGS).read_text()
 
 
@@ -144,7 +144,7 @@ def test_an_adapter_names_its_base_so_that_peft_finds_it(tmp_path, monkeypatch, 
     model = build_model(tiny_config("llama", vocab_size=271), torch.float32)
     config = add_adapters(model, Lora(lora_rank=4))
     model.to_empty(device="cpu")
-    save_adapter(tmp_path / "ours", model, config, name, init_distributed(), None)
+    save_adapter(tmp_path / "ours", model, config, name, init_distributed(), None, None)
     assert base_of(tmp_path / "ours") == written
 
 

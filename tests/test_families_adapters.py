@@ -130,7 +130,7 @@ def step(model_type: str, folder: Path, kind: str, plain: torch.Tensor) -> None:
     if kind == "16bit":
         ours = logits_of(model.eval())
         assert not torch.equal(ours, fresh), "training changed nothing"
-        save_adapter(folder / "adapter", model, config, folder / "model", world, None)
+        save_adapter(folder / "adapter", model, config, folder / "model", world, None, None)
         base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         if model_type in OVERWRITTEN:
             base.load_state_dict(family_model(model_type).state_dict())

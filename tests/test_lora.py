@@ -94,7 +94,7 @@ def trained(world, folder, case, out, kind="", recompute=False, adapter=None):
     optimizer = build_optimizer(model, 1e-2, 0.0)
     for _ in range(2):
         step(model, optimizer, token_ids().chunk(world.size)[world.rank])
-    text = save_adapter(out, model, config, folder, world, None)
+    text = save_adapter(out, model, config, folder, world, None, None)
     with torch.no_grad():
         logits = model.eval()(input_ids=token_ids(), use_cache=False).logits
     return first, logits, text
@@ -182,7 +182,7 @@ def test_training_equals_peft_in_one_process_and_peft_loads_the_adapter_with_the
 def save_copies(world, folder, out):
     """Save from 2 copies of the model, each on 2 ranks."""
     model, config = sharded(world, folder, EVERY, replicate=2)
-    save_adapter(out, model, config, folder, world, None)
+    save_adapter(out, model, config, folder, world, None, None)
     return {n: gathered(p).detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -419,7 +419,7 @@ def save_over(world, folder, out):
             with torch.no_grad():
                 next(p for p in model.parameters() if p.requires_grad).fill_(value)
         try:
-            found.append(save_adapter(path, model, config, folder, world, None))
+            found.append(save_adapter(path, model, config, folder, world, None, None))
         except ConfigError as error:
             found.append(str(error))
     return found
@@ -449,7 +449,7 @@ def save_with_a_limit(world, folder, out):
     if world.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
     try:
-        save_adapter(out, model, config, folder, world, None)
+        save_adapter(out, model, config, folder, world, None, None)
     except ConfigError as error:
         return str(error)
     finally:

@@ -50,7 +50,7 @@ class Reward(NamedTuple):
     function: Callable
     weight: float
     flag: str  # the flag that set it, for errors
-    file: str | None = None  # the file of the function, if it is not built in
+    file: str | None  # the file of the function, if it is not built in
 
 
 def parse_rewards(text: str, flag: str = "--rewards") -> list[Reward]:

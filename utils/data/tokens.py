@@ -327,7 +327,7 @@ def render_marked(tokenizer, messages, tools, prompt=False) -> Rendered:
     template = tokenizer.get_chat_template(tools=tools)
     only_parts = takes_parts(tokenizer, template)
     messages = [in_parts(m) if only_parts or PLACE in m["content"] else m for m in messages]
-    has_marks = not prompt and GENERATION_MARK.search(template) is not None
+    has_marks = not prompt and GENERATION_MARK.search(template)
     try:
         texts, spans = render_jinja_template(
             [messages],

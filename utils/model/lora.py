@@ -319,7 +319,7 @@ def save_adapter(
     base_name: str,
     world: World,
     tokenizer,
-    save_dtype: torch.dtype | None = None,
+    save_dtype: torch.dtype | None,
 ) -> str:
     """Write `out` as a peft folder for PeftModel.from_pretrained, in place of an older one. Returns its
     content in words. save_dtype: None: as it was trained.

@@ -203,7 +203,7 @@ def clip_gradients(model: nn.Module, max_norm: float, in_backward=None) -> Tenso
     # foreach: a few kernel launches instead of one per DTensor
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if max_norm > 0:
+    if max_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
 

@@ -14,8 +14,7 @@ from torch.cuda import memory
 from ..run.distributed import World
 from ..run.errors import print0, reason_of_others
 
-SKIPPED = 3  # steps that allocate, compile and warm up
-PROFILED = 2
+PROFILED = 2  # steps
 
 
 def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.profiler.profile:
@@ -26,7 +25,9 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     https://docs.pytorch.org/tutorials/recipes/recipes/profiler_recipe.html
     https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
-    skipped = max(0, min(SKIPPED, steps - first - PROFILED))
+    steps_left = max(1, steps - first)
+    active = min(PROFILED, steps_left)
+    skipped = min(3, steps_left - active)  # the first 3 allocate, compile and warm up
     name = f"rank{world.rank}_from_step_{first + skipped + 1:08d}"
     # The handler adds the time to the file name.
     write_trace = torch.profiler.tensorboard_trace_handler(folder, name, use_gzip=True)
@@ -43,7 +44,7 @@ def start_profiler(folder: Path, world: World, first: int, steps: int) -> torch.
     if world.gpu_name:
         memory._record_memory_history(max_entries=200_000)
     profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=PROFILED, repeat=1),
+        schedule=torch.profiler.schedule(wait=0, warmup=skipped, active=active, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
     )
@@ -112,9 +113,8 @@ def start_recording(
         asked["TensorBoard"] = start_tensorboard
     if options.wandb:
         asked["Weights & Biases"] = start_wandb
-    return profiler, [
-        Tracker(name, start, out, done) for name, start in asked.items() if world.rank == 0
-    ]
+    trackers = [Tracker(name, start, out, done) for name, start in asked.items() if world.rank == 0]
+    return profiler, trackers
 
 
 # Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;
