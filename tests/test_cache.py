@@ -251,7 +251,7 @@ def test_no_room_half_way_is_one_line_and_leaves_nothing(files, tmp_path):
     out, err = start(files, tmp_path, limits="ulimit -f 8;").communicate(timeout=120)  # KiB
     folder = tmp_path / "raw_fsdp" / "data"
     assert f"error: {folder}/" in err
-    assert "File too large (fix: XDG_CACHE_HOME=FOLDER, with room)\n" in err
+    assert "File too large (fix: XDG_CACHE_HOME=FOLDER, or room in /dev/shm)\n" in err
     assert "Traceback" not in err
     assert kept(folder) == []
 

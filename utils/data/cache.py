@@ -60,7 +60,7 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable, read:
         if str(error.filename) in map(str, files):
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
         raise ConfigError(
-            f"{folder}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, with room)"
+            f"{folder}: {error.strerror} (fix: XDG_CACHE_HOME=FOLDER, or room in /dev/shm)"
         ) from None
     print0(f"tokens    are in {folder}")
     return folder
