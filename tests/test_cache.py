@@ -38,6 +38,15 @@ if __name__ == "__main__":
         print("rows", len(examples), examples.fingerprint)
 """
 
+WRITERS = """
+from utils.data.cache import in_processes
+from utils.run.signals import report_errors
+if __name__ == "__main__":
+    with report_errors():
+        for _ in in_processes(bytes, [2**21] * 10**6):  # that many zeros
+            print("read", flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
@@ -244,6 +253,28 @@ def test_a_kill_half_way_leaves_nothing_that_is_taken_for_whole(files, tmp_path)
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_while_they_write_are_one_line_at_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WRITERS)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, script], env=env, start_new_session=True, **pipes)
+    assert process.stdout.readline() == "read\n"
+    os.kill(process.pid, signal.SIGSTOP)  # so that their pipes fill up
+    time.sleep(1)
+    for pid in children(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGCONT)
+    try:
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert err.startswith("error: a process that tokenizes is gone: if it said nothing itself")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
-import os
 import secrets
 import shutil
 import signal
@@ -18,9 +17,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,14 +45,34 @@ def cached_tokens(sources: list[Source], encode: partial, write: Callable, read:
     try:
         folder /= key_of(files, **encode.keywords)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder) as waited:
+        # The kernel releases the lock when this process ends, even if it is killed.
+        with open(folder.with_suffix(".lock"), "ab") as lock:
+            waited = False
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+                print0("tokens    another process is making them: waiting")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             is_stale = not folder.exists()
             if rows.processor and not (is_stale or waited):
                 from .pictures import have_changed
 
                 is_stale = have_changed(read(folder), rows)
             if is_stale:
-                make_cache(folder, encode, write, files)
+                remove_siblings(folder, ".tmp")
+                temp = folder.with_name(f".tmp_{folder.name}_{secrets.token_hex(4)}")
+                temp.mkdir()
+                print0(f"tokens    are made, once on this machine, in {folder}")
+                try:
+                    write(temp, partial(in_processes, encode))
+                    check(
+                        key_of(files, **encode.keywords) == folder.name,
+                        f"{rows.dataset}: its files were changed while they were read (fix: run again)",
+                    )
+                    publish(temp, folder)
+                finally:
+                    shutil.rmtree(temp, ignore_errors=True)
     except OSError as error:
         if str(error.filename) in map(str, files):
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
@@ -87,80 +104,68 @@ def key_of(files: list[Path], tokenizer, rows) -> str:
     return digest.hexdigest()[:32]
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, and yield whether another process had it. The kernel releases it when this
-    process ends, even if it is killed.
-    """
-    waited = False
-    with open(folder.with_suffix(".lock"), "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-            print0("tokens    another process is making them: waiting")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield waited
-
-
-def make_cache(folder: Path, encode: partial, write: Callable, files: list[Path]) -> None:
-    """Write the files to a temporary folder, and publish it if the data still has the hash in its name."""
-    remove_siblings(folder, ".tmp")
-    temp = folder.with_name(f".tmp_{folder.name}_{secrets.token_hex(4)}")
-    temp.mkdir()
-    print0(f"tokens    are made, once on this machine, in {folder}")
-    try:
-        write(temp, partial(in_processes, encode))
-        check(
-            key_of(files, **encode.keywords) == folder.name,
-            f"{encode.keywords['rows'].dataset}: its files were changed while they were read"
-            " (fix: run again)",
-        )
-        publish(temp, folder)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
-
-
 def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
-    """Yield function(item) for each item of `work`, in order, computed by one process per core.
+    """Yield function(item) for each item of `work`, in order, computed by one process per core. ConfigError
+    also if a process ends early.
+
+    Each process has a pipe of its own, which ends if the process is killed. The pipe of ProcessPoolExecutor
+    is that of all processes: if one is killed while it writes, the reader waits without end.
 
     A spawned process normally imports the main file of its parent. An empty __main__ prevents this: importing
     a recipe takes seconds, and the workers need only the function.
     """
-    count = cores()
+    pool = {}  # the pipe to each process -> the process
+    idle = []  # pipes of processes without an item
+
+    def ask(item):
+        pipe = idle.pop()
+        try:
+            pipe.send(item)
+            part = pipe.recv()
+        except (EOFError, OSError):
+            raise ConfigError(
+                "a process that tokenizes is gone: if it said nothing itself, it was killed, most likely"
+                " because memory ran out (fix: more host memory, or taskset to fewer cores)"
+            ) from None
+        idle.append(pipe)
+        if isinstance(part, ConfigError):
+            raise part
+        return part
+
     # Not fork: torch and gloo have threads, and a fork would copy their locks in an unknown state.
-    pool = ProcessPoolExecutor(
-        count, multiprocessing.get_context("spawn"), _start, (function, os.getpid())
-    )
+    context = multiprocessing.get_context("spawn")
+    threads = ThreadPoolExecutor(cores())  # each waits for a process
     futures = deque()
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
+        for _ in range(cores()):
+            pipe, end = context.Pipe()
+            process = context.Process(target=_serve, args=(end, function))
+            process.start()
+            end.close()
+            pool[pipe] = process
+        idle += pool
         for item in work:
-            futures.append(pool.submit(_run, item))
-            if len(futures) > 4 * count:
+            futures.append(threads.submit(ask, item))
+            if len(futures) > 4 * len(pool):
                 yield futures.popleft().result()
         for future in futures:
             yield future.result()
-    except BrokenProcessPool:
-        raise ConfigError(
-            "a process that tokenizes was killed, most likely because memory ran out"
-            " (fix: more host memory, or taskset to fewer cores)"
-        ) from None
     finally:
-        pool.shutdown(cancel_futures=True)
+        for process in pool.values():
+            process.kill()
+        threads.shutdown()  # they find that the processes are gone
         sys.modules["__main__"] = main
 
 
-def _start(function: Callable, parent: int) -> None:
-    global _function
+def _serve(pipe, function):
     # Ctrl-C reaches all processes of a terminal. Only the parent reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    if os.getppid() != parent:  # the parent died while this process started
-        os._exit(1)
-    _function = function
-
-
-def _run(item: object) -> Part:
-    return _function(item)
+    while True:
+        try:
+            part = function(pipe.recv())
+        except ConfigError as error:
+            part = error
+        pipe.send(part)

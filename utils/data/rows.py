@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from ..run.errors import check, others_code
 from ..run.files import did_you_mean, impostor
@@ -141,7 +141,7 @@ def read_files(name: str, files: list[Path]) -> RawRows:
 
 
 def read_file(path: Path) -> RawRows:
-    """The rows of one file."""
+    """(where, row) of each row of one file; of .jsonl, the bytes of each line that is not blank."""
     open_file = gzip.open if path.suffix == ".gz" else open
     kind = kind_of(path)
     with open_file(path, "rb") as file:
@@ -149,24 +149,20 @@ def read_file(path: Path) -> RawRows:
         check(not reason, f"{path}:1: {reason}")
         file.seek(0)
         if kind == ".jsonl":
-            yield from read_lines(file, path)
+            # Only \n ends a line: U+2028 and U+0085 are text.
+            for number, line in enumerate(file, start=1):
+                where = f"{path}:{number}"
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                    check(
+                        line.strip() != b"{" and not line.startswith(b"["),
+                        f"{where}: not one object a line; an array belongs in a .json file",
+                    )
+                if line.strip():
+                    yield where, line
         elif kind in (".json", ".csv", ".parquet"):
             from .tables import read_table
 
             yield from read_table(file, kind, path)
         else:
             yield str(path), {"text": file.read().decode("utf-8-sig")}
-
-
-def read_lines(file: BinaryIO, path: Path) -> RawRows:
-    """(where, bytes) of each line that is not blank. Only \\n ends a line: U+2028 and U+0085 are text."""
-    for number, line in enumerate(file, start=1):
-        where = f"{path}:{number}"
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-            check(
-                line.strip() != b"{" and not line.startswith(b"["),
-                f"{where}: not one object a line; an array belongs in a .json file",
-            )
-        if line.strip():
-            yield where, line
