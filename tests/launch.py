@@ -64,7 +64,7 @@ class Launch:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if (
-                    int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                    int((path / "stat").read_bytes().rsplit(b")", 1)[1].split()[1])
                     == self.process.pid
                 ):
                     ranks = re.findall(rb"\0RANK=(\d+)\0", (path / "environ").read_bytes())

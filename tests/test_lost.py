@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import which
 
 import pytest
 from launch import Forked
@@ -134,7 +135,12 @@ def test_a_stop_that_rank_0_hears_after_the_others_have_ended_is_not_taken_for_a
 
 
 def test_a_rank_that_ended_by_itself_is_told_from_its_own_words(tmp_path):
-    (line,) = said_by_rank_0(tmp_path, FAILS, WAITS["in a collective"]).splitlines()
+    """Beside a process whose name Linux cuts after 15 bytes, within a character."""
+    named = tmp_path / ("\u00e9" * 8)
+    named.symlink_to(which("sleep"))
+    with subprocess.Popen([named, "60"]) as other:
+        (line,) = said_by_rank_0(tmp_path, FAILS, WAITS["in a collective"]).splitlines()
+        other.kill()
     assert line.startswith("error: rank 1 is gone in act 'load'")
     assert "if it said nothing" in line
 

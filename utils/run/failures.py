@@ -109,13 +109,12 @@ def ranks_present() -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(parent) != os.getppid() or state in "ZX":
-                continue
-            environment = (stat.parent / "environ").read_bytes()
-        except OSError:  # the process has just ended, or belongs to another user
+            _, parent, *_ = stat.read_bytes().rpartition(b")")[2].split()
+            if int(parent) == os.getppid():
+                environment = (stat.parent / "environ").read_bytes()
+                found |= {int(number) for number in re.findall(rb"\0RANK=(\d+)\0", environment)}
+        except OSError:  # the process has ended, or belongs to another user
             continue
-        found |= {int(number) for number in re.findall(rb"\0RANK=(\d+)\0", environment)}
     return found
 
 
