@@ -1,4 +1,4 @@
-"""--profile writes a trace that opens, and says how.
+"""--profile writes a trace that opens, and says how. The end of a --wandb run comes after the result.
 
 python -m pytest tests/test_profiling.py
 """
@@ -11,6 +11,20 @@ from launch import forked
 from shell import shell
 from test_parity import write_rows
 from tiny import tiny_model_folder
+
+WITHOUT_NETWORK = """
+import os, time
+class Run:
+    def log(self, numbers, step):
+        pass
+    def finish(self):
+        print("saved before", os.path.exists(f"{folder}/model/config.json"), flush=True)
+        time.sleep(10)
+def init(dir, **_):
+    global folder
+    folder = dir
+    return Run()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +87,15 @@ def test_a_run_that_fails_while_it_records_ends_as_without_a_profile(tmp_path, f
     assert "error: step 2: loss" in run.stderr
     (trace,) = (tmp_path / "profile").glob("rank0_from_step_00000002.*.json.gz")
     assert "ProfilerStep#1" in events(trace)
+
+
+@pytest.mark.slow
+def test_the_result_is_saved_before_weights_and_biases_waits_for_its_network(tmp_path, flags):
+    (tmp_path / "wandb.py").write_text(WITHOUT_NETWORK)
+    flags = flags.replace("--save_model false --profile", "--wandb --timeout 3 --steps 2")
+    result = shell(
+        f"torchrun --nproc_per_node 2 recipes/finetune.py {flags} --output_dir {tmp_path / 'run'}",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("saved before True\n")

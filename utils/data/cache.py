@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -135,7 +134,7 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
     # Not fork: torch and gloo have threads, and a fork would copy their locks in an unknown state.
     context = multiprocessing.get_context("spawn")
     threads = ThreadPoolExecutor(cores())  # each waits for a process
-    futures = deque()
+    futures = []
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -149,13 +148,12 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
         for item in work:
             futures.append(threads.submit(ask, item))
             if len(futures) > 4 * len(pool):
-                yield futures.popleft().result()
+                yield futures.pop(0).result()
         for future in futures:
             yield future.result()
     finally:
         for process in pool.values():
-            process.kill()
-        threads.shutdown()  # they find that the processes are gone
+            process.kill()  # its thread ends, too
         sys.modules["__main__"] = main
 
 

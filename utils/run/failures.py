@@ -109,7 +109,7 @@ def ranks_present() -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            _, parent, *_ = stat.read_bytes().rpartition(b")")[2].split()
+            parent = stat.read_bytes().rpartition(b")")[2].split()[1]
             if int(parent) == os.getppid():
                 environment = (stat.parent / "environ").read_bytes()
                 found |= {int(number) for number in re.findall(rb"\0RANK=(\d+)\0", environment)}

@@ -92,11 +92,14 @@ def start_tensorboard(folder: Path, done: int) -> tuple[Callable, Callable]:
 
 
 def start_wandb(folder: Path, done: int) -> tuple[Callable, Callable]:
-    """A Weights & Biases run with the name of the folder."""
+    """A Weights & Biases run with the name of the folder. It ends with the process: without a network that
+    may take hours, and the other ranks would not wait for rank 0 to save the result.
+    """
     import wandb
 
-    run = wandb.init(dir=folder, name=folder.name)
-    return run.log, run.finish
+    # reinit: ends that of an earlier call of main in this process
+    run = wandb.init(dir=folder, name=folder.name, reinit=True)
+    return run.log, lambda: atexit.register(run.finish)
 
 
 def start_recording(
