@@ -158,6 +158,7 @@ def in_processes(function: Callable, work: Iterable) -> Iterator[Part]:
 
 
 def _serve(pipe, function):
+    """Answer each item from the pipe with function(item), or with the ConfigError that it raises."""
     # Ctrl-C reaches all processes of a terminal. Only the parent reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()

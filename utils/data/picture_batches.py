@@ -172,8 +172,8 @@ def begin_worker(_: int) -> None:
     """Let a worker end with its parent. It ignores all signals but SIGTERM, with which torch ends it."""
     begin_child()
     die_with_parent()
-    # Torch's own thread will make such a socket, below TMPDIR, to pass batches on. If that fails there, the
-    # batch is lost, as above.
+    # To pass batches on, a thread of torch opens such a socket below TMPDIR. If that failed there, the batch
+    # would be lost, and the process that trains would wait without end.
     Listener().close()
 
 
