@@ -345,6 +345,7 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
     """The setting of a run with these flags, as the recipe would make it on such GPUs."""
     shards = mesh_axes(cfg.learners, cfg.replicate, cfg.shard)["shard"]
     repeats_keys = cfg.dtype == "fp32" or cfg.gpu.lower() in WITHOUT_BF16
+    attn = attention_of(cfg, config, repeats_keys)
     asked = from_settings(
         Setting,
         cfg,
@@ -359,8 +360,8 @@ def setting_of(cfg: Config, config: transformers.PretrainedConfig) -> Setting:
         rows=cfg.batch_size * cfg.micro_batches,
         lora=from_settings(Lora, cfg),
         quant=from_settings(Quant, cfg),
-        attn=cfg.attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
-        masked=cfg.packs and needs_masks(cfg, config, repeats_keys),
+        attn=attn.replace("flash_attention_2", "sdpa"),  # the memory is the same
+        masked=cfg.packs and attn not in ("varlen", "flash_attention_2"),
         repeats_keys=repeats_keys,
         lacks={"pretrain": "lora_rank", "grpo": "grad_accum"}.get(cfg.recipe, ""),
         kind="scores" if cfg.recipe == "reward" else "text",
@@ -502,24 +503,25 @@ def pictures_of(cfg: Config, asked: Setting):
 
 def kernel_of(asked: Setting, packing: bool) -> str:
     """The attention kernel on such a card, in words."""
-    if planned_model(asked).config._attn_implementation == "eager":
+    model = planned_model(asked)
+    if model.config._attn_implementation == "eager":
         return "eager, which keeps all probabilities"
     if asked.repeats_keys:
         return "memory-efficient, keys and values repeated: there is no kernel for grouped heads"
     if asked.masked:
         return "memory-efficient, with a mask over each pack"
-    if packing:
+    has_sinks = any("sinks" in name for name, _ in model.named_parameters())
+    if packing and not has_sinks:
         return "variable-length flash"
     return "flash; memory-efficient where a layer has a window"
 
 
-def needs_masks(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> bool:
-    """Whether masks separate the documents of a pack, instead of attention that takes their bounds."""
-    if cfg.attn == "flash_attention_2":
-        return False
+def attention_of(cfg: Config, config: transformers.PretrainedConfig, repeats_keys: bool) -> str:
+    """The attention that a run takes: of packs `varlen`, if the card and the model can do it."""
+    if not cfg.packs or repeats_keys or cfg.attn == "flash_attention_2":
+        return cfg.attn
     model = build_model(config, DTYPES[cfg.dtype], cfg.attn, cfg.trust_remote_code)
-    attn = settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
-    return repeats_keys or attn != "varlen"
+    return settle_attention(model, cfg.attn, torch.device("cpu"), DTYPES[cfg.dtype])
 
 
 def command(cfg: Config, levers: str) -> str:

@@ -817,6 +817,17 @@ def test_a_plan_names_the_kernel_that_attention_takes(kind, levers, packing, ker
     assert plan.kernel_of(replace(setting_of(case(kind)), **levers), packing).startswith(kernel)
 
 
+def test_packs_of_gpt_oss_are_planned_without_all_probabilities():
+    totals = []
+    for packing, kernel in ((False, "eager, which"), (True, "flash; memory-efficient where")):
+        cfg = plan.Config(model="gpt-oss-20b", gpus=2, gpu_memory=80, lora_rank=16, packing=packing)
+        asked = plan.setting_of(cfg, plan.find_config(cfg.model, False))
+        assert plan.kernel_of(asked, packing).startswith(kernel)
+        assert not asked.masked
+        totals.append(need_of(asked).peak.total)
+    assert totals[1] < 0.6 * totals[0]
+
+
 def test_the_command_of_a_plan_has_every_flag_that_it_was_made_for():
     flags = "--model /models/a --gpus 16 --dtype fp16 --param_dtype bf16 --optimizer adamw_8bit --packing"
     line = plan.command(

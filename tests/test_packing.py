@@ -20,6 +20,7 @@ from shards import shard_training
 from test_data import examples_of
 from test_parity import write_rows
 from tiny import KINDS, tiny_model, tiny_model_folder
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig
 
@@ -251,6 +252,36 @@ def test_attention_without_masks_has_the_loss_and_gradients_of_masked_packs(fami
         assert (gradient - expected).norm() <= 1e-5 * max(1, expected.norm())
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "mimo_v2_flash"])
+def test_sinks_have_the_loss_and_gradients_of_eager_attention_on_the_documents_alone(family):
+    """A mask does not keep packed documents apart in gpt-oss, whose layers have windows of 8 tokens."""
+    packed, alone = (family_model(family).train() for _ in range(2))
+    for model in (packed, alone):
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                nn.init.normal_(parameter)
+    loader = PackedBatches(
+        documents([13, 5, 21, 8, 30, 3, 17, 9], vocab=VOCABULARY), 0, 2, 2, 0, 1, 0, 64
+    )
+    loader.flat = True
+    (batch,) = loader.batches(0)
+    packed.set_attn_implementation("varlen")
+    loss = summed_cross_entropy(add_chunked_loss(packed), batch.to(CPU))
+    alone.set_attn_implementation("eager")
+    expected = 0
+    for begin, end in itertools.pairwise(batch.begins.tolist()):
+        logits = alone(batch.ids[:, begin:end], use_cache=False).logits[0, :-1]
+        targets = batch.labels[0, begin + 1 : end]
+        expected += F.cross_entropy(logits.float(), targets, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    expected.backward()
+    for ours, theirs in zip(packed.parameters(), alone.parameters(), strict=True):
+        difference = (ours.grad - theirs.grad).norm()
+        assert difference <= 1e-5 * max(1, theirs.grad.norm())
+
+
 def test_a_family_whose_attention_has_dropout_keeps_sdpa():
     model = family_model("gpt2")
     model.config.attn_pdrop = 0.1
@@ -261,7 +292,6 @@ def test_a_family_whose_attention_has_dropout_keeps_sdpa():
     ("model_type", "why"),
     [
         ("gemma2", "has no attn_logit_softcapping, as gemma2 wants it"),
-        ("gpt_oss", "has no sinks, as gpt_oss wants it"),
         ("phimoe", "is not known to be right for phimoe"),
     ],
 )

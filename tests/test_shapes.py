@@ -15,6 +15,7 @@ PUBLISHED = {  # parameters as each model's hub page counts them; tied weights c
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-4b": 3_880_263_168,  # of 4,300,079,472, less the vision tower and its projector
     "glm-4-9b": 9_399_951_360,
+    "gpt-oss-20b": 20_914_757_184,
     "llama-2-7b": 6_738_415_616,
     "llama-3-70b": 70_553_706_496,
     "llama-3-8b": 8_030_261_248,

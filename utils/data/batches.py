@@ -7,10 +7,8 @@ The order of a run is a pure function of (fingerprint, seed, step): global batch
 import heapq
 import math
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -24,7 +22,8 @@ class Batch:
     """One micro-batch of B rows, padded on the right to T tokens."""
 
     ids: Tensor  # (B, T) int64
-    labels: Tensor  # (B, T) int64; the trained tokens are those != IGNORE
+    # (B, T) int64; the trained tokens are those != IGNORE, never the first of a row
+    labels: Tensor
     mask: Tensor  # (B, T) bool; false where padded
     where: list[str]  # the names of the rows, "chat.jsonl:3"
     positions: Tensor | None = None  # (B, T) int64 of packs: each document counts from 0
@@ -46,30 +45,17 @@ class Batch:
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device, with `places` filled in. A copy to a GPU goes from pinned memory on a CUDA
-        stream of its own, so it overlaps with the work that the GPU already has queued.
+        """The batch on a device, with `places` filled in. A copy to a GPU goes from pinned memory, so the
+        host does not wait for it.
         """
 
         def move(value):
-            if device.type != "cuda":
-                return value.to(device)
-            computing = torch.cuda.current_stream(device)
-            copying = copy_stream(device)
-            with torch.cuda.stream(copying):
-                value = value.pin_memory().to(device, non_blocking=True)
-            computing.wait_stream(copying)
-            value.record_stream(computing)  # memory is reused only after its reads
-            return value
+            if device.type == "cuda":
+                value = value.pin_memory()
+            return value.to(device, non_blocking=True)
 
-        after = F.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
-        places = (after != IGNORE).flatten().nonzero().flatten()
+        places = (self.labels != IGNORE).flatten().nonzero().flatten() - 1
         return type(self)(**tree_map_only(Tensor, move, vars(self) | {"places": places}))
-
-
-@cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one CUDA stream that copies batches. The allocator keeps a separate memory pool per stream."""
-    return torch.cuda.Stream(device)
 
 
 def collate(items: list[Example], pad_id: int, multiple: int) -> Batch:

@@ -3,6 +3,7 @@ that a model keeps packed documents apart. RMS norms in one kernel of a GPU. Com
 """
 
 import re
+from functools import partial
 from inspect import signature
 from operator import attrgetter
 from types import MethodType, SimpleNamespace
@@ -85,6 +86,7 @@ def attend_documents(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    s_aux: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, None]:
     """`--attn varlen`, an attention function of transformers: causal, within each document, without any mask.
@@ -92,6 +94,7 @@ def attend_documents(
     query (1, H, T, D), key and value (1, H_kv, T, D): packs in one row. cu_seq_lens_q (N + 1,) int32: where
     its documents begin, and where the last one ends; the longest has max_length_q tokens. Without
     cu_seq_lens_q each of B rows is a document. sliding_window: tokens that a token sees, itself included.
+    s_aux (H,): sinks, one more score for each softmax, without a value (gpt-oss).
     Returns (B, T, H, D).
     """
     if not (GROUPED or query.is_cpu):  # on meta too: the plan counts them
@@ -99,12 +102,11 @@ def attend_documents(
         key = repeat_kv(key, groups)
         value = repeat_kv(value, groups)
         module = None  # transformers would repeat them again, by its num_key_value_groups
+    attend = partial(causal_attention, module, scaling, sliding_window, s_aux)
     if cu_seq_lens_q is None:
-        attended = causal_attention(module, query, key, value, scaling, sliding_window)
-    elif not query.is_cuda:
-        attended = attend_one_by_one(
-            module, query, key, value, cu_seq_lens_q, scaling, sliding_window
-        )
+        attended = attend(query, key, value)
+    elif s_aux is not None or not query.is_cuda:
+        attended = attend_one_by_one(attend, (query, key, value), cu_seq_lens_q)
     else:
         size = value.shape[-1]
         value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has narrower values
@@ -122,29 +124,34 @@ def attend_documents(
 
 
 @torch.compiler.disable
-def attend_one_by_one(module, query, key, value, cu_seq_lens, scaling, sliding_window) -> Tensor:
-    """causal_attention within each document, for devices that have no kernel for it. Shapes are those of
-    attend_documents.
-    """
+def attend_one_by_one(attend, tensors, cu_seq_lens) -> Tensor:
+    """attend(query, key, value) within each document, where no kernel does that. tensors: (1, H, T, D)."""
     lengths = cu_seq_lens.diff().tolist()
-    documents = zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
-    # a document: three of (1, H, length, D)
-    return torch.cat(
-        [causal_attention(module, *document, scaling, sliding_window) for document in documents], 1
-    )
+    documents = zip(*(tensor.split(lengths, 2) for tensor in tensors), strict=True)
+    return torch.cat([attend(*document) for document in documents], 1)
 
 
-def causal_attention(module, query, key, value, scaling, sliding_window) -> Tensor:
-    """(B, T, H, D): each token sees itself and those before it, at most `sliding_window` tokens in all."""
-    length = query.shape[2]
+def causal_attention(module, scaling, sliding_window, sinks, query, key, value) -> Tensor:
+    """(B, T, H, D): each token sees itself and those before it, at most `sliding_window` tokens in all.
+
+    Sinks are the scores of one more token, the first, whose value is 0. In one more dimension its key is 1
+    and each query is its head's sink. Kernels want a multiple of 8, so there are eight more.
+    """
+    tokens, size = query.shape[2], value.shape[-1]
     mask = None
+    if sinks is not None:
+        query, key, value = (F.pad(tensor, (0, 8, 1, 0)) for tensor in (query, key, value))
+        query[..., -1] = sinks[:, None] / scaling
+        key[:, :, 0, -1] = 1
+    length = query.shape[2]
     if sliding_window and length > sliding_window:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = mask.tril().triu(1 - sliding_window)
+        mask[:, : length - tokens] = True  # each token sees the sink
     attended, _ = sdpa_attention_forward(
         module, query, key, value, mask, scaling=scaling, is_causal=True
     )
-    return attended
+    return attended[:, -tokens:, :, :size]
 
 
 def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -157,12 +164,11 @@ def settle_attention(model: nn.Module, attn: str, device: torch.device, dtype: t
     fields = config.to_dict()
     kind = config.model_type
     set_fields = [field for field in NOT_IN_VARLEN if fields.get(field)]
-    has_sinks = any("sink" in name for name, _ in model.named_parameters())
     reason = ""  # why varlen does not work
     if lacks_grouped_kernels(device, dtype):
         reason = f"needs a GPU of compute capability 8 and 16 bit, not {dtype}"
-    elif set_fields or has_sinks:
-        reason = f"has no {', '.join(set_fields) or 'sinks'}, as {kind} wants it"
+    elif set_fields:
+        reason = f"has no {', '.join(set_fields)}, as {kind} wants it"
     elif not type(model)._supports_flash_attn or kind in NEED_MASKS or "auto_map" in fields:
         reason = f"is not known to be right for {kind}"
     check(not reason or attn == "auto", f"--attn varlen {reason} (fix: leave out --attn)")
