@@ -111,7 +111,7 @@ def prepare_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
     dtypes = dtypes_as_loaded(model, dtype)
     for name, buffer in model.named_buffers():
         cast_to(buffer, dtypes.get(plain_name(name)))
-    in_fp32 = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
+    in_fp32 = {*nn.ModuleList(fp32_modules(model, dtype)).parameters()}
     trained = [p for p in model.parameters() if p.requires_grad and p not in in_fp32]
     largest = max(trained, key=torch.numel, default=None)
     for parameter in trained:

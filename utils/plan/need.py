@@ -120,8 +120,11 @@ def sum_of(parts: dict[str, int]) -> str:
     """The parts and their sum in words, largest first; parts that would print as 0.00 are left out."""
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-    ordered = sorted(parts.items(), key=lambda part: -part[1])
-    texts = [f"{part} {size / unit:.2f}" for part, size in ordered if size >= unit / 200]
+    texts = [
+        f"{part} {size / unit:.2f}"
+        for part, size in Counter(parts).most_common()
+        if size >= unit / 200
+    ]
     return f"{' + '.join(texts)} = {total / unit:.2f} {name}"
 
 
@@ -193,6 +196,11 @@ def share_numel(parameter: nn.Parameter, shards: int) -> int:
 # torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py and _fsdp_collectives.py.
 
 
+# From torch 2.15 on no variable keeps an all-gather buffer or a gradient alive longer than needed. But a
+# gradient that waits for the last micro-batch becomes fp32 at once, not when its unit is done.
+FREES_EARLY = torch.__version__ >= "2.15"
+
+
 @dataclass(eq=False)
 class Unit:
     """Bytes of one FSDP2 unit. Parameters that a single rank uses as they are stored have gradients only."""
@@ -204,7 +212,8 @@ class Unit:
     grads: int = 0  # the whole gradients, in that dtype
     reduced: int = 0  # the same, padded, in fp32: the input of the reduce-scatter
     share: int = 0  # this rank's shard of the gradients, in the dtype of the parameters
-    # the whole gradients of the last parameter, which a loop variable in foreach_reduce keeps alive
+    # the whole gradients of the last parameter, which before torch 2.15 a loop variable in foreach_reduce
+    # keeps alive
     last: int = 0
 
 
@@ -220,7 +229,7 @@ def units_of(
     head = model.get_output_embeddings()
     in_fp32 = sharding.fp32_modules(model, setting.dtype)
     # Modules that are gathered in fp32, in units of their own, count as part of the unit around them.
-    fp32_parameters = {p for module in in_fp32 for p in module.parameters()}
+    fp32_parameters = {*nn.ModuleList(in_fp32).parameters()}
     unsharded = set()  # see sharding.stored_as_computed
     alone = setting.shards == 1
     if alone and setting.replicate == 1 and not setting.cpu_offload:
@@ -246,7 +255,7 @@ def units_of(
                 unit.grads += grads
                 unit.reduced += padded_numel * 4
                 unit.share += shard_numel * p.element_size()
-                unit.last = 0 if alone else grads
+                unit.last = 0 if alone or FREES_EARLY else grads
         return unit
 
     in_units = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
@@ -323,15 +332,17 @@ class Replay:
         self.free("buffers", freed, self.gather_stream)
 
     def unshard(self, unit: Unit, forward: bool) -> None:
-        """Gather a unit. In the forward the buffer of an all-gather lives until the next one is copied out: a
-        variable of FSDPParamGroup.wait_for_unshard holds it.
+        """Gather a unit. In the forward the buffer of an all-gather lives until the next one has arrived.
+        Before torch 2.15 it lives until that one is copied out: a variable of
+        FSDPParamGroup.wait_for_unshard holds it.
         """
         if unit in self.open:
             return
         self.fetch(unit)
-        self.add("gathered", unit.gathered)
-        if forward:
+        if FREES_EARLY:
             self.drop_buffer()
+        self.add("gathered", unit.gathered)
+        self.drop_buffer()
         self.unfreed_bytes += self.fetched.pop(unit)
         if self.alone or not forward:
             self.drop_buffer()
@@ -348,9 +359,12 @@ class Replay:
             self.open.remove(unit)
             self.free("gathered", unit.gathered)
 
-    def reduce(self, unit: Unit, sync: bool) -> None:
+    def reduce(self, unit: Unit, sync: bool, tied: bool = False) -> None:
         """Reshard a unit after its backward, and reduce its gradients. The input of a reduce-scatter lives
         until the next one begins. Its output becomes the unit's gradients, or is added to them.
+
+        tied: its parameter is the head's too. From torch 2.15 on the head's first gradient waits in fp32 for
+        that of the embedding, which becomes fp32 before the two are added and the unit is resharded.
         """
         self.reshard(unit)
         waiting = self.deferred.pop(unit, 0)
@@ -359,8 +373,9 @@ class Replay:
         if unit.reduced and not sync:
             in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
             if in_fp32 > unit.grads and not waiting:
-                self.add("whole gradients", in_fp32)
-                self.free("whole gradients", unit.grads)
+                of_head = (in_fp32 + unit.gathered) * (tied and FREES_EARLY)
+                self.add("whole gradients", in_fp32 + of_head)
+                self.free("whole gradients", unit.grads + of_head)
             self.deferred[unit] = in_fp32
             return
         self.free("reduced")
@@ -376,7 +391,7 @@ class Replay:
         stream = ALL_REDUCE if self.setting.replicate > 1 else REDUCE
         self.add("gradients", last)
         self.add("gradients", output, REDUCE)
-        if not self.setting.gpu and self.setting.shards > 1:
+        if not (self.setting.gpu or self.alone):
             # gloo reduces a copy of its input.
             self.add("reduced", unit.reduced, REDUCE)
             self.free("reduced", unit.reduced, REDUCE)
@@ -450,7 +465,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
             trace.pictures.backward(replay, towers, sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
         replay.reduce(root, sync)
-        replay.reduce(embedding, sync)
+        replay.reduce(embedding, sync, not head)
         replay.free("reduced")
         replay.free("activations")
         replay.free("all-reduced", stream=REDUCE)
@@ -531,15 +546,21 @@ cached_record = lru_cache(maxsize=256)(record_step)
 
 
 @lru_cache(maxsize=256)
-def sizes_of(setting: Setting) -> tuple[States, tuple]:
-    """(the states, the units of units_of), which do not depend on the rows.
+def sizes_of(setting: Setting) -> tuple[States, tuple, int]:
+    """(the states, the units of units_of, bytes on the host for offloaded states), which do not depend on the
+    rows. Offloaded weights and gradients are in page-locked memory.
 
     setting: reduced to at most two rows of one token and to defaults where they do not change the sizes, so
     that more settings share a cache entry.
     """
     model = planned_model(setting)
     states = estimate_states(model, setting.shards, optimizer=setting.optimizer)
-    return replace(states, weights=states.weights + setting.frozen_bytes), units_of(model, setting)
+    offloaded_bytes = states.optimizer + sum(
+        pinned_bytes(share_numel(p, setting.shards) * p.element_size()) * (1 + p.requires_grad)
+        for p in model.parameters()
+    )
+    states = replace(states, weights=states.weights + setting.frozen_bytes)
+    return states, units_of(model, setting), offloaded_bytes
 
 
 def trace_of(setting: Setting) -> Trace:
@@ -573,7 +594,7 @@ def need_of(setting: Setting) -> Need:
     on_host = not setting.gpu
     if on_host:  # the device is the host
         setting = replace(setting, cpu_offload=False, activation_offload=False)
-    states, units = sizes_of(
+    states, units, offloaded_bytes = sizes_of(
         replace(
             setting,
             batch_size=1,
@@ -629,17 +650,8 @@ def need_of(setting: Setting) -> Need:
     comfortable = max(must, comfortable_bytes(pools, steady)) + paged_bytes
     host = PROCESS_BYTES + copy_bytes + inputs_bytes + stored_bytes + paged_bytes
     if setting.cpu_offload:
-        host += offloaded_bytes(model, states, setting.shards) + setting.frozen_bytes
+        host += offloaded_bytes + setting.frozen_bytes
     return Need(states, peak, why, must, comfortable, host, acts)
-
-
-@lru_cache(maxsize=256)
-def offloaded_bytes(model: nn.Module, states: States, shards: int) -> int:
-    """Bytes on the host for offloaded states; weights and gradients are in page-locked memory."""
-    return states.optimizer + sum(
-        pinned_bytes(share_numel(p, shards) * p.element_size()) * (1 + p.requires_grad)
-        for p in model.parameters()
-    )
 
 
 def pinned_bytes(size: int) -> int:

@@ -250,8 +250,9 @@ def attention_on_meta(
     options.pop("enable_gqa", None)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, query.new_zeros(()), -math.inf)
-    flash = aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)[0]
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options
+    )[0]
 
 
 def kinds_of(model: nn.Module) -> tuple[list[int], list[nn.Module]]:
@@ -333,8 +334,9 @@ def parameters_in(
     """Within it new parameters and buffers stand in for those of `part`, or of the whole model, in the dtype
     in which FSDP gathers them. idle_modules keep theirs, because they do not run.
     """
-    in_fp32 = {p for module in fp32_modules(model, dtype) for p in module.parameters()}
-    idle = {t for module in idle_modules for t in (*module.parameters(), *module.buffers())}
+    in_fp32 = {*nn.ModuleList(fp32_modules(model, dtype)).parameters()}
+    idle_modules = nn.ModuleList(idle_modules)
+    idle = {*idle_modules.parameters(), *idle_modules.buffers()}
     stand_ins = {}
     part = part or model
     for name, old in (*part.named_parameters(), *part.named_buffers()):
