@@ -6,6 +6,7 @@ import pickle
 import re
 import resource
 import shutil
+from contextlib import chdir
 from textwrap import dedent
 
 import pytest
@@ -305,6 +306,19 @@ def save_state(world, folder, state):
 def test_a_best_loss_before_the_first_evaluation_is_kept_as_infinity(tmp_path):
     (state,) = run_ranks(save_state, 1, tmp_path, {"best": float("inf")})
     assert state["best"] == float("inf")
+
+
+def save_without_a_working_folder(world, folder):
+    with chdir(folder), CheckpointSaver(folder.parent, 1, world) as saver:
+        folder.rmdir()
+        return read_state(saver.save(1, *build(world), {}))
+
+
+def test_a_working_folder_that_is_removed_during_a_run_does_not_stop_a_save(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    (state,) = run_ranks(save_without_a_working_folder, 1, folder)
+    assert state["cwd"] == str(folder)
 
 
 def save_newest_and_best(world, folder):

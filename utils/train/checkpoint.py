@@ -61,6 +61,7 @@ class CheckpointSaver(AbstractContextManager):
             use_local_synchronization=world.group is not None,
             group_desc="saver",
         )
+        self.cwd = os.getcwd()  # it may be gone by the time of a save
         self.pending = self.writer = self.background = None
         if background:
             from .background import Background
@@ -85,9 +86,7 @@ class CheckpointSaver(AbstractContextManager):
         # The run folder exists. A sharded tensor has the bytes of all shards.
         check_space(self.folder.parent, sum(t.nbytes for t in tensors.values()), self.world)
         temporary = self.folder / f".tmp_{final.name}_{self.token}"
-        self.writer = _Writer(
-            temporary, final, state | {"step": step, "cwd": os.getcwd()}, self.keep
-        )
+        self.writer = _Writer(temporary, final, state | {"step": step, "cwd": self.cwd}, self.keep)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         # Without this key, DCP could reuse the plan of an earlier run in this process, with other dtypes.
         planner._cached_plans_key = self.token
