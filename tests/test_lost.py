@@ -109,6 +109,21 @@ def test_a_rank_that_left_at_a_second_ctrl_c_is_not_said_to_be_killed(tmp_path):
         assert run.lines("second Ctrl-C: leaving at once, without a checkpoint")
 
 
+@slow
+def test_a_second_ctrl_c_ends_a_cleanup_that_waits(tmp_path):
+    """As it does for the files of a model that the hub still sends."""
+    waits = "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+    waits += "        with Pool() as pool: pool.submit(time.sleep, 60).result()"
+    (tmp_path / "ranks.py").write_text(RANKS.format(ends="", waits=waits))
+    with Forked(f"python {tmp_path}/ranks.py") as run:
+        run.until("--- load")
+        for _ in range(2):
+            time.sleep(1)
+            run.signal(signal.SIGINT)
+        assert run.end(10) == 130
+        assert run.lines("second Ctrl-C: leaving at once, without a checkpoint")
+
+
 def takes_sigterm(pid: int) -> bool:
     """Whether it would end the process at once."""
     status = Path(f"/proc/{pid}/status").read_text()

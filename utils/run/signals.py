@@ -20,7 +20,7 @@ from .errors import print_once, story
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_received: list[int] = []
+_received = []  # numbers of the signals that ask for an early end
 
 
 def stop_at_once() -> None:
@@ -117,9 +117,12 @@ def die_with_parent() -> None:
 
 
 def _raise(number, _):
-    """Raise KeyboardInterrupt once; signals that arrive during the cleanup are ignored."""
+    """Raise KeyboardInterrupt once; signals that arrive during the cleanup are ignored, but for a second
+    Ctrl-C, see _watch: a cleanup may wait for downloads, for hours.
+    """
     for caught in CAUGHT:
         signal.signal(caught, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: None)
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
