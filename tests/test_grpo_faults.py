@@ -23,15 +23,24 @@ from utils.train.checkpoint import complete_checkpoints
 
 slow = pytest.mark.slow
 RULES = """
+import multiprocessing
 import os
 import signal
 import time
+from functools import cache
+
+@cache
+def helper():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,), daemon=True)
+    process.start()
 
 def letters(completions, **columns):
     return [sum(c.isalpha() for c in completion) for completion in completions]
 
 def late_letters(completions, **columns):
-    time.sleep(float(os.environ.get("LATE", 0)))
+    if "LATE" in os.environ:
+        helper()  # as a pool of processes, which lives on if this process is killed
+        time.sleep(float(os.environ["LATE"]))
     return letters(completions)
 
 def timed_letters(completions, **columns):

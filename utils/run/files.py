@@ -28,7 +28,7 @@ def impostor(start: bytes) -> str:
     """
     if start.startswith(b"version https://git-lfs"):
         return "a git-lfs pointer, not the file itself; try `git lfs pull`"
-    return "an HTML page, not the file itself" if start.lstrip()[:1] == b"<" else ""
+    return "an HTML page, not the file itself" if start.lstrip().startswith(b"<") else ""
 
 
 def file_inside(folder: Path, name: str) -> Path:

@@ -167,6 +167,9 @@ def _claim(out: Path | None, stem: str) -> tuple[Path, str]:
                 raise
     lock = open(folder / ".lock", "a+b")  # noqa: SIM115 - closed with the claim
     _claims.enter_context(lock)
+    # The lock is held until all copies of the file are closed. A process that a reward has forked may live
+    # on after this one is killed.
+    os.register_at_fork(after_in_child=lock.close)
     try:
         # the kernel releases the lock, however the process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

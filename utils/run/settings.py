@@ -94,8 +94,9 @@ def split_words(argv: list[str]) -> dict[str, str]:
 
     fire.Fire(collect, command=list(argv))
     flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    for flag in sorted({flag for flag in flags if flags.count(flag) > 1}):
-        print0(f"{flag} is given twice: the last one counts")
+    for flag in sorted({*flags}):
+        if flags.count(flag) > 1:
+            print0(f"{flag} is given twice: the last one counts")
     return texts
 
 

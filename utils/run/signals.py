@@ -64,7 +64,7 @@ def stop_asked(group=None) -> str:
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group)
     if not number:
         return ""
-    number = number.item()
+    number = int(number)
     _received.append(number)
     return signal.Signals(number).name
 

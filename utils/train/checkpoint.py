@@ -48,6 +48,8 @@ class CheckpointSaver(AbstractContextManager):
     has its own process group, so that its collectives do not mix with those of the steps.
     """
 
+    seconds = 0.0  # duration of the last save; only on rank 0
+
     def __init__(
         self, folder: Path, keep: int, world: World, background: bool = False, timeout: float = 1800
     ):
@@ -68,7 +70,6 @@ class CheckpointSaver(AbstractContextManager):
 
             self.background = Background(world.device)
         self.token = broadcast(world, secrets.token_hex(4))  # makes its temporary folders unique
-        self.seconds = 0.0  # duration of the last save; only on rank 0
         if world.rank == 0:
             _remove_leftovers(folder)
 
@@ -101,9 +102,8 @@ class CheckpointSaver(AbstractContextManager):
 
     def wait(self) -> None:
         """Wait until the last save is published and older checkpoints are removed."""
-        if self.pending:
-            pending = self.pending
-            self.pending = None
+        pending, self.pending = self.pending, None
+        if pending:
             self._finish(pending.result)
         if self.writer and self.writer.removal:
             self.writer.removal.join()
@@ -164,6 +164,8 @@ def reason_of(error: dcp.api.CheckpointException) -> str:
 class _Writer(dcp.FileSystemWriter):
     """DCP's file writer, which also hashes what it writes, and publishes the checkpoint at the end."""
 
+    seconds = 0.0  # duration of the save; only on rank 0
+
     def __init__(self, temporary: Path, final: Path, state: dict, keep: int):
         super().__init__(temporary)
         self.fs = _HashingFiles()
@@ -173,7 +175,6 @@ class _Writer(dcp.FileSystemWriter):
         self.state_text = json.dumps(state, indent=1)
         self.step_seconds = state.get("step_seconds", 0.0)
         self.started = time.monotonic()
-        self.seconds = 0.0
 
     def write_data(self, plan, planner) -> torch.futures.Future:
         """Write this rank's tensors. The digests reach rank 0 as the last of DCP's results."""
