@@ -348,6 +348,6 @@ def permutation(rows: int, key: str) -> Tensor:
 def write_bad_rows(out: Path, rank: int, *parts: Examples | None) -> None:
     """On rank 0, write the rows that --bad_rows drop left out to OUT/bad_rows.jsonl, if there are any."""
     bad = [row for part in parts if part for row in part.bad]
-    if bad and rank == 0:
+    if bad and not rank:
         lines = (json.dumps({"where": where, "why": why}) + "\n" for where, why in bad)
         replace_file(out / "bad_rows.jsonl", "".join(lines))

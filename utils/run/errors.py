@@ -27,7 +27,7 @@ class Story:
     act: str = "parse"
     planned: str = ""  # the planned memory, as part of a message
     # finds flags that need less memory; called only if memory runs out
-    less_memory: Callable[[], str] = lambda: "fewer ranks, or more memory"
+    less_memory: Callable = lambda: "fewer ranks, or more memory"
 
 
 story = Story()

@@ -115,7 +115,7 @@ def start_run(out: Path, cfg: object, planned: dict, world: World) -> int:
 
     The first start writes config.yaml, later ones config_002.yaml and so on.
     """
-    if world.rank > 0:
+    if world.rank:
         return 0
     run = 1 + len([*out.glob("config*.yaml")])
     save_config(cfg, out / ("config.yaml" if run == 1 else f"config_{run:03d}.yaml"))

@@ -68,7 +68,7 @@ class RunLog(AbstractContextManager):
             initial=first,
             unit="step",
             file=sys.stdout,
-            disable=None if run else True,  # None: disabled if not a terminal
+            disable=not run or None,  # None: disabled if not a terminal
         )
         for name in ("metrics.jsonl", "samples.jsonl") if run else ():
             drop_half_line(folder / name)  # it would spoil the next line
@@ -95,7 +95,7 @@ class RunLog(AbstractContextManager):
 
     def due(self, done: int, every: int) -> bool:
         """Whether something is due after step `done`: every `every` steps (0: never), and after the last."""
-        return done == self.total_steps or (every > 0 and done % every == 0)
+        return done == self.total_steps or bool(every and done % every == 0)
 
     def read(self) -> None:
         """Log the steps that were added.
