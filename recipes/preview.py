@@ -167,6 +167,10 @@ def main(cfg: Config) -> bool:
     # --- world: one process, which stands for all ranks of the run --------------------------------
     act("world")
     if env_int("RANK"):  # torchrun has started more
+        check(
+            env_int("LOCAL_RANK") is not None,
+            "RANK is set, but torchrun has not started this (fix: unset RANK)",
+        )
         sys.exit(0)
     ranks = cfg.ranks or env_int("WORLD_SIZE", 1)
     world = World(rank=0, size=1, local_rank=0, local_size=ranks, device=device_of(0, 1))

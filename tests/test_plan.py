@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import finetune
+import preview
 import pytest
 from launch import forked
 from ranks import run_ranks
@@ -356,6 +357,13 @@ def test_a_plan_that_does_not_fit_is_the_last_line_and_exit_code_1():
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: this does not fit: a rank needs ")
     assert "ranks     2 on cpu" in result.stdout
+
+
+def test_a_preview_beside_a_rank_that_was_left_over_is_an_error_and_not_silent(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK is set"):
+        preview.main(preview.Config())
 
 
 @pytest.mark.slow
