@@ -116,6 +116,10 @@ class Config:
             "what is to be answered? (fix: either --prompts FILE, or --chat)",
         )
         check(
+            not self.chat or sys.stdin,
+            "--chat: standard input is closed (fix: leave it open, or --prompts FILE)",
+        )
+        check(
             not (self.chat and self.output),
             "--output is for --prompts; a chat goes to the terminal",
         )

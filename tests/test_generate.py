@@ -400,6 +400,12 @@ def test_bad_prompts_are_named_by_file_and_line(name, llama, tmp_path):
         on_rank(None, {"model": str(llama), "prompts": str(tmp_path / name), "max_new_tokens": 9})
 
 
+def test_a_chat_without_standard_input_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="standard input is closed"):
+        generate.Config(model="m", chat=True)
+
+
 def test_an_adapter_of_another_base_is_refused_before_weights_are_read(
     llama, prompts, tmp_path, capsys
 ):
