@@ -31,7 +31,8 @@ def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
         pre_tokenizers.ByteLevel(False, use_regex=False),
     )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(cuts))
-    folder = tiny_model_folder(tmp_path / "model", vocab_size=len(tokenizer) + 3)
+    sizes = {"vocab_size": len(tokenizer) + 3, "num_hidden_layers": 1}
+    folder = tiny_model_folder(tmp_path / "model", **sizes)
     tokenizer.save_pretrained(folder)
     template = name
     if name not in BUILT_IN:
@@ -48,11 +49,11 @@ def test_a_fine_tuned_model_answers_and_stops_by_itself(name, tmp_path):
             dataset=str(tmp_path / "rows.jsonl"),
             chat_template=str(template),
             output_dir=str(tmp_path / "out"),
-            steps=60,
+            steps=40,
             batch_size=3,
-            lr=4e-3,
+            lr=8e-3,
             save_every=0,
-            log_every=60,
+            log_every=40,
         )
     )
     model = AutoModelForCausalLM.from_pretrained(out / "model")
