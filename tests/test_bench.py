@@ -26,7 +26,7 @@ import save
 from launch import forked
 from measure import Bound, Worker
 from ranks import run_fresh_ranks
-from shell import ROOT, shell
+from shell import ROOT
 
 from utils.run.errors import ConfigError
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
 
 
 def test_a_mistyped_benchmark_is_named(tmp_path):
-    done = shell(f"{BENCH} laod")
+    done = forked(f"{BENCH} laod", apart=True)
     assert done.returncode == 2
     names = "load, save, step, dpo, rollouts, loss, attention, quant, data, stream, gpu, memory"
     assert done.stderr == f"error: --what takes one of {names}; not 'laod'\n"

@@ -114,12 +114,16 @@ def test_packages_older_than_in_requirements_are_refused_with_the_remedy(
     """
     text = (ROOT / "requirements.txt").read_text()
     major, minor = re.search(rf"^{said}(\d+)\.(\d+)(,| to)", text, re.M).groups()[:2]
+    # What is installed is looked for in sys.path, and the script's folder is its first entry.
+    (tmp_path / "imports.py").write_text(
+        f"import sys; sys.path.append({str(ROOT)!r})\nimport utils.model\n"
+    )
     for found, code in ((int(minor), 0), (int(minor) - 1, 1)):
         installed = tmp_path / f"{package}-{found}.dist-info"
         installed.mkdir()
         name = f"Name: {package}\nVersion: {version.format(f'{major}.{found}')}\n"
         (installed / "METADATA").write_text(f"Metadata-Version: 2.1\n{name}")
-        done = shell("python -c 'import utils.model'", PYTHONPATH=f"{tmp_path}:{ROOT}")
+        done = forked(f"python {tmp_path / 'imports.py'}", tmp_path, apart=True)
         assert done.returncode == code, done.stderr
         shutil.rmtree(installed)
     assert f"ImportError: {package}>={major}.{minor}" in done.stderr
