@@ -19,8 +19,10 @@ from transformers import AutoModelForImageTextToText
 from utils.model.folder import open_weights, read_config
 from utils.model.kinds import freeze_parts, parse_parts, part_names, tower_layers
 from utils.model.loading import build_model, load_pieces, plan_pieces
+from utils.model.lora import base_names
 from utils.model.loss import add_chunked_loss, settle_chunked_loss
-from utils.model.options import Lora
+from utils.model.options import Lora, Quant
+from utils.model.quantize import Int8Linear, quantize_linears
 from utils.model.saving import save_model
 from utils.model.sharding import decoder_layers, recompute_activations
 from utils.run.distributed import build_mesh
@@ -102,6 +104,13 @@ def test_experts_that_are_stored_transposed_are_read_and_written_so(folders):
     for piece in transposed:
         experts, rows, columns = model.get_parameter(piece.param).shape
         assert piece.info.shape == (experts, columns, rows)
+    quantize_linears(model.requires_grad_(False), Quant("8bit"), torch.float32)
+    load_pieces(model, pieces, torch.device("cpu"), names=base_names(model))
+    read = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    for piece in transposed:
+        codes, _ = Int8Linear.quantize(read.get_parameter(piece.param).detach().flatten(0, 1))
+        found = model.get_parameter(f"{piece.param}_codes.weight")
+        assert torch.equal(found.flatten(0, 1), codes)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -242,7 +242,7 @@ def load_examples(rows: Rows, tokenizer, progress: bool = False) -> Examples:
     with tqdm(
         desc=f"tokenizing {escaped(rows.dataset)}",
         unit=" rows",
-        disable=None if progress else True,
+        disable=not progress or None,  # None: disabled if not a terminal
     ) as bar:
         write = partial(write_tokens, sources, rows, bar)
         if size_bytes > SMALL and not rows.max_rows:

@@ -480,7 +480,8 @@ def _fill_buffers(model: nn.Module, loaded: set[Tensor]) -> None:
         tensor._is_hf_initialized = True
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        module._is_hf_initialized = bool(tensors) and loaded.issuperset(tensors)
+        if tensors:
+            module._is_hf_initialized = loaded.issuperset(tensors)
     computed = {}
     for name, buffer in model.named_buffers():
         if buffer.numel() and buffer not in loaded:

@@ -37,7 +37,7 @@ from ..run.units import seed_of
 from .folder import read_header, read_json
 from .loading import lay_out, local, local_box, whole
 from .options import Lora, Quant, changed_flags
-from .quantize import ROUTER, Quantized, is_plain, quantize_linears
+from .quantize import ROUTER, is_plain, quantize_linears
 from .saving import save_folder, save_tokenizer, written_parts
 from .sharding import cast_to, language_model, plain_name
 
@@ -59,21 +59,14 @@ def adapt(
     model: nn.Module, lora: Lora, quant: Quant, dtype: torch.dtype
 ) -> tuple[LoraConfig, dict[str, list[str]]]:
     """Add adapters to a model on meta and freeze its base, in place. Returns (the adapters' config,
-    base_names). dtype: of the computation. Raises ConfigError if experts that stay in 16 bit are more than
-    half of the weights, unless quant.keep_experts_16bit.
+    base_names). dtype: of the computation.
     """
     config = add_adapters(model, lora)
     unused = changed_flags(lora)
     if lora.adapter and unused:
         print0(f"adapter   {unused} has no effect: {lora.adapter} has its own settings")
     if quantized := freeze_base(model, quant, dtype):
-        check(
-            quant.keep_experts_16bit or quantized.expert_share <= 0.5,
-            f"--quantization {quantized.kind} leaves the experts in 16 bit, and they are"
-            f" {quantized.expert_share:.0%} of the weights"
-            " (fix: --keep_experts_16bit to go on like that, or --quantization none)",
-        )
-        print0(f"quantized {quantized.sentence()}")
+        print0(f"quantized {quantized}")
     return config, base_names(model)
 
 
@@ -156,11 +149,11 @@ def base_of(folder: Path) -> str:
 
 
 @torch.no_grad()
-def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized | None:
-    """Quantize the frozen linear layers, if asked. Cast trainable parameters to fp32 and frozen ones to
-    `dtype`, that of the computation; quantized codes stay as they are.
+def freeze_base(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
+    """Quantize the frozen weights, if asked. Cast trainable parameters to fp32 and frozen ones to `dtype`,
+    that of the computation; quantized codes stay as they are. Returns the words of quantize_linears, or "".
     """
-    quantized = quantize_linears(model, quant, dtype) if quant else None
+    quantized = quantize_linears(model, quant, dtype) if quant else ""
     for parameter in model.parameters():
         cast_to(parameter, torch.float32 if parameter.requires_grad else dtype)
     return quantized

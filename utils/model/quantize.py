@@ -1,4 +1,4 @@
-"""int8 and nf4 frozen linears whose storage shards.
+"""int8 and nf4 frozen linears and experts whose storage shards.
 
 bitsandbytes keeps codes and scales in Parameter subclasses with attributes of their own, which FSDP2 loses
 ("'Parameter' object has no attribute 'CB'"). Here both are plain integer parameters: FSDP2 shards their rows
@@ -14,7 +14,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import bitsandbytes.functional as bnb
 import torch
@@ -53,28 +54,27 @@ READ_PAST = {
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer: `weight` holds integer codes, `scale` the bits of fp32 scales as int32.
+    """A frozen linear layer: `weight` holds integer codes, `scale` the bits of fp32 scales as int32. Or the
+    matrices (E, out, in) of experts, which are only dequantized, see add_codes.
 
     As floats the scales would be cast to bf16 when FSDP2 gathers them.
     """
 
     W_q = True  # tells peft (DoRA) that dequantize() returns the weight
 
-    def __init__(self, old: nn.Linear, dtype: torch.dtype, mode: str):
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, mode: str):
         super().__init__()
-        self.in_features = old.in_features
-        self.out_features = old.out_features
+        self.out_features, self.in_features = weight.shape[-2:]
         self.dtype = dtype
         self.mode = mode
-        self.bias = old.bias
+        self.bias = bias
 
         def rows_like(row):
             """A frozen parameter with a row like `row` (1, ...) for each output feature."""
-            shape = (old.out_features, *row.shape[1:])
-            rows = torch.empty(shape, dtype=row.dtype, device=old.weight.device)
-            return nn.Parameter(rows, requires_grad=False)
+            shape = (*weight.shape[:-1], *row.shape[1:])
+            return nn.Parameter(weight.new_empty(shape, dtype=row.dtype), requires_grad=False)
 
-        codes, scale = self.quantize(torch.empty(1, old.in_features, device="meta"))
+        codes, scale = self.quantize(torch.empty(1, self.in_features, device="meta"))
         self.weight = rows_like(codes)
         self.scale = rows_like(scale.view(torch.int32))
 
@@ -86,40 +86,44 @@ class QuantizedLinear(nn.Module):
         return dequantize(local(self.weight), local(self.scale), self.dtype)
 
     @torch.no_grad()
-    def copy_rows(self, first: int, rows: Tensor, name: str) -> None:
-        """Quantize rows (n, in_features) of the checkpoint into local rows [first, first + n).
+    def copy_rows(self, first: int, rows: Tensor, name: str, inner=()) -> None:
+        """Quantize rows (n, in_features) of the checkpoint into local rows [first, first + n). Of experts:
+        rows (n, rows, in_features), into the rows `inner`, a tuple of one slice, of n local experts.
 
         `rows` may be on another device than the shards. name: of the tensor, for the message. Raises
         ConfigError if a row is too large or not finite.
         """
-        codes, scale = self.quantize(rows)
+        codes, scale = self.quantize(rows.flatten(0, -2))
         check(
             scale.isfinite().all(),
-            f"{name} is too large for {self.kind} or not finite"
+            f"{name} is too large to be quantized, or not finite"
             " (fix: a checkpoint with smaller or finite weights, or no --quantization)",
         )
-        last = first + len(rows)
-        local(self.weight)[first:last].copy_(codes)
-        local(self.scale)[first:last].copy_(scale.view(torch.int32))
+        for stored, values in ((self.weight, codes), (self.scale, scale.view(torch.int32))):
+            target = local(stored)[first : first + len(rows), *inner]
+            target.copy_(values.view_as(target))
 
     def load_rows(self, read: Callable, piece: Piece, device: torch.device) -> None:
-        """Read this rank's rows of a piece, some MiB at a time, and quantize them.
+        """Read this rank's rows, or experts, of a piece, some MiB or an expert at a time, and quantize them.
 
         read(first, into) reads elements of the piece in full precision.
         """
         # The codes of a row may have another width than its weights.
-        of_codes = replace(piece, shape=(piece.shape[0], *self.weight.shape[1:]))
+        of_codes = replace(piece, shape=(*piece.shape[:-1], self.weight.shape[-1]))
         boxes = local_box(self.weight, of_codes)
         if boxes is None:
             return
         in_shard, in_piece = boxes
         rows = in_piece[0]
-        width = math.prod(piece.shape[1:])
+        shape = (piece.info if piece.transposed else piece).shape[1:]
+        width = math.prod(shape)
         step = max(1, CHUNK // width)
         for start in range(rows.start, rows.stop, step):
-            part = torch.empty(min(step, rows.stop - start), width, dtype=piece.info.dtype)
+            part = torch.empty(min(step, rows.stop - start), *shape, dtype=piece.info.dtype)
             read(start * width, part.view(-1))
-            self.copy_rows(in_shard[0].start + start - rows.start, part.to(device), piece.name)
+            first = in_shard[0].start + start - rows.start
+            part = (part.mT if piece.transposed else part).to(device)
+            self.copy_rows(first, part, piece.name, in_shard[1:-1])
 
 
 class Int8Linear(QuantizedLinear):
@@ -129,8 +133,6 @@ class Int8Linear(QuantizedLinear):
     bitsandbytes does on a GPU; there the choice of outlier columns looks at all tokens of a micro-batch, so
     the loss depends on how the batch is split over ranks.
     """
-
-    kind = "8bit"
 
     @staticmethod
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +146,6 @@ class NF4Linear(QuantizedLinear):
     in must be a multiple of 64: else blocks cross rows, and bitsandbytes' CPU kernel is silently wrong.
     """
 
-    kind = "4bit"
-
     @staticmethod
     def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
         """(codes, fp32 scales)"""
@@ -155,17 +155,17 @@ class NF4Linear(QuantizedLinear):
         return codes.view(len(rows), -1), state.absmax.view(len(rows), -1)
 
 
-KINDS = {cls.kind: cls for cls in (Int8Linear, NF4Linear)}
+KINDS = {"8bit": Int8Linear, "4bit": NF4Linear}
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The (out, in) weight of codes and int32-bit scales, rounded once, as bitsandbytes does."""
+    """The weight (..., out, in) of codes and int32-bit scales, rounded once, as bitsandbytes does."""
     scale = scale.view(torch.float32)
     if codes.dtype == torch.int8:
         # one pass over memory, where .to().mul_() would be two
         out = torch.empty_like(codes, dtype=dtype)
-        return torch.mul(codes, scale[:, None].mul(1.0 / 127.0), out=out)
-    shape = (len(codes), codes.shape[1] * 2)
+        return torch.mul(codes, scale[..., None].mul(1.0 / 127.0), out=out)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     return torch.ops.bitsandbytes.dequantize_4bit(
         codes.view(-1, 1), scale.view(-1), BLOCK, "nf4", shape, dtype
     )
@@ -199,78 +199,87 @@ class _FrozenLinear(torch.autograd.Function):
         return grad @ dequantize(codes, scale, grad.dtype), None, None, None, None
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """What quantize_linears did. expert_share: the share of experts, which stay in 16 bit, in the frozen
-    weights.
-    """
-
-    kind: str
-    layers: int
-    in_16bit: dict[str, int]  # linears that stay in 16 bit, with the reason -> their number
-    expert_share: float
-
-    def sentence(self) -> str:
-        """The line that the plan prints."""
-        in_16bit = [f"{count} x {name}" for name, count in self.in_16bit.items()]
-        if self.expert_share:
-            in_16bit.append(f"all experts, {self.expert_share:.0%} of the weights")
-        exceptions = f"; in 16 bit: {'; '.join(in_16bit)}" if in_16bit else ""
-        return f"{self.kind} for {self.layers} linear layers{exceptions}"
-
-
 @torch.no_grad()
-def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> Quantized:
-    """Replace every frozen linear layer by a quantized one, in place, LoRA's base layers included.
+def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
+    """Replace every frozen linear layer by a quantized one, in place, LoRA's base layers included, and the
+    matrices of experts by their codes. Returns in words what was quantized, and what was not.
 
-    dtype: of the computation. The head (unless quant.quantize_head), trainable layers, and those for
-    which _reason gives a reason, such as routers, stay as they are. On meta only the structure
-    changes, and load_rows fills it later; real weights are quantized here. Raises ConfigError if no
-    layer can be quantized.
+    dtype: of the computation. The head (unless quant.quantize_head), and weights for which _reason gives a
+    reason, such as those of routers, stay as they are. On meta only the structure changes, and load_rows
+    fills it later; real weights are quantized here. Raises ConfigError if no weight can be quantized.
     """
     kind = quant.quantization
-    frozen = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad}
-    experts = sum(size for name, size in frozen.items() if ".experts." in name)
     head = model.get_output_embeddings()
     check(
         not (quant.quantize_head and head.weight is model.get_input_embeddings().weight),
         "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)",
     )
-    stays_whole = set() if quant.quantize_head else set(head.modules())
-    layers = 0
+    weights = 0  # quantized ones: of linear layers; of all experts of a layer together
     in_16bit = Counter()
-    for name, old in list(model.named_modules()):
-        if not isinstance(old, nn.Linear | Conv1D) or old in stays_whole or ADDED.search(name):
+    for name, layer, weight, put in list(_candidates(model)):
+        of_head = layer in head.modules()
+        if ADDED.search(name) or of_head and not quant.quantize_head:
             continue
-        plain = name.removesuffix(".base_layer")
-        if reason := _reason(model, plain, old, kind):
-            in_16bit[f"{plain.rpartition('.')[2]} ({reason})"] += 1
+        name = name.removesuffix(".base_layer")
+        if reason := _reason(model, name, layer, weight, quant):
+            in_16bit[f"{name.rpartition('.')[2]} ({reason})"] += 1
             continue
-        new = KINDS[kind](old, dtype, quant.int8_mode)
-        if not old.weight.is_meta:
-            new.copy_rows(0, old.weight, f"{plain}.weight")
-        model.set_submodule(name, new)
-        layers += 1
+        new = KINDS[kind](weight, layer and layer.bias, dtype, quant.int8_mode)
+        if not weight.is_meta:
+            new.copy_rows(0, weight, name)
+        put(new)
+        weights += 1
+    others = "; ".join(f"{count} x {name}" for name, count in in_16bit.items())
     check(
-        layers,
-        f"--quantization {kind}: {type(model).__name__} has no linear layer that can be:"
-        f" {'; '.join(in_16bit)} (fix: --quantization none)",
+        weights,
+        f"--quantization {kind}: {type(model).__name__} has no linear layer that can be: {others}"
+        " (fix: --quantization none)",
     )
-    return Quantized(kind, layers, in_16bit, experts / sum(frozen.values()))
+    return f"{kind} for {weights} weights; in 16 bit: {others or 'head, embeddings, norms'}"
 
 
-def _reason(model: nn.Module, name: str, layer: nn.Module, kind: str) -> str:
-    """Why a layer stays in 16 bit; "" if it can be quantized."""
-    if layer.weight.requires_grad:
+def _candidates(model):
+    """Yield (name, layer, weight, what puts codes in its place) for linear layers, and for the matrices of
+    experts, which are no layers (None).
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            yield name, module, module.weight, partial(model.set_submodule, name)
+        elif name.endswith(".experts"):
+            for matrix, weight in module.named_parameters(recurse=False):
+                if weight.ndim == 3:
+                    yield f"{name} {matrix}", None, weight, partial(add_codes, module, matrix)
+
+
+def add_codes(experts: nn.Module, matrix: str, codes: QuantizedLinear) -> None:
+    """Put codes in place of the parameter experts.MATRIX (E, out, in). Each forward of the experts
+    dequantizes it. If autograd keeps the result, it is as large as in 16 bit, unless the layer is recomputed.
+    """
+    delattr(experts, matrix)
+    experts.add_module(f"{matrix}_codes", codes)  # sharding.ADAPTED has the name
+    experts._is_hf_initialized = True  # it may have no tensor of its own
+    experts.register_forward_pre_hook(lambda *_: setattr(experts, matrix, codes.dequantize()))
+    # A recomputation ends early, by an exception.
+    experts.register_forward_hook(lambda *_: delattr(experts, matrix), always_call=True)
+
+
+def _reason(model, name, layer, weight, quant) -> str:
+    """Why a weight stays in 16 bit; "" if it can be quantized."""
+    if weight.requires_grad:
         return "it trains"
+    if layer is None and quant.keep_experts_16bit:
+        return "--keep_experts_16bit"
     if ROUTER.search(name):
         return "a router"
     if isinstance(layer, Conv1D):
         return "a Conv1D: its rows are input features, the scales would run across ranks"
-    if not is_plain(model, name, layer):
+    if layer and not is_plain(model, name, layer):
         return f"a {type(layer).__name__} that {model.config.model_type} does not simply call"
-    if kind == NF4Linear.kind and layer.in_features % BLOCK:
-        return f"{layer.in_features} input features are no multiple of {BLOCK}"
+    if weight.numel() >= 2**31:
+        return "bitsandbytes counts elements in 32 bit"
+    width = weight.shape[-1]
+    if quant.quantization == "4bit" and width % BLOCK:
+        return f"{width} input features are no multiple of {BLOCK}"
     return ""
 
 

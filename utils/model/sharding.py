@@ -21,8 +21,8 @@ from ..run.errors import ConfigError, check
 # Names of dtypes in flags and files; "original" keeps the dtype of the checkpoint.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "original": None}
 
-# What peft adds to the names of parameters.
-ADAPTED = ".base_layer .original_module .modules_to_save.default".split()
+# What peft, and quantize.py for experts, add to the names of parameters.
+ADAPTED = ".base_layer .original_module .modules_to_save.default _codes.weight".split()
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,7 @@ def recompute_activations(model: nn.Module, mode: str) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, checkpoint_policy)
     # transformers 5.23 has given it another name.
     enable = getattr(model, "activation_checkpointing_enable", None)
-    enable = enable or model.gradient_checkpointing_enable
-    enable(options)
+    (enable or model.gradient_checkpointing_enable)(options)
     model.disable_input_require_grads()  # only use_reentrant needs them
 
 

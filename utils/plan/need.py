@@ -196,11 +196,6 @@ def share_numel(parameter: nn.Parameter, shards: int) -> int:
 # torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py and _fsdp_collectives.py.
 
 
-# From torch 2.15 on no variable keeps an all-gather buffer or a gradient alive longer than needed. But a
-# gradient that waits for the last micro-batch becomes fp32 at once, not when its unit is done.
-FREES_EARLY = torch.__version__ >= "2.15"
-
-
 @dataclass(eq=False)
 class Unit:
     """Bytes of one FSDP2 unit. Parameters that a single rank uses as they are stored have gradients only."""
@@ -212,8 +207,7 @@ class Unit:
     grads: int = 0  # the whole gradients, in that dtype
     reduced: int = 0  # the same, padded, in fp32: the input of the reduce-scatter
     share: int = 0  # this rank's shard of the gradients, in the dtype of the parameters
-    # the whole gradients of the last parameter, which before torch 2.15 a loop variable in foreach_reduce
-    # keeps alive
+    # the whole gradients of the last parameter, which a loop variable in foreach_reduce keeps alive
     last: int = 0
 
 
@@ -255,7 +249,7 @@ def units_of(
                 unit.grads += grads
                 unit.reduced += padded_numel * 4
                 unit.share += shard_numel * p.element_size()
-                unit.last = 0 if alone or FREES_EARLY else grads
+                unit.last = 0 if alone else grads
         return unit
 
     in_units = {*nn.ModuleList([embedding, head, *layers, *towers]).parameters()}
@@ -332,17 +326,15 @@ class Replay:
         self.free("buffers", freed, self.gather_stream)
 
     def unshard(self, unit: Unit, forward: bool) -> None:
-        """Gather a unit. In the forward the buffer of an all-gather lives until the next one has arrived.
-        Before torch 2.15 it lives until that one is copied out: a variable of
-        FSDPParamGroup.wait_for_unshard holds it.
+        """Gather a unit. In the forward the buffer of an all-gather lives until the next one is copied out: a
+        variable of FSDPParamGroup.wait_for_unshard holds it.
         """
         if unit in self.open:
             return
         self.fetch(unit)
-        if FREES_EARLY:
-            self.drop_buffer()
         self.add("gathered", unit.gathered)
-        self.drop_buffer()
+        if forward:
+            self.drop_buffer()
         self.unfreed_bytes += self.fetched.pop(unit)
         if self.alone or not forward:
             self.drop_buffer()
@@ -359,12 +351,9 @@ class Replay:
             self.open.remove(unit)
             self.free("gathered", unit.gathered)
 
-    def reduce(self, unit: Unit, sync: bool, tied: bool = False) -> None:
+    def reduce(self, unit: Unit, sync: bool) -> None:
         """Reshard a unit after its backward, and reduce its gradients. The input of a reduce-scatter lives
         until the next one begins. Its output becomes the unit's gradients, or is added to them.
-
-        tied: its parameter is the head's too. From torch 2.15 on the head's first gradient waits in fp32 for
-        that of the embedding, which becomes fp32 before the two are added and the unit is resharded.
         """
         self.reshard(unit)
         waiting = self.deferred.pop(unit, 0)
@@ -373,9 +362,8 @@ class Replay:
         if unit.reduced and not sync:
             in_fp32 = unit.grads // self.setting.dtype.itemsize * 4
             if in_fp32 > unit.grads and not waiting:
-                of_head = (in_fp32 + unit.gathered) * (tied and FREES_EARLY)
-                self.add("whole gradients", in_fp32 + of_head)
-                self.free("whole gradients", unit.grads + of_head)
+                self.add("whole gradients", in_fp32)
+                self.free("whole gradients", unit.grads)
             self.deferred[unit] = in_fp32
             return
         self.free("reduced")
@@ -465,7 +453,7 @@ def step_peak(units: tuple, states: States, setting: Setting, trace: Trace) -> P
             trace.pictures.backward(replay, towers, sync)
         replay.compute(trace.embedding_back, embedding.grads if head else 0)
         replay.reduce(root, sync)
-        replay.reduce(embedding, sync, not head)
+        replay.reduce(embedding, sync)
         replay.free("reduced")
         replay.free("activations")
         replay.free("all-reduced", stream=REDUCE)

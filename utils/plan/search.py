@@ -108,11 +108,9 @@ def methods(setting: Setting) -> list[Setting]:
     if setting.lacks == "lora_rank" or setting.param_dtype.itemsize < 4:
         return [setting]
     lora = setting.lora or replace(setting.lora, lora_rank=16)
-    experts = ".experts." in " ".join(planned_model(setting).state_dict())
     settings = {setting: None}  # an ordered set
     for kind in ("none", "8bit", "4bit"):
-        quant = Quant(kind, keep_experts_16bit=experts and kind != "none")
-        adapted = replace(setting, lora=lora, quant=quant, train=setting.train and "language")
+        adapted = replace(setting, lora=lora, quant=Quant(kind), train=setting.train and "language")
         with suppress(ConfigError):  # no linear layer of the model can be quantized
             planned_model(adapted)
             settings[adapted] = None

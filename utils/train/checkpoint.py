@@ -49,6 +49,7 @@ class CheckpointSaver(AbstractContextManager):
     """
 
     seconds = 0.0  # duration of the last save; only on rank 0
+    pending = writer = background = None
 
     def __init__(
         self, folder: Path, keep: int, world: World, background: bool = False, timeout: float = 1800
@@ -64,7 +65,6 @@ class CheckpointSaver(AbstractContextManager):
             group_desc="saver",
         )
         self.cwd = os.getcwd()  # it may be gone by the time of a save
-        self.pending = self.writer = self.background = None
         if background:
             from .background import Background
 

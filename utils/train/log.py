@@ -48,6 +48,10 @@ class RunLog(AbstractContextManager):
     Lines of metrics.jsonl that an earlier start wrote for later steps stay.
     """
 
+    skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
+    profiler = None
+    trackers = ()
+
     def __init__(self, folder, steps: int, first: int, run: int, world: World, token_mfu, options):
         self.file = folder / "metrics.jsonl"
         self.total_steps = steps
@@ -55,10 +59,7 @@ class RunLog(AbstractContextManager):
         self.world = world
         self.token_mfu = token_mfu
         self.options = options
-        self.skipped = 0  # steps skipped in a row, because fp16 gradients overflowed
         self.unread = []  # a tuple for each step whose values are still on the device, see add
-        self.profiler = None
-        self.trackers = ()
         if options.profile or options.tensorboard or options.wandb:
             from .profiling import start_recording
 

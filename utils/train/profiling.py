@@ -121,7 +121,7 @@ def start_recording(
 
 
 # Regular expression for the device name -> peak TFLOP/s of dense bf16 matrix products with fp32 accumulation;
-# fp16 for V100 and T4, which have no bf16 units. From NVIDIA's data sheets and white papers, halved where
+# fp16 for V100, which has no bf16 units. From NVIDIA's data sheets and white papers, halved where
 # those count sparsity. The first match counts. 0: not known.
 PEAK_TFLOPS = {
     "MIG|Laptop|Ti|D": 0,  # a slice, or another chip of the same name
@@ -136,8 +136,6 @@ PEAK_TFLOPS = {
     "RTX 5090": 209,
     "RTX 4090": 165,
     "A6000": 155,
-    "RTX 3090": 71,
-    "T4": 65,
 }
 
 

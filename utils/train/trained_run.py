@@ -127,11 +127,10 @@ def open_trained(
             source = replace(source, weights=weights)
         pieces = plan_pieces(built, source.weights, source.folder)
         if not merge and (adapter or run.get("lora_rank")):
-            from ..model.lora import add_adapters, base_names
+            from ..model.lora import add_adapters
 
             trained = {name: run[name] for name in Lora().flags() if name in run}
             config = add_adapters(built, Lora(adapter=adapter) if adapter else Lora(**trained))
-            names = base_names(built)
         elif run.get("train"):
             freeze_parts(built, parse_parts(run["train"]), dtype)
         if quantization != "none":
@@ -141,8 +140,11 @@ def open_trained(
                 SHARDS_INTEGERS or world.size == 1,
                 f"--quantization: torch {torch.__version__} shards no integers (fix: 1 rank, or torch>=2.12)",
             )
-            quantized = quantize_linears(built, Quant(quantization), dtype)
-            print0(f"quantized {quantized.sentence()}")
+            print0(f"quantized {quantize_linears(built, Quant(quantization), dtype)}")
+        if config or quantization != "none":
+            from ..model.lora import base_names
+
+            names = base_names(built)
         if path:
             check_tensors(
                 path, checkpoint_tensors(built), "the --model it was trained from", dtypes=False
