@@ -34,8 +34,8 @@ def estimate_generation(
 
     Weights and gathered layers are exact. The cache is an upper bound: keys and values of every layer, as in
     plain attention. Activations are the largest of one block, in its feed-forward part, and the mask of
-    padded rows. The one quantized weight that is dequantized at a time is left to the reserve. pictures: a
-    plan.pictures.Pictures, for a model that reads pictures.
+    padded rows. What is dequantized at a time, a weight or the experts of a layer, is left to the reserve.
+    pictures: a plan.pictures.Pictures, for a model that reads pictures.
     """
     config = model.config.get_text_config()
     itemsize = dtype.itemsize
