@@ -88,7 +88,7 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def copy_rows(self, first: int, rows: Tensor, name: str, inner=()) -> None:
         """Quantize rows (n, in_features) of the checkpoint into local rows [first, first + n). Of experts:
-        rows (n, rows, in_features), into the rows `inner`, a tuple of one slice, of n local experts.
+        rows (n, r, in_features) into the rows `inner`, a tuple of one slice, of n local experts.
 
         `rows` may be on another device than the shards. name: of the tensor, for the message. Raises
         ConfigError if a row is too large or not finite.
@@ -214,7 +214,7 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
         not (quant.quantize_head and head.weight is model.get_input_embeddings().weight),
         "--quantize_head: it is the embedding too, and stays as it is (fix: leave it out)",
     )
-    weights = 0  # quantized ones: of linear layers; of all experts of a layer together
+    weights = 0  # quantized ones: of a linear layer, or of all experts of a layer
     in_16bit = Counter()
     for name, layer, weight, put in list(_candidates(model)):
         of_head = layer in head.modules()
@@ -235,7 +235,7 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
         f"--quantization {kind}: {type(model).__name__} has no linear layer that can be: {others}"
         " (fix: --quantization none)",
     )
-    return f"{kind} for {weights} weights; in 16 bit: {others or 'head, embeddings, norms'}"
+    return f"{kind} for {weights} weights{others and '; in 16 bit: ' + others}"
 
 
 def _candidates(model):
