@@ -5,6 +5,7 @@ make gpu        or: python -m pytest -m gpu tests/test_gpu.py
 
 import copy
 import json
+from types import SimpleNamespace
 
 import finetune
 import generate
@@ -22,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from utils.data.batches import Batch, GlobalBatches
 from utils.data.examples import Rows, load_data
 from utils.data.tokens import load_tokenizer
-from utils.model.attention import fuse_norms
+from utils.model.attention import attend_documents, fuse_norms
 from utils.model.folder import open_weights
 from utils.model.loading import build_model, load_pieces, plan_pieces
 from utils.model.log_probs import token_log_probs
@@ -238,6 +239,28 @@ def test_a_fused_norm_keeps_only_its_input_and_rounds_as_little_as_transformers(
     assert sum(kept["own"]) > 2 * hidden.numel()
 
 
+@pytest.mark.parametrize("window", [None, 16])
+def test_sinks_in_packs_are_those_of_the_cpu_to_the_rounding_of_bf16(window):
+    torch.manual_seed(0)
+    shapes = ((1, 8, 96, 64), (1, 2, 96, 64), (1, 2, 96, 64), (8,))
+    begins = torch.tensor([0, 40, 96], dtype=torch.int32)
+    module = SimpleNamespace(num_key_value_groups=4)
+    values = [torch.randn(shape) for shape in shapes]
+    found = []
+    for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
+        moved = [value.detach().to(device, dtype).requires_grad_() for value in values]
+        *tensors, sinks = moved
+        packed = {"cu_seq_lens_q": begins.to(device), "max_length_q": 56, "s_aux": sinks}
+        output, _ = attend_documents(
+            module, *tensors, None, scaling=0.125, sliding_window=window, **packed
+        )
+        output.float().square().sum().backward()
+        found.append([output, *(value.grad for value in moved)])
+    for ours, exact in zip(*reversed(found), strict=True):
+        error = (ours.float().cpu() - exact).norm() / exact.norm()
+        assert error < 2e-2
+
+
 def exact_norm(norm, hidden):
     """(the norm's result in fp64, the gradients of the sum of its squares by input and weight)."""
     scale = (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
@@ -293,6 +316,17 @@ def test_a_quantized_layer_is_a_linear_layer_of_the_weight_that_bitsandbytes_deq
         rounding = 0.0
     torch.testing.assert_close(layer.dequantize().float(), expected.float(), rtol=rounding, atol=0)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.dequantize()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_of_experts_are_those_of_each_matrix_and_are_dequantized_together(kind):
+    torch.manual_seed(0)
+    experts = torch.randn(3, 96, 256).cuda()
+    layer = quantized(kind, experts, torch.bfloat16)
+    for weight, codes, found in zip(experts, layer.weight, layer.dequantize(), strict=True):
+        alone = quantized(kind, weight, torch.bfloat16)
+        assert torch.equal(codes, alone.weight)
+        assert torch.equal(found, alone.dequantize())
 
 
 def test_llm_int8_on_one_rank_is_that_of_linear8bitlt_to_the_rounding_of_fp16():
