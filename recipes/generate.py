@@ -499,6 +499,8 @@ def generation_settings(cfg: Config, model, folder: Path, tokenizer, world: Worl
             model.generation_config = transformers.GenerationConfig.from_dict(read_json(file))
     for name in NOT_OURS:
         setattr(model.generation_config, name, None)
+    # The load-balancing loss of mixtures of experts does not work with a cache.
+    model.config.get_text_config().output_router_logits = False
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     if (cfg.adapter or cfg.checkpoint) and not cfg.raw:

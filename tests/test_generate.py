@@ -126,6 +126,14 @@ def test_greedy_answers_are_those_of_transformers(ranks, folder, prompts):
     assert answers(prompts, ranks, model=str(folder)) == expected
 
 
+def test_a_mixture_that_trains_with_its_load_balancing_loss_answers_without(prompts, tmp_path):
+    folder = tiny_model_folder(tmp_path / "model", "mixtral", vocab_size=271, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.output_router_logits
+    model.config.output_router_logits = False
+    assert answers(prompts, model=str(folder)) == plain(model, folder, ASKED)
+
+
 def test_a_generation_config_that_asks_for_other_answers_than_one_per_prompt_is_not_followed(
     llama, prompts, tmp_path
 ):
