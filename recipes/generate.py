@@ -95,7 +95,7 @@ class Config:
 
     # How
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; auto: bf16 if the GPU has it
-    quantization: Literal["none", "8bit", "4bit"] = "none"  # of linear layers that did not train
+    quantization: Literal["none", "8bit", "4bit"] = "none"  # of frozen linear layers and experts
     force: bool = False  # start even if the plan says that it does not fit
 
     # Where

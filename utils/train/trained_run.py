@@ -73,9 +73,9 @@ def open_trained(
     """Open the model that a recipe serves: a base, alone or with a peft folder or a checkpoint on top.
 
     model: the base; "": the one that the adapter or the run names. dtype: of the parameters; "": that of the
-    run. quantization: 8bit or 4bit for the linear layers that the adapter or the run did not train. merge:
-    the model without the adapter, which the recipe adds itself. Every rank calls it. Raises ConfigError if
-    something is missing or does not fit together.
+    run. quantization: 8bit or 4bit for the linear layers and experts that the adapter or the run did not
+    train. merge: the model without the adapter, which the recipe adds itself. Every rank calls it. Raises
+    ConfigError if something is missing or does not fit together.
     """
     path = None
     run = {}
