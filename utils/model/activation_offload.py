@@ -57,13 +57,13 @@ class HostCopies:
         self.on_gpu = device.type == "cuda"
         self.copies = []
         self.leaving = None  # the input whose copy may not be complete
-        # to the host, and back
-        self.streams = [torch.cuda.Stream() for _ in range(2 * self.on_gpu)]
+        self.streams = None  # to the host, and back; no GPU is in use before the first step
 
     def pack(self, tensor: Tensor) -> HostCopy:
         if not self.on_gpu:
             copy = HostCopy(tensor.clone())
         else:
+            self.streams = self.streams or (torch.cuda.Stream(), torch.cuda.Stream())
             computing, (leave, _) = torch.cuda.current_stream(), self.streams
             computing.wait_stream(leave)  # so the previous input may be freed
             self.leaving = tensor

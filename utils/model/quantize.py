@@ -121,9 +121,8 @@ class QuantizedLinear(nn.Module):
         for start in range(rows.start, rows.stop, step):
             part = torch.empty(min(step, rows.stop - start), *shape, dtype=piece.info.dtype)
             read(start * width, part.view(-1))
-            first = in_shard[0].start + start - rows.start
             part = (part.mT if piece.transposed else part).to(device)
-            self.copy_rows(first, part, piece.name, in_shard[1:-1])
+            self.copy_rows(in_shard[0].start + start - rows.start, part, piece.name, in_shard[1:-1])
 
 
 class Int8Linear(QuantizedLinear):
@@ -208,7 +207,6 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
     reason, such as those of routers, stay as they are. On meta only the structure changes, and load_rows
     fills it later; real weights are quantized here. Raises ConfigError if no weight can be quantized.
     """
-    kind = quant.quantization
     head = model.get_output_embeddings()
     check(
         not (quant.quantize_head and head.weight is model.get_input_embeddings().weight),
@@ -217,14 +215,13 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
     weights = 0  # quantized ones: of a linear layer, or of all experts of a layer
     in_16bit = Counter()
     for name, layer, weight, put in list(_candidates(model)):
-        of_head = layer in head.modules()
-        if ADDED.search(name) or of_head and not quant.quantize_head:
+        if ADDED.search(name) or (layer in head.modules() and not quant.quantize_head):
             continue
         name = name.removesuffix(".base_layer")
         if reason := _reason(model, name, layer, weight, quant):
             in_16bit[f"{name.rpartition('.')[2]} ({reason})"] += 1
             continue
-        new = KINDS[kind](weight, layer and layer.bias, dtype, quant.int8_mode)
+        new = KINDS[quant.quantization](weight, layer and layer.bias, dtype, quant.int8_mode)
         if not weight.is_meta:
             new.copy_rows(0, weight, name)
         put(new)
@@ -232,10 +229,10 @@ def quantize_linears(model: nn.Module, quant: Quant, dtype: torch.dtype) -> str:
     others = "; ".join(f"{count} x {name}" for name, count in in_16bit.items())
     check(
         weights,
-        f"--quantization {kind}: {type(model).__name__} has no linear layer that can be: {others}"
-        " (fix: --quantization none)",
+        f"--quantization {quant.quantization}: {type(model).__name__} has no linear layer that can be:"
+        f" {others} (fix: --quantization none)",
     )
-    return f"{kind} for {weights} weights{others and '; in 16 bit: ' + others}"
+    return f"{quant.quantization} for {weights} weights{others and '; in 16 bit: ' + others}"
 
 
 def _candidates(model):
