@@ -236,6 +236,7 @@ def test_a_tied_table_counts_as_the_head_and_experts_by_visits():
         ("NVIDIA GeForce RTX 4090", 165),
         ("NVIDIA GeForce RTX 5090", 209),
         ("NVIDIA RTX A6000", 155),
+        ("NVIDIA GeForce RTX 3090", 71),
         ("Tesla V100-SXM2-16GB", 125),
     ],
 )

@@ -57,7 +57,8 @@ class HostCopies:
         self.on_gpu = device.type == "cuda"
         self.copies = []
         self.leaving = None  # the input whose copy may not be complete
-        self.streams = None  # to the host, and back; no GPU is in use before the first step
+        # To the host, and back. Made in the first step, because here no rank has chosen its GPU.
+        self.streams = None
 
     def pack(self, tensor: Tensor) -> HostCopy:
         if not self.on_gpu:

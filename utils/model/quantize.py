@@ -264,7 +264,7 @@ def _reason(model, name, layer, weight, quant) -> str:
     """Why a weight stays in 16 bit; "" if it can be quantized."""
     if weight.requires_grad:
         return "it trains"
-    if layer is None and quant.keep_experts_16bit:
+    if not layer and quant.keep_experts_16bit:
         return "--keep_experts_16bit"
     if ROUTER.search(name):
         return "a router"
@@ -274,9 +274,8 @@ def _reason(model, name, layer, weight, quant) -> str:
         return f"a {type(layer).__name__} that {model.config.model_type} does not simply call"
     if weight.numel() >= 2**31:
         return "bitsandbytes counts elements in 32 bit"
-    width = weight.shape[-1]
-    if quant.quantization == "4bit" and width % BLOCK:
-        return f"{width} input features are no multiple of {BLOCK}"
+    if quant.quantization == "4bit" and weight.shape[-1] % BLOCK:
+        return f"{weight.shape[-1]} input features are no multiple of {BLOCK}"
     return ""
 
 
